@@ -1,0 +1,59 @@
+"""Tensors as bit patterns: the integer views that everything here compares, adds and hashes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deltasync.errors import ModelMismatchError
+from deltasync.types import ITEM_BYTES, TensorSpec
+
+# torch computes on signed integers only; as views they carry the same bits.
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`.
+
+    Raises:
+        ModelMismatchError: deltasync does not carry this dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise ModelMismatchError(f"Tensors of dtype {name} are not supported.")
+    return name
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """The spec of a tensor as it is."""
+    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def int_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Flat signed-integer view, shape N, on the tensor's device; shares memory when the tensor is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_SIGNED[flat.element_size()])
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """Flat unsigned bit patterns on the host, shape N; shares memory with a contiguous CPU tensor."""
+    view: np.ndarray = int_view(tensor).cpu().numpy()
+    return view.view(f"u{view.itemsize}")
+
+
+def tensor_of(bits_N: np.ndarray, spec: TensorSpec) -> torch.Tensor:
+    """Tensor of `spec` over the memory of `bits_N` (writable, contiguous)."""
+    flat = torch.from_numpy(bits_N.view(f"i{bits_N.itemsize}"))
+    return flat.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+
+
+def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`tensor` in the served dtype: floating tensors of 16 bits or more rounded to nearest even, others unchanged.
+
+    Args:
+        tensor: Any device.
+        dtype: Name of the served dtype, or `keep`.
+    """
+    if dtype == "keep" or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return tensor.detach()
+    return tensor.detach().to(getattr(torch, dtype))

@@ -1,0 +1,188 @@
+"""What all encodings share: the safetensors container, its metadata and the table of patches.
+
+The payload is a safetensors file. Its `__metadata__` holds strings only:
+
+    format        "deltasync/1"
+    codec         "raw" | "packed"
+    version, base_version   decimal
+    patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta, ...codec's own fields}}
+
+plus whatever the codec adds. Tensors that did not change are not named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as safetensors_load
+from safetensors.torch import save as safetensors_save
+
+from deltasync.bits import bits_of
+from deltasync.errors import CorruptDataError, UnsupportedFormatError
+from deltasync.types import Patch, TensorSpec
+
+FORMAT = "deltasync/1"
+
+
+class DeltaEncoder(Protocol):
+    """Collects the patches of one delta."""
+
+    def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
+        """Encode one changed tensor; the arguments are read before the call returns and not kept.
+
+        Args:
+            spec: The tensor.
+            index_K: int64, flat, ascending, not empty.
+            step_K: New minus old bit patterns, modulo 2**width.
+            new_N: New bit patterns of the whole tensor.
+            fingerprint: Of the tensor after the delta, 16 hex digits.
+        """
+        ...
+
+    def finish(self, version: int, base_version: int) -> bytes:
+        """The payload."""
+        ...
+
+
+class Codec(Protocol):
+    """One encoding."""
+
+    name: str
+
+    def encoder(self) -> DeltaEncoder:
+        """A fresh encoder for one delta."""
+        ...
+
+    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec]) -> Iterator[Patch]:
+        """The patches in file order.
+
+        Args:
+            payload: An opened payload of this codec.
+            specs: The channel's tensor table.
+
+        Raises:
+            CorruptDataError: anything in the payload contradicts itself or the table.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """An opened delta payload: header checked, patches not yet decoded."""
+
+    codec: str
+    version: int
+    base_version: int
+    patches: Mapping[str, Mapping[str, Any]]
+    arrays: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprint of each changed tensor after the delta."""
+        return {name: int(row["fingerprint"], 16) for name, row in self.patches.items()}
+
+
+class Table:
+    """The growing table of patches of an encoder, and the arrays of the file."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.arrays: dict[str, torch.Tensor] = {}
+
+    def save(self, codec: str, version: int, base_version: int, extra: Mapping[str, str]) -> bytes:
+        """The safetensors file."""
+        metadata = {
+            "format": FORMAT,
+            "codec": codec,
+            "version": str(version),
+            "base_version": str(base_version),
+            "patches": json.dumps(self.rows, separators=(",", ":")),
+            **extra,
+        }
+        return safetensors_save(self.arrays, metadata)
+
+
+def open_payload(data: bytes) -> Payload:
+    """Check the container and the header of a delta payload.
+
+    Raises:
+        CorruptDataError: not a safetensors file, or its metadata is incomplete or contradicts itself.
+        UnsupportedFormatError: another format.
+    """
+    metadata = read_metadata(data)
+    if metadata.get("format") != FORMAT:
+        raise UnsupportedFormatError(f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}.")
+    try:
+        arrays = safetensors_load(data)
+        payload = Payload(
+            codec=metadata["codec"],
+            version=int(metadata["version"]),
+            base_version=int(metadata["base_version"]),
+            patches=json.loads(metadata["patches"]),
+            arrays=arrays,
+            metadata=metadata,
+        )
+        rows = payload.fingerprints
+        counts_ok = all(isinstance(row["changed"], int) and row["changed"] > 0 for row in payload.patches.values())
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
+    if not counts_ok or len(rows) != len(payload.patches):
+        raise CorruptDataError("Payload header has a patch without changed elements.")
+    return payload
+
+
+def read_metadata(data: bytes) -> dict[str, str]:
+    """The `__metadata__` of a safetensors file in memory; safetensors itself gives it only for files on disk.
+
+    Raises:
+        CorruptDataError: not such a file, or without metadata.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > len(data) - 8:
+            raise ValueError("header longer than the file")
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptDataError(f"Not a safetensors file with metadata: {error!r}.") from error
+    if not isinstance(metadata, dict):
+        raise CorruptDataError("The safetensors metadata is not an object.")
+    return metadata
+
+
+def take(payload: Payload, key: str, dtype: str, size: int) -> np.ndarray:
+    """Bit patterns of one flat array of the payload, checked.
+
+    Args:
+        payload: An opened payload.
+        key: Entry of the safetensors file.
+        dtype: torch's name of its dtype.
+        size: Number of elements it must have.
+
+    Raises:
+        CorruptDataError: missing, of another dtype or another size.
+    """
+    array = payload.arrays.get(key)
+    if array is None or str(array.dtype) != f"torch.{dtype}" or array.numel() != size:
+        found = "nothing" if array is None else f"{array.dtype}[{array.numel()}]"
+        raise CorruptDataError(f"Payload should hold {key!r} as {dtype}[{size}], found {found}.")
+    return bits_of(array)
+
+
+def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> TensorSpec:
+    """The spec of a patch's tensor.
+
+    Raises:
+        CorruptDataError: the channel has no such tensor, or fewer elements than the patch.
+    """
+    spec = specs.get(name)
+    if spec is None or changed > spec.element_count:
+        raise CorruptDataError(f"Payload patches {changed} elements of {name!r}, which the channel does not have.")
+    return spec

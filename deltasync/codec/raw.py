@@ -1,0 +1,73 @@
+"""`raw`: absolute values and flat indices, readable by anything that reads safetensors.
+
+Per changed tensor: `{name}.indices` (int32, int64 from 2**31 elements on) and `{name}.values` in the served dtype. The
+metadata also carries the fields of the public TRL blog format (huggingface.co/blog/delta-weight-sync): `sparse`,
+`model_version`, `sparsity`, `changed_params`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from deltasync.bits import tensor_of
+from deltasync.codec.base import Payload, Table, spec_for, take
+from deltasync.errors import CorruptDataError
+from deltasync.types import Patch, TensorSpec
+
+
+def _index_dtype(spec: TensorSpec) -> str:
+    return "int32" if spec.element_count < 1 << 31 else "int64"
+
+
+class RawEncoder:
+    """See `DeltaEncoder`."""
+
+    def __init__(self) -> None:
+        self._table = Table()
+        self._element_count = 0
+        self._changed = 0
+
+    def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
+        """See `DeltaEncoder.add`."""
+        values = TensorSpec(spec.name, spec.dtype, (index_K.size,))
+        self._table.arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(_index_dtype(spec)))
+        self._table.arrays[f"{spec.name}.values"] = tensor_of(new_N[index_K], values)
+        self._table.rows[spec.name] = {"changed": index_K.size, "fingerprint": fingerprint}
+        self._element_count += spec.element_count
+        self._changed += index_K.size
+
+    def finish(self, version: int, base_version: int) -> bytes:
+        """See `DeltaEncoder.finish`."""
+        unchanged = 1 - self._changed / self._element_count if self._element_count else 1.0
+        blog = {
+            "sparse": "true",
+            "model_version": str(version),
+            "sparsity": str(unchanged),
+            "changed_params": json.dumps(list(self._table.rows)),
+        }
+        return self._table.save(RawCodec.name, version, base_version, blog)
+
+
+class RawCodec:
+    """See `Codec`."""
+
+    name = "raw"
+
+    def encoder(self) -> RawEncoder:
+        """See `Codec.encoder`."""
+        return RawEncoder()
+
+    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec]) -> Iterator[Patch]:
+        """See `Codec.decode`."""
+        for name, row in payload.patches.items():
+            spec = spec_for(specs, name, row["changed"])
+            index_dtype = _index_dtype(spec)
+            index_K = take(payload, f"{name}.indices", index_dtype, row["changed"]).view(index_dtype).astype(np.int64)
+            if index_K[0] < 0 or index_K[-1] >= spec.element_count or (np.diff(index_K) <= 0).any():
+                raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
+            data_K = take(payload, f"{name}.values", spec.dtype, row["changed"])
+            yield Patch(name, index_K, data_K, absolute=True)

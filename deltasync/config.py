@@ -1,0 +1,129 @@
+"""Settings, each a frozen keyword-only dataclass, and the only reader of `DELTASYNC_*`.
+
+An explicit argument (anything but None) beats the environment, which beats the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Self
+
+from deltasync.errors import ConfigError
+
+CODECS = ("packed", "raw")
+DTYPES = ("bfloat16", "float16", "float32", "keep")
+KV_CACHE = ("keep", "recompute")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """Reads each field `x` from `DELTASYNC_X` where no argument was given."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Self:
+        """Settings from explicit arguments, then the environment, then defaults.
+
+        Args:
+            environ: Read instead of `os.environ`, for tests.
+            **explicit: Fields by name; None means "not given".
+
+        Raises:
+            ConfigError: unknown field, or a value that does not parse or is out of range.
+        """
+        env = os.environ if environ is None else environ
+        hints = typing.get_type_hints(cls)
+        unknown = explicit.keys() - hints.keys()
+        if unknown:
+            raise ConfigError(f"Unknown setting: {', '.join(sorted(unknown))}.")
+        values = {}
+        for field in dataclasses.fields(cls):
+            value = explicit.get(field.name)
+            variable = f"DELTASYNC_{field.name.upper()}"
+            if value is None and env.get(variable):
+                value = _parse(variable, env[variable], hints[field.name])
+            if value is not None:
+                values[field.name] = value
+        return cls(**values)
+
+
+def _parse(variable: str, text: str, hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    try:
+        return hint(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} is not a valid {hint.__name__}.") from None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublisherSettings(_Settings):
+    """How a publisher writes.
+
+    Attributes:
+        codec: Encoding of deltas, one of `CODECS`.
+        anchor_every: An anchor accompanies at least every N-th version. It also does when replaying the chain since
+            the last anchor would cost more bytes than an anchor.
+        dtype: Served dtype: floating tensors are cast to it (round to nearest even); `keep` publishes as given.
+        shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
+        retries: Attempts after the first one for a transient store error.
+        retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
+    """
+
+    codec: str = "packed"
+    anchor_every: int = 100
+    dtype: str = "bfloat16"
+    shard_bytes: int = 1 << 30
+    retries: int = 6
+    retry_delay_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}.")
+        _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.")
+        _require(self.anchor_every >= 1, "anchor_every must be at least 1.")
+        _require(self.shard_bytes >= 1, "shard_bytes must be at least 1.")
+        _require(self.retries >= 0, "retries must not be negative.")
+        _require(self.retry_delay_s >= 0, "retry_delay_s must not be negative.")
+
+
+def _default_replica_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+    return f"{host}-{os.getpid()}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaSettings(_Settings):
+    """How a replica follows.
+
+    Attributes:
+        channel: URL of the channel; None when deltasync is not configured.
+        replica_id: Name of the heartbeat object.
+        poll_interval_s: Longest wait between two looks at head; the wait backs off up to this.
+        heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
+        kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
+    """
+
+    channel: str | None = None
+    replica_id: str = dataclasses.field(default_factory=_default_replica_id)
+    poll_interval_s: float = 1.0
+    heartbeat_interval_s: float = 10.0
+    kv_cache: str = "keep"
+
+    def __post_init__(self) -> None:
+        _require(self.kv_cache in KV_CACHE, f"kv_cache must be one of {', '.join(KV_CACHE)}, not {self.kv_cache!r}.")
+        _require(self.poll_interval_s > 0, "poll_interval_s must be positive.")
+        _require(self.heartbeat_interval_s > 0, "heartbeat_interval_s must be positive.")
+        _require(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.replica_id) is not None,
+            f"replica_id must be 1 to 100 letters, digits, '.', '_' or '-', not {self.replica_id!r}.",
+        )

@@ -1,0 +1,136 @@
+"""The demo's model: a tiny Qwen3 with its own tokenizer, warmed up by supervised learning, built without a network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from deltasync.demo import task
+
+WARMUP_STEPS = 200
+WARMUP_BATCH_SIZE = 32
+WARMUP_LEARNING_RATE = 2e-3
+
+_PAD, _TURN_START, _TURN_END, _UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
+_WORDS = ["system", "user", "assistant", "count", "from", " ", "\n", *"0123456789"]
+_IGNORE = -100  # label of a token without a loss, PyTorch's default
+
+ProgressCallback = Callable[[int, int, float], None]
+"""Called as `on_progress(step, total, loss)` after each warm-up step; `step` counts from 1."""
+
+
+class CheckpointInfo(TypedDict):
+    """What `build_checkpoint` tells about the checkpoint it wrote."""
+
+    parameter_count: int
+    warmup_loss: float
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each digit and each word of the task; anything else becomes `<|unk|>`.
+
+    Its chat template is one that TRL recognises by its text (TRL needs to know how to parse an answer), taken from
+    the installed TRL. This one adds no system message, which keeps the prompts short.
+    """
+    vocabulary = [_PAD, _TURN_START, _TURN_END, _UNKNOWN, *_WORDS]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=_UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=_TURN_END, pad_token=_PAD, unk_token=_UNKNOWN,
+        additional_special_tokens=[_TURN_START],
+    )  # fmt: skip
+    template = resources.files("trl").joinpath("chat_templates", "qwen3_instruct_2507.jinja")
+    tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 of about a million float32 parameters, randomly initialised from torch's global generator."""
+    config = Qwen3Config(
+        vocab_size=64,  # more than the tokens in use: a multiple of 64, as vLLM pads it otherwise
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def warm_up(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, on_progress: ProgressCallback | None = None
+) -> float:
+    """Train `model` in place on demonstrations of the sloppy teacher of `deltasync.demo.task`.
+
+    Returns:
+        The loss of the last step, in nats per answer token.
+    """
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=WARMUP_LEARNING_RATE, total_steps=WARMUP_STEPS, pct_start=0.1
+    )
+    model.train()
+    loss_nats = float("nan")
+    for step in range(1, WARMUP_STEPS + 1):
+        tokens, labels = _batch(tokenizer, rng)
+        logits = model(input_ids=tokens).logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        loss_nats = loss.item()
+        if on_progress is not None:
+            on_progress(step, WARMUP_STEPS, loss_nats)
+    return loss_nats
+
+
+def build_checkpoint(out: Path, seed: int, on_progress: ProgressCallback | None = None) -> CheckpointInfo:
+    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM.
+
+    Args:
+        out: The directory, created if missing; files of an earlier checkpoint in it are overwritten.
+        seed: Determines the initial weights and the demonstrations. Also sets torch's global seed.
+        on_progress: Called after each step of the warm-up.
+
+    Returns:
+        The number of parameters, and the loss at the end of the warm-up.
+    """
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    loss_nats = warm_up(model, tokenizer, seed, on_progress)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return {"parameter_count": model.num_parameters(), "warmup_loss": loss_nats}
+
+
+def _batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both (batch, length). All rows have the same length, as every number has two digits."""
+    rows, labels = [], []
+    for _ in range(WARMUP_BATCH_SIZE):
+        start = rng.choice(task.FIRST_STARTS)
+        question = [{"role": "user", "content": task.prompt_text(start)}]
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+        answer = tokenizer.encode(task.demonstration(start, rng) + _TURN_END)
+        rows.append(prompt + answer)
+        labels.append([_IGNORE] * len(prompt) + answer)
+    return torch.tensor(rows), torch.tensor(labels)

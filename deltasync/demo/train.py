@@ -1,0 +1,156 @@
+"""The demo's trainer process: TRL's `AsyncGRPOTrainer` on the counting task, its weights published by deltasync.
+
+Run: python -m deltasync.demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --seed N
+
+The environment should contain HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 when the vLLM server shares the machine. The
+rollout worker spawns a child process that imports this module again, hence the `__main__` guard at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from deltasync.demo import task, trl_on_cpu
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+LEARNING_RATE = 4e-5
+GENERATIONS_PER_PROMPT = 8
+SAMPLES_PER_STEP = 32
+MAX_COMPLETION_TOKENS = 3 * task.NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
+MAX_STALENESS = 4
+
+_LOGGED = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "staleness_mean": "sample/staleness_mean",
+    "staleness_max": "sample/staleness_max",
+    "dropped_stale_total": "sample/dropped_stale_total",
+    "completion_tokens_mean": "completions/mean_length",
+    "ratio": "ratio",
+    "entropy": "entropy",
+    "rollout_wait_s": "perf/rollout_wait_s",
+    "weight_sync_s": "perf/weight_sync_s",
+}
+"""Fields of a metrics line, and the names under which TRL logs them."""
+
+
+class MetricsFileCallback(TrainerCallback):
+    """A [`~transformers.TrainerCallback`] that appends one JSON object per optimizer step to a file.
+
+    Each line has `step`, `time_s` (since training began, monotonic) and the fields of `_LOGGED`, null where TRL
+    logged none in that step. A line is complete once it ends in a newline.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._began_s = time.monotonic()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the clock."""
+        self._began_s = time.monotonic()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Appends the line of this step; the summary that the trainer logs at the end has no loss and is skipped."""
+        if logs is None or "loss" not in logs:
+            return
+        line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3)}
+        line |= {field: logs.get(name) for field, name in _LOGGED.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def build_trainer(
+    args: argparse.Namespace, weight_transfer: Any, callbacks: Sequence[TrainerCallback]
+) -> AsyncGRPOTrainer:
+    """The trainer, ready for `train()`.
+
+    Args:
+        args: What `parse_args` returns.
+        weight_transfer: An object with the methods of TRL's `WeightTransferProtocol`.
+        callbacks: Callbacks next to the one that writes the metrics.
+    """
+    trl_on_cpu.prepare()
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    config = AsyncGRPOConfig(
+        output_dir=str(args.metrics.parent / "trainer"),
+        seed=args.seed,
+        max_steps=args.steps,
+        learning_rate=args.learning_rate,
+        per_device_train_batch_size=SAMPLES_PER_STEP,
+        num_generations=GENERATIONS_PER_PROMPT,
+        max_completion_length=MAX_COMPLETION_TOKENS,
+        max_staleness=MAX_STALENESS,
+        max_inflight_tasks=args.max_inflight,
+        queue_maxsize=SAMPLES_PER_STEP,
+        vllm_server_base_url=args.server_url,
+        token_budget=-1,  # a fixed number of samples per step, and no question to the server about its limits
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    return AsyncGRPOTrainer(
+        model=str(args.model),
+        reward_funcs=task.counting_reward,
+        args=config,
+        train_dataset=task.prompt_dataset(args.seed),
+        weight_transfer=weight_transfer,
+        callbacks=[*callbacks, MetricsFileCallback(args.metrics)],
+    )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line of this module; `argv` of None means that of the process."""
+    parser = argparse.ArgumentParser(prog="python -m deltasync.demo.train", description="Train the demo's model.")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint to start from")
+    parser.add_argument("--channel", required=True, metavar="URL", help="channel to publish the weights to")
+    parser.add_argument("--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps (default: 40)")
+    parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="JSON lines are appended here")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, metavar="LR")
+    parser.add_argument("--max-inflight", type=int, default=48, metavar="N", help="requests in flight (default: 48)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, publishing the weights of each step.
+
+    Returns:
+        The exit code.
+    """
+    args = parse_args(argv)
+    from trl_callback import DeltaSyncCallback
+
+    sync = DeltaSyncCallback(args.channel)
+    build_trainer(args, sync.weight_transfer, [sync]).train()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""Every exception of deltasync, in one tree.
+
+    DeltaSyncError                     1  root: catch this to catch everything
+    ├── ConfigError (ValueError)       3  a setting or an argument is wrong; nothing was done
+    ├── FormatError                    4  bytes from a store are not what the format says
+    │   ├── UnsupportedFormatError     4    written by a newer or a foreign writer
+    │   └── CorruptDataError           4    truncated, bit-flipped, or not decodable
+    ├── ChainError                     5  versions do not connect
+    │   ├── NotPublishedError          5    the channel has no version yet: wait
+    │   ├── MissingVersionError        5    a version or a payload it needs is gone
+    │   ├── HeadRewindError            5    head names an older version than before
+    │   └── RunMismatchError           5    the channel now belongs to another run
+    ├── StoreError                     6  the object store refused or failed
+    │   ├── ObjectMissingError         6    no object has this key
+    │   ├── ObjectExistsError          6    a create-only put met an existing object
+    │   └── TransientStoreError        6    worth another try
+    ├── PublishError                   7  a version did not become visible
+    │   ├── ChannelInUseError          7    the channel holds a run; resume it or choose another URL
+    │   ├── HeadConflictError          7    another publisher wrote this version; ours is not visible
+    │   ├── PublishLostError           7    given up after all retries; the next publish is an anchor
+    │   └── PublishStateUnknownError   7    the manifest is stored, the head may or may not be
+    ├── ModelMismatchError             8  names, shapes or dtypes differ from the channel's
+    ├── ApplyError                     9  a version did not become live
+    │   ├── StageError                 9    live weights untouched, retry
+    │   ├── FingerprintMismatchError   9    rolled back to the previous version; re-anchor
+    │   └── CommitError                9    weights uncertain, reload
+    └── AckTimeoutError               10  the version is published, but the fleet does not serve it yet
+
+The number is the process exit code of the command line for that class; 2 is a usage error, 130 is Ctrl-C.
+"""
+
+from __future__ import annotations
+
+
+class DeltaSyncError(Exception):
+    """Root of all errors raised by deltasync."""
+
+    exit_code = 1
+
+
+class ConfigError(DeltaSyncError, ValueError):
+    """A setting or an argument is wrong; nothing was done."""
+
+    exit_code = 3
+
+
+class FormatError(DeltaSyncError):
+    """Bytes from a store are not what the format says."""
+
+    exit_code = 4
+
+
+class UnsupportedFormatError(FormatError):
+    """The object was written in a format, or with a required feature, that this reader does not know."""
+
+
+class CorruptDataError(FormatError):
+    """The object is truncated, altered, or cannot be decoded."""
+
+
+class ChainError(DeltaSyncError):
+    """The versions of the channel do not connect."""
+
+    exit_code = 5
+
+
+class NotPublishedError(ChainError):
+    """The channel has no complete version yet; wait for the first anchor."""
+
+
+class MissingVersionError(ChainError):
+    """A version, or an object that a version refers to, is not in the store."""
+
+
+class HeadRewindError(ChainError):
+    """Head names an older version than one that was already served."""
+
+
+class RunMismatchError(ChainError):
+    """The channel belongs to another run than the one that was followed."""
+
+
+class StoreError(DeltaSyncError):
+    """The object store refused a request or failed."""
+
+    exit_code = 6
+
+
+class ObjectMissingError(StoreError):
+    """No object has this key."""
+
+
+class ObjectExistsError(StoreError):
+    """A create-only put met an existing object; the existing object is unchanged."""
+
+
+class TransientStoreError(StoreError):
+    """The request failed for a reason that may pass; a retry is safe."""
+
+
+class PublishError(DeltaSyncError):
+    """A version did not become visible."""
+
+    exit_code = 7
+
+
+class ChannelInUseError(PublishError):
+    """The channel already holds a run; resume it or choose another URL."""
+
+
+class HeadConflictError(PublishError):
+    """Another publisher wrote this version; nothing of ours became visible."""
+
+
+class PublishLostError(PublishError):
+    """The version was given up after all retries and is not visible; the next publish starts from an anchor."""
+
+
+class PublishStateUnknownError(PublishError):
+    """The manifest is stored but the head may not be; re-read head before drawing conclusions."""
+
+
+class ModelMismatchError(DeltaSyncError):
+    """Names, shapes or dtypes of the tensors differ from the channel's."""
+
+    exit_code = 8
+
+
+class ApplyError(DeltaSyncError):
+    """A version did not become live."""
+
+    exit_code = 9
+
+
+class StageError(ApplyError):
+    """Staging failed; the live weights are untouched and a retry is safe."""
+
+
+class FingerprintMismatchError(ApplyError):
+    """The bits after commit were not the published ones; they were rolled back to the previous version."""
+
+
+class CommitError(ApplyError):
+    """A commit failed half-way and could not be rolled back; reload the weights."""
+
+
+class AckTimeoutError(DeltaSyncError):
+    """The version is published, but the replicas did not report serving it in time."""
+
+    exit_code = 10

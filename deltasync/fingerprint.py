@@ -1,0 +1,26 @@
+"""Fingerprint of tensor bits: an additive 64-bit digest that a commit updates at the cost of what changed.
+
+    F(tensor) = sum over i of h(key(name), i, bits(i))   modulo 2**64
+    F(model)  = sum over its tensors of F(tensor)        modulo 2**64
+
+h is splitmix64's finalizer over the flat checkpoint index and the bit pattern (`kernels.reference.cell_hash`).
+Sums over shards add up to the whole, and writing element i adds h(new) - h(old). h is not linear in the bits on purpose:
+were it mix(i) * bits(i), adding the same step to a wrong old value would change F as if the old value had been right
+(see docs/decisions/0002-fingerprint.md). It detects faults, not attackers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+MASK = (1 << 64) - 1
+
+
+def tensor_key(name: str) -> int:
+    """The 64-bit key of a tensor: the first 8 bytes, little-endian, of the sha256 of its UTF-8 name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def to_hex(value: int) -> str:
+    """16 lower-case hexadecimal digits."""
+    return f"{value & MASK:016x}"

@@ -1,0 +1,55 @@
+"""Plain numpy, one obvious line after the other: what every other kernel must equal."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+# Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.
+INDEX_STEP = np.uint64(0x9E3779B97F4A7C15)
+VALUE_STEP = np.uint64(0xD1B54A32D192ED03)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
+    """64-bit hash of each (index, bit pattern) under `key`, shape K, uint64: splitmix64's finalizer of their mix."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(key) + index_K.astype(np.uint64) * INDEX_STEP + bits_K.astype(np.uint64) * VALUE_STEP
+        z = (z ^ (z >> np.uint64(30))) * MIX_1
+        z = (z ^ (z >> np.uint64(27))) * MIX_2
+        return z ^ (z >> np.uint64(31))
+
+
+def fingerprint(key: int, bits_N: np.ndarray) -> int:
+    """Sum of the cell hashes of a whole tensor, modulo 2**64."""
+    return int(cell_hash(key, np.arange(bits_N.size), bits_N).sum(dtype=np.uint64))
+
+
+def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Flat indices (int64, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
+    index_K = np.flatnonzero(old_N != new_N)
+    return index_K, new_N[index_K] - old_N[index_K]
+
+
+def scatter(
+    key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Write one patch into `dest`, which is mutated.
+
+    Args:
+        key: Fingerprint key of the tensor.
+        dest: Flat unsigned bit patterns of the destination memory.
+        dest_index_K: Where in `dest` each element lies; no index twice.
+        data_K: New bit patterns if `absolute`, else steps.
+        absolute: Meaning of `data_K`.
+        index_K: Flat checkpoint index of each element, for the fingerprint.
+
+    Returns:
+        The old bit patterns, shape K, and what the writes add to the tensor's fingerprint, modulo 2**64.
+    """
+    old_K = dest[dest_index_K]
+    new_K = data_K if absolute else old_K + data_K
+    dest[dest_index_K] = new_K
+    added = cell_hash(key, index_K, new_K).sum(dtype=np.uint64) - cell_hash(key, index_K, old_K).sum(dtype=np.uint64)
+    return old_K, int(added)

@@ -1,0 +1,47 @@
+"""The scatter in torch operations: any device, and the fallback where no kernel of its own exists.
+
+torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as the reference's unsigned one;
+only shifts need a mask. The fingerprint's sum leaves the device as one number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deltasync.fingerprint import MASK
+from deltasync.kernels import reference
+
+
+def _as_signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_INDEX_STEP, _VALUE_STEP, _MIX_1, _MIX_2 = (
+    _as_signed(int(c)) for c in (reference.INDEX_STEP, reference.VALUE_STEP, reference.MIX_1, reference.MIX_2)
+)
+
+
+def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def cell_hash(key: int, index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
+    """As `reference.cell_hash`, int64; `bits_K` is a signed view of the bit patterns."""
+    width = 8 * bits_K.element_size()
+    unsigned_K = bits_K.to(torch.int64) & ((1 << width) - 1 if width < 64 else -1)
+    z = _as_signed(key) + index_K * _INDEX_STEP + unsigned_K * _VALUE_STEP
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def scatter(
+    key: int, dest: torch.Tensor, dest_index_K: torch.Tensor, data_K: torch.Tensor, absolute: bool, index_K: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """As `reference.scatter`, on signed views; all tensors on the device of `dest`."""
+    old_K = dest[dest_index_K]
+    new_K = data_K if absolute else old_K + data_K
+    dest[dest_index_K] = new_K
+    added = (cell_hash(key, index_K, new_K) - cell_hash(key, index_K, old_K)).sum()
+    return old_K, int(added) & MASK

@@ -1,0 +1,65 @@
+"""Object keys of a channel. The only place that formats or parses a key."""
+
+from __future__ import annotations
+
+import re
+
+from deltasync.errors import ConfigError
+
+CHANNEL = "channel.json"
+HEAD = "head.json"
+MANIFESTS = "manifests/"
+REPLICAS = "replicas/"
+
+# Rules of the strictest store (the Hub's S3 gateway), applied to all of them.
+_KEY = re.compile(r"[A-Za-z0-9._=+@-]+(/[A-Za-z0-9._=+@-]+)*")
+_MANIFEST = re.compile(r"manifests/(\d{10,})\.json")
+
+
+def check_key(key: str) -> str:
+    """Return `key` unchanged.
+
+    Raises:
+        ConfigError: the key is empty, not plain ASCII, or has a leading, trailing, double or dotted slash part.
+    """
+    if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")) or len(key) > 900:
+        raise ConfigError(f"Not a valid object key: {key!r}.")
+    return key
+
+
+def manifest(version: int) -> str:
+    """Key of the manifest of `version`."""
+    return f"manifests/{version:010d}.json"
+
+
+def manifest_version(key: str) -> int | None:
+    """Version of a manifest key, or None for any other key."""
+    match = _MANIFEST.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def anchor_dir(version: int, attempt: int = 0) -> str:
+    """Folder of an anchor. `attempt` > 0 when a dead publisher left part of an unfinished one behind."""
+    return f"anchors/{version:010d}" + (f".{attempt}" if attempt else "")
+
+
+def delta_dir(version: int, attempt: int = 0) -> str:
+    """Folder of a delta's payload; `attempt` as in `anchor_dir`."""
+    return f"deltas/{version:010d}" + (f".{attempt}" if attempt else "")
+
+
+def delta_part(part: int, part_count: int) -> str:
+    """File name of one payload of a delta; parts count from 1."""
+    return f"part-{part:05d}-of-{part_count:05d}.safetensors"
+
+
+def anchor_shard(shard: int, shard_count: int) -> str:
+    """File name of one weight file of an anchor, as transformers names them; shards count from 1."""
+    if shard_count == 1:
+        return "model.safetensors"
+    return f"model-{shard:05d}-of-{shard_count:05d}.safetensors"
+
+
+def replica(replica_id: str) -> str:
+    """Key of a replica's heartbeat."""
+    return check_key(f"{REPLICAS}{replica_id}.json")

@@ -1,0 +1,195 @@
+"""The three JSON objects of a channel: channel, head and manifest. Encoded, parsed and checked here and nowhere else.
+
+Readers ignore fields they do not know and refuse features named in `requires` that they do not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from deltasync.errors import CorruptDataError, UnsupportedFormatError
+from deltasync.types import ITEM_BYTES, TensorSpec
+
+FORMAT = "deltasync/1"
+FEATURES: frozenset[str] = frozenset()
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Version = Annotated[int, msgspec.Meta(ge=1)]
+_Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+
+def sha256_hex(data: bytes) -> str:
+    """sha256 of file bytes, 64 lower-case hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FileRef:
+    """One immutable object: where it is and what it must contain."""
+
+    key: str
+    bytes: _Count
+    sha256: _Sha256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """How to get from `base_version` to the manifest's version."""
+
+    base_version: _Version
+    codec: str
+    changed: _Count
+    files: list[FileRef]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Anchor:
+    """The full weights: safetensors files of an ordinary checkpoint directory."""
+
+    directory: str
+    files: list[FileRef]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum(file.bytes for file in self.files)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """One version. It has a delta, an anchor, or both (an anchor after the first also carries the delta to it).
+
+    Attributes:
+        version: Contiguous from 1.
+        kind: `anchor` if it has full weights, else `delta`.
+        step: The trainer's global step, as metadata; None if it gave none.
+        created_at: UTC, ISO 8601.
+        total: Elements of all tensors.
+        fingerprint: Of the model at this version.
+        anchor_version: Newest version up to this one that has an anchor.
+        coalesced: Number of publishes that this version covers.
+        requires: Features a reader must know.
+    """
+
+    format: str
+    run_id: str
+    version: _Version
+    kind: str
+    step: int | None
+    created_at: str
+    total: _Count
+    fingerprint: _Fingerprint
+    anchor_version: _Version
+    delta: Delta | None = None
+    anchor: Anchor | None = None
+    coalesced: _Version = 1
+    requires: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """The newest complete version."""
+
+    format: str
+    run_id: str
+    version: _Version
+    manifest_sha256: _Sha256
+    requires: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Channel:
+    """Written once: what the channel carries.
+
+    Attributes:
+        dtype: Served dtype policy of the publisher.
+        tensors: Name -> [dtype, shape], in the publisher's order.
+        tensors_sha256: Digest of that table (`table_sha256`).
+    """
+
+    format: str
+    run_id: str
+    created_at: str
+    dtype: str
+    tensors: dict[str, tuple[str, tuple[_Count, ...]]]
+    tensors_sha256: _Sha256
+    requires: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensor table by name."""
+        return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in self.tensors.items()}
+
+
+_Document = TypeVar("_Document", Channel, Head, Manifest)
+
+
+def table_sha256(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> str:
+    """Digest of a tensor table: sha256 of its canonical JSON with sorted names."""
+    return sha256_hex(msgspec.json.encode(tensors, order="deterministic"))
+
+
+def encode(document: Channel | Head | Manifest) -> bytes:
+    """Canonical UTF-8 JSON, one line."""
+    return msgspec.json.encode(document) + b"\n"
+
+
+def decode(data: bytes, kind: type[_Document], key: str) -> _Document:
+    """Parse and check one document.
+
+    Args:
+        data: The object's bytes.
+        kind: `Channel`, `Head` or `Manifest`.
+        key: Its key, for messages.
+
+    Raises:
+        CorruptDataError: not valid JSON of this kind, or it contradicts itself.
+        UnsupportedFormatError: another format, or a required feature this reader lacks.
+    """
+    try:
+        header: dict[str, Any] = msgspec.json.decode(data, type=dict)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptDataError(f"{key} is not a JSON object: {error}.") from error
+    if header.get("format") != FORMAT:
+        raise UnsupportedFormatError(f"{key} has format {header.get('format')!r}; this version reads {FORMAT!r}.")
+    requires = header.get("requires")
+    missing = sorted(map(str, set(requires) - FEATURES)) if isinstance(requires, list) else []
+    if missing:
+        raise UnsupportedFormatError(f"{key} requires {', '.join(missing)}, unknown to this version. Upgrade deltasync.")
+    try:
+        document = msgspec.convert(header, type=kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise CorruptDataError(f"{key} is not valid: {error}.") from error
+    problem = _problem(document)
+    if problem is not None:
+        raise CorruptDataError(f"{key} contradicts itself: {problem}.")
+    return document
+
+
+def _problem(document: Channel | Head | Manifest) -> str | None:
+    if isinstance(document, Channel):
+        unknown = {dtype for dtype, _ in document.tensors.values()} - ITEM_BYTES.keys()
+        if unknown:
+            return f"unknown dtype {', '.join(sorted(unknown))}"
+        if document.tensors_sha256 != table_sha256(document.tensors):
+            return "the tensor table does not match its digest"
+    if isinstance(document, Manifest):
+        if document.delta is None and document.anchor is None:
+            return "neither delta nor anchor"
+        if (document.kind == "anchor") != (document.anchor is not None):
+            return f"kind is {document.kind!r}"
+        if document.delta is not None and document.delta.base_version >= document.version:
+            return f"base version {document.delta.base_version} is not before version {document.version}"
+        if document.anchor_version > document.version:
+            return f"anchor version {document.anchor_version} is after version {document.version}"
+    return None

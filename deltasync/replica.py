@@ -1,0 +1,226 @@
+"""A replica: follows a channel and keeps weights at its newest version, bit for bit.
+
+`Follower` is the state machine that every replica shares, over any `LiveMemory`; `Replica` is the one whose weights lie
+in host memory, the reference for every other one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+
+from deltasync import chain, fingerprint
+from deltasync.errors import FingerprintMismatchError, HeadRewindError, NotPublishedError
+from deltasync.manifest import Head, Manifest
+from deltasync.memory import CommitReport, LiveMemory, Staged
+from deltasync.reader import ChannelReader
+from deltasync.stores import Store, open_store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedVersion:
+    """A version that is ready to commit, with what it takes to check it."""
+
+    manifest: Manifest
+    staged: Staged
+    use_anchor: bool
+    stage_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A version whose bits are live but not yet confirmed; what it takes to undo it."""
+
+    staged: StagedVersion
+    report: CommitReport
+    fingerprints_before: Mapping[str, int]
+
+
+class Follower:
+    """Moves live memory along a channel, one version at a time: plan, stage, commit, then confirm or roll back.
+
+    Not thread-safe, except that `stage` may run in another thread than the one that owns the live weights, because it
+    only reads them.
+
+    Attributes:
+        version: The version whose bits are live, None before the first.
+    """
+
+    def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
+        self.reader = reader
+        self.memory = memory
+        self.version: int | None = None
+
+    def identify(self, head: Head) -> int | None:
+        """Find out which version the bits in live memory are, so that nothing needs to be loaded (costs an audit).
+
+        Looks at the versions from head back to its newest anchor; sets and returns `version`.
+        """
+        self.memory.audit()
+        total = fingerprint.to_hex(self.memory.total_fingerprint)
+        steps = self.reader.plan(None, head)
+        matches = [step.manifest.version for step in steps if step.manifest.fingerprint == total]
+        self.version = matches[-1] if matches else None
+        return self.version
+
+    def plan(self, head: Head, version: int | None = None) -> list[chain.Step]:
+        """Steps to `version` (default: head's), none if it is already live.
+
+        Raises:
+            HeadRewindError: head is older than what is live, and no version was asked for.
+        """
+        if version is None and self.version is not None and head.version < self.version:
+            raise HeadRewindError(
+                f"Head names version {head.version}, but version {self.version} is live. Keeping it; "
+                "if the channel was restored from a backup, restart the replica."
+            )
+        return self.reader.plan(self.version, head, version)
+
+    def stage(self, step: chain.Step) -> StagedVersion:
+        """Fetch, check, decode and translate one step. Live weights are untouched.
+
+        Raises:
+            StoreError, ChainError, FormatError, StageError: nothing changed; retry, or plan again.
+        """
+        before = time.perf_counter()
+        staged = self.memory.stage(self.reader.patches(step))
+        return StagedVersion(step.manifest, staged, step.use_anchor, time.perf_counter() - before)
+
+    def commit(self, staged: StagedVersion) -> CommittedVersion:
+        """Write a staged version; follow it by `confirm` or `rollback`."""
+        before = dict(self.memory.fingerprints)
+        return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+
+    def confirm(self, committed: CommittedVersion) -> int:
+        """Compare the fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
+
+        Raises:
+            FingerprintMismatchError: the bits are not the published ones; they were rolled back.
+        """
+        wanted = committed.staged.staged.fingerprints
+        found = committed.report.fingerprints
+        wrong = [name for name in wanted if wanted[name] != found.get(name)]
+        manifest = committed.staged.manifest
+        if wrong or fingerprint.to_hex(self.memory.total_fingerprint) != manifest.fingerprint:
+            self.rollback(committed)
+            where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
+            raise FingerprintMismatchError(
+                f"Version {manifest.version} did not give the published bits {where}; rolled back to version {self.version}."
+            )
+        self.version = manifest.version
+        return self.version
+
+    def rollback(self, committed: CommittedVersion) -> None:
+        """Bring the bits from before a commit back."""
+        self.memory.rollback(committed.report, committed.fingerprints_before)
+
+    def advance(self, head: Head, version: int | None = None) -> int:
+        """Stage, commit and confirm every step to `version` (default: head's).
+
+        A delta that does not give the published bits is rolled back and the version is loaded from its anchor instead.
+
+        Raises:
+            DeltaSyncError: the last confirmed version stays live.
+        """
+        target = head.version if version is None else version
+        try:
+            self._run(self.plan(head, version))
+        except FingerprintMismatchError as error:
+            if self.version is None:
+                raise
+            logger.warning("%s Loading an anchor instead.", error)
+            # Live bits are of no version we can trust, whatever was confirmed before.
+            self.version = None
+            self.memory.audit()
+            self._run(self.reader.plan(None, head, target))
+        return target
+
+    def _run(self, steps: list[chain.Step]) -> None:
+        for step in steps:
+            staged = self.stage(step)
+            committed = self.commit(staged)
+            self.confirm(committed)
+            logger.info(
+                "committed version=%d anchor=%s changed=%d stage_s=%.3f scatter_s=%.4f",
+                step.manifest.version,
+                step.use_anchor,
+                staged.staged.changed,
+                staged.stage_s,
+                committed.report.scatter_s,
+            )
+
+
+class Replica:
+    """Weights in host memory that follow a channel.
+
+    Args:
+        channel: URL of the channel, or an opened store.
+
+    Example:
+        >>> replica = Replica("file:///data/run")
+        >>> replica.sync()
+        7
+    """
+
+    def __init__(self, channel: str | Store) -> None:
+        self._reader = ChannelReader(open_store(channel) if isinstance(channel, str) else channel)
+        self._follower: Follower | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def version(self) -> int | None:
+        """The version whose bits `state_dict` holds, None before the first `sync`."""
+        return None if self._follower is None else self._follower.version
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every tensor at `version`."""
+        return {} if self._follower is None else dict(self._follower.memory.fingerprints)
+
+    def sync(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
+        """Bring the weights to a version and check every bit that was written.
+
+        Args:
+            version: Which; the newest complete one by default.
+            timeout_s: How long to wait for it to be published.
+
+        Returns:
+            The version that is now live.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                head = self._reader.head()
+                if version is None or version <= head.version:
+                    break
+            except NotPublishedError:
+                if time.monotonic() >= deadline:
+                    raise
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+        if self._follower is None:
+            memory, self._tensors = LiveMemory.on_host(self._reader.specs)
+            memory.audit()
+            self._follower = Follower(self._reader, memory)
+        return self._follower.advance(head, version)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights by checkpoint name. They are the live ones: the next `sync` changes them in place; clone to keep.
+
+        Raises:
+            NotPublishedError: nothing was synced yet.
+        """
+        if self.version is None:
+            raise NotPublishedError("This replica holds no version yet; call sync() first.")
+        return dict(self._tensors)

@@ -1,0 +1,90 @@
+"""`file://`: a directory, shared by processes of one machine or over a network file system with atomic link and rename.
+
+Written here and not taken from obstore, whose local store does not fsync (docs/decisions/0003-stores.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from deltasync import layout
+from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores.base import Capabilities, ObjectInfo
+
+
+class LocalStore:
+    """Objects as files below a directory. See `Store`."""
+
+    capabilities = Capabilities(conditional_put=True)
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+        self.url = f"file://{self._root}"
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`: a synced temporary file, linked to its name."""
+        with self._temporary(key, data) as (temporary, path):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise ObjectExistsError(f"{self.url}/{key} already exists.") from None
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Store.replace`: a synced temporary file, renamed over its name."""
+        with self._temporary(key, data) as (temporary, path):
+            os.replace(temporary, path)
+
+    def read(self, key: str) -> bytes:
+        """See `Store.read`."""
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
+        except OSError as error:
+            raise StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.") from error
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        found = []
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                path = Path(folder, name)
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix) and not name.startswith("."):
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append(ObjectInfo(key, path.stat().st_size))
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._root / layout.check_key(key)
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
+        """A durable file beside its final place; after the block the folder is synced and the temporary name gone."""
+        path = self._path(key)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary, path
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise TransientStoreError(f"{self.url}/{key} cannot be written: {error.strerror}.") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)

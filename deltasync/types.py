@@ -1,0 +1,94 @@
+"""What the stages hand to each other: tensor specs and patches. Plain data, no I/O.
+
+Shape suffixes: N elements of a tensor, K changed elements of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from deltasync.errors import ModelMismatchError
+
+# dtype name (torch's, without the prefix) -> size of one element in bytes
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch's name without the prefix) and shape of a checkpoint tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def element_count(self) -> int:
+        """N, 1 for a 0-d tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def bits_dtype(self) -> np.dtype:
+        """The unsigned integer dtype of the element's bit pattern."""
+        return np.dtype(f"u{self.item_bytes}")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patch:
+    """The changed elements of one tensor.
+
+    Attributes:
+        name: Checkpoint name of the tensor.
+        index_K: int64, flat checkpoint indices, strictly ascending; None when `data` covers the whole tensor.
+        data: Unsigned bit patterns, of shape K, or of shape N where `index_K` is None.
+        absolute: `data` holds new bit patterns; otherwise steps, new minus old modulo 2**width.
+    """
+
+    name: str
+    index_K: np.ndarray | None
+    data: np.ndarray
+    absolute: bool
+
+    @property
+    def changed(self) -> int:
+        """Number of elements that this patch writes."""
+        return int(self.data.size)
+
+
+def check_specs(channel: dict[str, TensorSpec], model: dict[str, TensorSpec], who: str) -> None:
+    """Compare the tensor table of a model with a channel's.
+
+    Raises:
+        ModelMismatchError: names the first few tensors that are missing, unknown or different.
+    """
+    problems = [f"{name} is missing" for name in channel.keys() - model.keys()]
+    problems += [f"{name} is not in the channel" for name in model.keys() - channel.keys()]
+    problems += [
+        f"{model[name]} should be {channel[name]}" for name in channel.keys() & model.keys() if model[name] != channel[name]
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise ModelMismatchError(f"{who} does not match the channel in {len(problems)} tensors: {shown}.")

@@ -1,0 +1,235 @@
+"""PUBLISH: one background thread that makes versions visible, in order: payload, then manifest, then head.
+
+Crash points of `Uploader._store`, for one version v:
+
+    before or between payload files   nothing visible; files without a manifest are garbage for `prune`
+    after the manifest                v is defined for good, but readers still see v-1; a resumed publisher rolls forward
+    after head                        v is visible as a whole
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from deltasync import layout, manifest
+from deltasync.config import PublisherSettings
+from deltasync.errors import (
+    DeltaSyncError,
+    HeadConflictError,
+    ObjectExistsError,
+    PublishError,
+    PublishLostError,
+    PublishStateUnknownError,
+    TransientStoreError,
+)
+from deltasync.manifest import Channel, FileRef, Head, Manifest
+from deltasync.stores.base import Store
+from deltasync.types import Patch
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_DELAY_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tip:
+    """Where a channel stands after a version.
+
+    Attributes:
+        version: The newest version, 0 before the first.
+        anchor_version: The newest one with an anchor, 0 if the next version must be one.
+        chain_bytes: Bytes of the deltas since then.
+    """
+
+    version: int = 0
+    anchor_version: int = 0
+    chain_bytes: int = 0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Job:
+    """One version on its way to the store.
+
+    Attributes:
+        base: The tip it builds on.
+        patches: Steps against the base, kept so that a later publish can be folded in while the job waits.
+        channel: Stored first if it is not there yet; None if it is known to be.
+        manifest: Complete but for the file lists of `delta` and `anchor`.
+        delta_files, anchor_files: (file name, bytes).
+        uploaded: Resolved when head names the version, or with what went wrong.
+        manifest_attempted: Whether the manifest may be in the store.
+    """
+
+    base: Tip
+    patches: dict[str, Patch]
+    channel: Channel | None
+    manifest: Manifest
+    delta_files: Sequence[tuple[str, bytes]]
+    anchor_files: Sequence[tuple[str, bytes]]
+    uploaded: Future[None]
+    manifest_attempted: bool = False
+
+
+class Uploader:
+    """Uploads jobs one after the other. At most one job uploads and one waits."""
+
+    def __init__(self, store: Store, settings: PublisherSettings) -> None:
+        self._objects = store
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._waiting: Job | None = None
+        self._lost: tuple[Job, PublishError] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-upload")
+
+    def take_waiting(self) -> Job | None:
+        """Take back the job that has not started, to fold another version into it."""
+        with self._lock:
+            job, self._waiting = self._waiting, None
+            return job
+
+    def take_lost(self) -> tuple[Job, PublishError] | None:
+        """The job that was given up and why, once; afterwards jobs are accepted again.
+
+        Raises:
+            HeadConflictError: it was given up because another publisher writes to the channel; this stays so.
+        """
+        with self._lock:
+            lost = self._lost
+            if lost is not None and isinstance(lost[1], HeadConflictError):
+                raise lost[1]
+            self._lost = None
+            return lost
+
+    def submit(self, job: Job) -> None:
+        """Upload `job` after the current one. The caller took the waiting job before."""
+        with self._lock:
+            assert self._waiting is None
+            self._waiting = job
+        self._pool.submit(self._run)
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        self._pool.shutdown(wait=True)
+
+    def _run(self) -> None:
+        job = self.take_waiting()
+        if job is None:
+            return
+        with self._lock:
+            lost = self._lost
+        if lost is not None:
+            job.uploaded.set_exception(PublishLostError(f"Version {job.manifest.version} builds on a lost one. {lost[1]}"))
+            return
+        started = time.perf_counter()
+        try:
+            self._store(job)
+        except PublishError as error:
+            self._give_up(job, error)
+        except Exception as error:
+            version = job.manifest.version
+            lost_error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
+            lost_error.__cause__ = error
+            self._give_up(job, lost_error)
+        else:
+            logger.info("published version=%d upload_s=%.3f", job.manifest.version, time.perf_counter() - started)
+            job.uploaded.set_result(None)
+
+    def _give_up(self, job: Job, error: PublishError) -> None:
+        logger.error("%s", error)
+        with self._lock:
+            self._lost = (job, error)
+        job.uploaded.set_exception(error)
+
+    def _store(self, job: Job) -> None:
+        """Payload, manifest, head.
+
+        Raises:
+            HeadConflictError: another publisher wrote this version.
+            PublishStateUnknownError: the manifest is stored, head may not be.
+            StoreError: nothing is visible.
+        """
+        version = job.manifest.version
+        if job.channel is not None:
+            channel = manifest.encode(job.channel)
+            self._create_or_conflict(layout.CHANNEL, channel, "created this channel")
+        delta, anchor = job.manifest.delta, job.manifest.anchor
+        if delta is not None:
+            _, files = self._put_files(layout.delta_dir, version, job.delta_files)
+            delta = dataclasses.replace(delta, files=files)
+        if anchor is not None:
+            directory, files = self._put_files(layout.anchor_dir, version, job.anchor_files)
+            weights = [file for file in files if file.key.endswith(".safetensors")]
+            anchor = dataclasses.replace(anchor, directory=directory, files=weights)
+        data = manifest.encode(dataclasses.replace(job.manifest, delta=delta, anchor=anchor))
+        job.manifest_attempted = True
+        self._create_or_conflict(layout.manifest(version), data, f"wrote version {version}")
+        head = Head(
+            format=manifest.FORMAT,
+            run_id=job.manifest.run_id,
+            version=version,
+            manifest_sha256=manifest.sha256_hex(data),
+        )
+        try:
+            self._retry(lambda: self._objects.replace(layout.HEAD, manifest.encode(head)))
+        except DeltaSyncError as error:
+            raise PublishStateUnknownError(
+                f"Version {version} is complete, but head may not name it yet: {error} The next publish repairs that."
+            ) from error
+
+    def _create_or_conflict(self, key: str, data: bytes, what: str) -> None:
+        try:
+            self._retry(lambda: self._create(key, data))
+        except ObjectExistsError:
+            raise HeadConflictError(
+                f"Another publisher {what} ({self._objects.url}); ours is not visible. Stop one of the two."
+            ) from None
+
+    def _put_files(
+        self, folder: Callable[[int, int], str], version: int, files: Sequence[tuple[str, bytes]]
+    ) -> tuple[str, list[FileRef]]:
+        """Create the files of one version in a folder that no other attempt has used.
+
+        A dead or racing publisher may have left other files under the same names; objects are never overwritten, so the
+        next attempt takes the next folder, and the manifest decides which one counts.
+        """
+        for attempt in itertools.count():
+            directory = folder(version, attempt)
+            refs = []
+            try:
+                for name, data in files:
+                    key = f"{directory}/{name}"
+                    self._retry(lambda key=key, data=data: self._create(key, data))  # type: ignore[misc]
+                    refs.append(FileRef(key=key, bytes=len(data), sha256=manifest.sha256_hex(data)))
+            except ObjectExistsError:
+                continue
+            return directory, refs
+        raise AssertionError("unreachable")
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Create-only put that recognises its own earlier success, whose reply may have been lost."""
+        try:
+            self._objects.create(key, data)
+        except ObjectExistsError:
+            if self._objects.read(key) != data:
+                raise
+
+    def _retry(self, action: Callable[[], None]) -> None:
+        """Run `action`, again after transient store errors."""
+        delay_s = self._settings.retry_delay_s
+        for left in range(self._settings.retries, -1, -1):
+            try:
+                return action()
+            except TransientStoreError as error:
+                if left == 0:
+                    raise
+                logger.warning("%s Trying again in %.2f s (%d left).", error, delay_s, left)
+                time.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
