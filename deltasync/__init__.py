@@ -5,13 +5,36 @@
 
     replica = Replica("file:///data/run")         # anywhere else
     replica.sync()
+
+The names below are imported on first use, so that `import deltasync`, the command line and vLLM's plugin loader stay quick.
 """
 
-from deltasync import errors
-from deltasync.publisher import Publisher, Receipt
-from deltasync.replica import Replica
-from deltasync.stores import open_store
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltasync import errors
+    from deltasync.publisher import Publisher, Receipt
+    from deltasync.replica import Replica
+    from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
+_HOME = {
+    "Publisher": "deltasync.publisher",
+    "Receipt": "deltasync.publisher",
+    "Replica": "deltasync.replica",
+    "open_store": "deltasync.stores",
+}
+
 __all__ = ["Publisher", "Receipt", "Replica", "__version__", "errors", "open_store"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("deltasync.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'deltasync' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -55,6 +55,9 @@ class _Settings:
 def _parse(variable: str, text: str, hint: Any) -> Any:
     if isinstance(hint, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if hint is bool:
+        _require(text in ("0", "1"), f"{variable} must be 0 or 1, not {text!r}.")
+        return text == "1"
     try:
         return hint(text)
     except ValueError:
@@ -111,6 +114,7 @@ class ReplicaSettings(_Settings):
         poll_interval_s: Longest wait between two looks at head; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
+        digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
     """
 
     channel: str | None = None
@@ -118,6 +122,7 @@ class ReplicaSettings(_Settings):
     poll_interval_s: float = 1.0
     heartbeat_interval_s: float = 10.0
     kv_cache: str = "keep"
+    digest_route: bool = False
 
     def __post_init__(self) -> None:
         _require(self.kv_cache in KV_CACHE, f"kv_cache must be one of {', '.join(KV_CACHE)}, not {self.kv_cache!r}.")

@@ -50,12 +50,14 @@ class Follower:
 
     Attributes:
         version: The version whose bits are live, None before the first.
+        suspect: The last commit did not give the published bits and was rolled back; the next plan starts from an anchor.
     """
 
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
         self.version: int | None = None
+        self.suspect = False
 
     def identify(self, head: Head) -> int | None:
         """Find out which version the bits in live memory are, so that nothing needs to be loaded (costs an audit).
@@ -72,6 +74,8 @@ class Follower:
     def plan(self, head: Head, version: int | None = None) -> list[chain.Step]:
         """Steps to `version` (default: head's), none if it is already live.
 
+        After a rollback it audits live memory first, which settles whether `version` is still what is live.
+
         Raises:
             HeadRewindError: head is older than what is live, and no version was asked for.
         """
@@ -80,6 +84,12 @@ class Follower:
                 f"Head names version {head.version}, but version {self.version} is live. Keeping it; "
                 "if the channel was restored from a backup, restart the replica."
             )
+        if self.suspect:
+            self.memory.audit()
+            total = fingerprint.to_hex(self.memory.total_fingerprint)
+            if self.version is not None and self.reader.manifest(self.version).fingerprint != total:
+                self.version = None
+            return self.reader.plan(None, head, version)
         return self.reader.plan(self.version, head, version)
 
     def stage(self, step: chain.Step) -> StagedVersion:
@@ -109,11 +119,13 @@ class Follower:
         manifest = committed.staged.manifest
         if wrong or fingerprint.to_hex(self.memory.total_fingerprint) != manifest.fingerprint:
             self.rollback(committed)
+            self.suspect = True
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             raise FingerprintMismatchError(
                 f"Version {manifest.version} did not give the published bits {where}; rolled back to version {self.version}."
             )
         self.version = manifest.version
+        self.suspect = False
         return self.version
 
     def rollback(self, committed: CommittedVersion) -> None:
@@ -128,18 +140,15 @@ class Follower:
         Raises:
             DeltaSyncError: the last confirmed version stays live.
         """
-        target = head.version if version is None else version
+        had_failed = self.suspect
         try:
             self._run(self.plan(head, version))
         except FingerprintMismatchError as error:
-            if self.version is None:
+            if had_failed or self.version is None:
                 raise
             logger.warning("%s Loading an anchor instead.", error)
-            # Live bits are of no version we can trust, whatever was confirmed before.
-            self.version = None
-            self.memory.audit()
-            self._run(self.reader.plan(None, head, target))
-        return target
+            self._run(self.plan(head, version))
+        return head.version if version is None else version
 
     def _run(self, steps: list[chain.Step]) -> None:
         for step in steps:

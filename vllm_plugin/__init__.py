@@ -1,1 +1,38 @@
-"""x"""
+"""deltasync inside vLLM, by its official extension points only.
+
+    --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension    RPC methods on each worker
+    VLLM_PLUGINS=deltasync                                         the driver and the /deltasync/ routes
+    DELTASYNC_CHANNEL=file:///data/run                             what to follow
+
+Without DELTASYNC_CHANNEL nothing of vLLM is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_plugin.extension import DeltaSyncWorkerExtension
+
+__all__ = ["DeltaSyncWorkerExtension", "register"]
+
+
+def register() -> None:
+    """vLLM's general-plugin hook, called in every process of a server before the model is loaded.
+
+    Returns at once, having imported nothing, where deltasync is not configured.
+    """
+    if not os.environ.get("DELTASYNC_CHANNEL"):
+        return
+    from vllm_plugin.cpu import keep_weights_addressable
+
+    keep_weights_addressable()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DeltaSyncWorkerExtension":
+        raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
+    from vllm_plugin.extension import DeltaSyncWorkerExtension
+
+    return DeltaSyncWorkerExtension

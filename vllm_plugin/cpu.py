@@ -1,0 +1,26 @@
+"""vLLM's CPU platform: keep linear weights where they can be patched.
+
+There vLLM repacks linear weights for oneDNN or SGL kernels when the model is loaded and frees the original, so that no
+address holds a checkpoint element any more. Choosing its plain torch path keeps them. On GPUs unquantized weights stay as
+they were loaded, and this does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+
+
+def keep_weights_addressable() -> None:
+    """Make vLLM's CPU linear layers use the weights as loaded; call before the model is loaded. No-op elsewhere."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import vllm._custom_ops
+    import vllm.model_executor.layers.utils
+
+    vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False
+    logger.info("deltasync keeps CPU linear weights unpacked so that they can be patched in place")

@@ -1,0 +1,49 @@
+"""`--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`: the RPCs of a worker, a thin shell around `WorkerReplica`.
+
+vLLM adds this class to the bases of its worker, never calls its `__init__`, and refuses any name that the worker has; so
+every name is prefixed and the state is made on first use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_plugin.worker import Reply, WorkerReplica, reply
+
+
+class DeltaSyncWorkerExtension:
+    """Mixed into vLLM's worker. Each method returns a plain dict, with `error` if it failed."""
+
+    model_runner: Any
+
+    def deltasync_open(self, channel: str) -> Reply:
+        """Record the load plan for the channel's tensors; a second call changes nothing.
+
+        `{"error": "NotPublishedError: ..."}` while the channel has no version.
+        """
+
+        def body() -> Reply:
+            if not hasattr(self, "_deltasync_replica"):
+                model = self.model_runner.get_model()
+                checkpoint = Path(self.model_runner.model_config.model)
+                found = checkpoint if any(checkpoint.glob("*.safetensors")) else None
+                self._deltasync_replica = WorkerReplica(model, found, channel)
+            return {"version": self._deltasync_replica.version}
+
+        return reply(body)
+
+    def deltasync_stage(self, version: int) -> Reply:
+        """Begin to stage the next step towards `version`, and tell how it goes."""
+        self._deltasync_replica.stage(version)
+        return self._deltasync_replica.poll()
+
+    def deltasync_commit(self) -> Reply:
+        """Commit what `deltasync_stage` reported as staged. Call while generation is paused."""
+        return reply(self._deltasync_replica.commit)
+
+    def deltasync_digest(self) -> Reply:
+        """sha256 of every tensor in live memory, and the version they are of."""
+        if not hasattr(self, "_deltasync_replica"):
+            return {"error": "NotPublishedError: nothing is followed yet."}
+        return reply(self._deltasync_replica.digest)

@@ -1,0 +1,131 @@
+"""The load plan: where each checkpoint element lies in this worker's memory, learnt from vLLM's own loader.
+
+The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records every
+`aten.copy_` instead of executing it. A recorded copy is a segment: a strided view of one checkpoint tensor and the strided
+view of the parameter it goes to. Fused, stacked and sliced parameters need no table per architecture.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltasync.bits import bits_of, cast, int_view
+from deltasync.errors import ModelMismatchError
+from deltasync.memory import LiveMemory, Segment
+from deltasync.types import TensorSpec
+
+logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies out of meta tensors; runs everything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "meta" and args[0].device.type != "meta":
+            self.copies.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
+    """Where the tensors of `specs` lie in the memory of `model`. The weights are neither read nor written.
+
+    Args:
+        model: A loaded vLLM model.
+        specs: Names, served dtypes and shapes of the checkpoint.
+
+    Raises:
+        ModelMismatchError: the loader refuses a name or a shape, or a tensor has no place of its own dtype, element for
+            element, in the model's parameters and buffers.
+    """
+    meta = {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()
+    }
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
+    recorder = _Recorder()
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(meta.items()))  # type: ignore[operator]
+    except Exception as error:
+        raise ModelMismatchError(f"vLLM's loader refuses the channel's tensors: {error!r}") from error
+    owned = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    segments: dict[str, list[Segment]] = {name: [] for name in specs}
+    for live, source in recorder.copies:
+        name = names.get(source.untyped_storage()._cdata)
+        if name is None or live.dtype != source.dtype or live.untyped_storage()._cdata not in owned:
+            continue
+        if live.shape != source.shape:
+            if live.squeeze().shape != source.squeeze().shape:
+                continue
+            live, source = live.squeeze(), source.squeeze()
+        integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)
+        segments[name].append(Segment(integers, source.stride(), int(source.storage_offset())))
+    problems = [f"{spec} ({covered})" for spec in specs.values() if (covered := _coverage(spec, segments[spec.name]))]
+    if problems:
+        raise ModelMismatchError(
+            f"{len(problems)} tensors cannot be patched in place by this release: {'; '.join(problems[:5])}"
+            + ("; ..." if len(problems) > 5 else ".")
+        )
+    return segments
+
+
+def _coverage(spec: TensorSpec, segments: list[Segment]) -> str | None:
+    """None if the segments cover the tensor exactly once, else what is wrong."""
+    if not segments and spec.element_count:
+        return "the loader copies it nowhere"
+    count_N = torch.zeros(spec.element_count, dtype=torch.uint8)
+    for segment in segments:
+        segment.source(count_N).add_(1)
+    if bool((count_N == 1).all()):
+        return None
+    return f"{int((count_N == 0).sum())} elements have no place, {int((count_N > 1).sum())} have several"
+
+
+def verify(memory: LiveMemory, specs: Mapping[str, TensorSpec], checkpoint: Path) -> int:
+    """Gather every tensor through the plan and compare it with the checkpoint that vLLM loaded, bit by bit.
+
+    Args:
+        memory: Live weights as they were loaded.
+        specs: Served names, dtypes and shapes.
+        checkpoint: Directory with safetensors files.
+
+    Returns:
+        How many tensors were compared; those that the checkpoint does not hold are left to the fingerprint.
+
+    Raises:
+        ModelMismatchError: the plan maps a tensor to other bits.
+    """
+    compared = 0
+    wrong = []
+    for name, tensor in _tensors(checkpoint):
+        spec = specs.get(name)
+        if spec is None or tuple(tensor.shape) != spec.shape:
+            continue
+        compared += 1
+        if not np.array_equal(bits_of(cast(tensor, spec.dtype)), memory.gather(name)):
+            wrong.append(name)
+    if wrong:
+        raise ModelMismatchError(
+            f"{len(wrong)} tensors lie in live memory in another layout than in {checkpoint} and cannot be patched in "
+            f"place by this release: {', '.join(wrong[:5])}."
+        )
+    return compared
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open has no iterator of its own
+                yield name, file.get_tensor(name)
