@@ -51,7 +51,7 @@ def weight_files(
             filled = 0
         shards[-1].append(name)
         filled += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file_name = layout.anchor_shard(number, len(shards))
         weight_map |= dict.fromkeys(names, file_name)

@@ -1,5 +1,6 @@
 """Merge consecutive deltas of one tensor into one, exactly and without the weights: later wins, steps add, nothing
-that cancels out remains."""
+that cancels out remains.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ MANIFESTS = "manifests/"
 REPLICAS = "replicas/"
 
 # Rules of the strictest store (the Hub's S3 gateway), applied to all of them.
-_KEY = re.compile(r"[A-Za-z0-9._=+@-]+(/[A-Za-z0-9._=+@-]+)*")
+# No part starts with a dot, which also rules out `.` and `..`: directories keep unfinished files under such names.
+_PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
+_KEY = re.compile(rf"{_PART}(/{_PART})*")
 _MANIFEST = re.compile(r"manifests/(\d{10,})\.json")
 
 
@@ -20,9 +22,9 @@ def check_key(key: str) -> str:
     """Return `key` unchanged.
 
     Raises:
-        ConfigError: the key is empty, not plain ASCII, or has a leading, trailing, double or dotted slash part.
+        ConfigError: the key is empty, longer than 900, not plain ASCII, or has a part that is empty or starts with a dot.
     """
-    if not _KEY.fullmatch(key) or any(part in (".", "..") for part in key.split("/")) or len(key) > 900:
+    if not _KEY.fullmatch(key) or len(key) > 900:
         raise ConfigError(f"Not a valid object key: {key!r}.")
     return key
 

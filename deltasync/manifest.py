@@ -11,7 +11,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from deltasync.errors import CorruptDataError, UnsupportedFormatError
+from deltasync import layout
+from deltasync.errors import ConfigError, CorruptDataError, UnsupportedFormatError
 from deltasync.types import ITEM_BYTES, TensorSpec
 
 FORMAT = "deltasync/1"
@@ -23,7 +24,7 @@ _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
-def sha256_hex(data: bytes) -> str:
+def sha256_hex(data: bytes | memoryview) -> str:
     """sha256 of file bytes, 64 lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
@@ -163,7 +164,7 @@ def decode(data: bytes, kind: type[_Document], key: str) -> _Document:
     if header.get("format") != FORMAT:
         raise UnsupportedFormatError(f"{key} has format {header.get('format')!r}; this version reads {FORMAT!r}.")
     requires = header.get("requires")
-    missing = sorted(map(str, set(requires) - FEATURES)) if isinstance(requires, list) else []
+    missing = sorted({name for name in requires if isinstance(name, str)} - FEATURES) if isinstance(requires, list) else []
     if missing:
         raise UnsupportedFormatError(f"{key} requires {', '.join(missing)}, unknown to this version. Upgrade deltasync.")
     try:
@@ -186,10 +187,16 @@ def _problem(document: Channel | Head | Manifest) -> str | None:
     if isinstance(document, Manifest):
         if document.delta is None and document.anchor is None:
             return "neither delta nor anchor"
-        if (document.kind == "anchor") != (document.anchor is not None):
+        if document.kind != ("delta" if document.anchor is None else "anchor"):
             return f"kind is {document.kind!r}"
         if document.delta is not None and document.delta.base_version >= document.version:
             return f"base version {document.delta.base_version} is not before version {document.version}"
         if document.anchor_version > document.version:
             return f"anchor version {document.anchor_version} is after version {document.version}"
+        parts = (part for part in (document.delta, document.anchor) if part is not None)
+        try:
+            for file in (file for part in parts for file in part.files):
+                layout.check_key(file.key)
+        except ConfigError as error:
+            return str(error)
     return None

@@ -39,7 +39,7 @@ class Segment:
     offset: int
 
     def source(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """This segment's view of a flat checkpoint tensor."""
+        """The segment's view of a flat checkpoint tensor."""
         return flat_N.as_strided(self.live.shape, self.stride, self.offset)
 
     def flat(self) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Segment:
             index_K: int64, flat checkpoint indices.
 
         Returns:
-            Which of them lie in this segment (positions in `index_K`, None for all of them), and their positions in `flat()`.
+            Positions in `index_K` of those that lie in this segment, None for all of them; and where in `flat()` they lie.
         """
         rest = index_K - self.offset
         inside = rest >= 0

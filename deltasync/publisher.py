@@ -144,6 +144,8 @@ class Publisher:
         if isinstance(model_files, str | Path):
             model_files = anchor.companion_files(Path(model_files))
         self._model_files = dict(model_files) if model_files is not None else {}
+        for name in self._model_files:
+            layout.check_key(name)
         self._channel: Channel | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._shadow: dict[str, np.ndarray] = {}
@@ -177,16 +179,25 @@ class Publisher:
 
         Raises:
             ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the shadow is as
-                before, as with any error that the stream itself raises.
+                before, as with any error that the stream or the encoder raises.
             HeadConflictError: another publisher writes to this channel.
         """
         if self._closed:
             raise ConfigError("This publisher is closed.")
         self._recover()
         before = time.perf_counter()
+        tip, fingerprints = self._tip, dict(self._fingerprints)
         with torch.no_grad():
             changes = self._advance_shadow(named_tensors)
-        job = self._next_job(changes, step)
+        waiting = self._uploader.take_waiting()
+        try:
+            job = self._next_job(waiting, changes, step)
+        except BaseException:
+            if waiting is not None:
+                self._uploader.submit(waiting)
+            self._tip = tip
+            self._retreat_shadow(changes, fingerprints)
+            raise
         receipt = self._receipt(job, time.perf_counter() - before)
         self._uploader.submit(job)
         self._last = receipt
@@ -311,12 +322,17 @@ class Publisher:
                     self._fingerprints[name] = (self._fingerprints[name] + gained) & fingerprint.MASK
             check_specs(self._specs, seen, "The published model")
         except BaseException:
-            for name, patch in changes.items():
-                assert patch.index_K is not None
-                self._shadow[name][patch.index_K] -= patch.data
-            self._fingerprints = fingerprints
+            self._retreat_shadow(changes, fingerprints)
             raise
         return changes
+
+    def _retreat_shadow(self, changes: Mapping[str, Patch], fingerprints: dict[str, int]) -> None:
+        """Undo `_advance_shadow`, except for the very first stream: no version refers to that one yet."""
+        for name, patch in changes.items():
+            assert patch.index_K is not None
+            self._shadow[name][patch.index_K] -= patch.data
+        if fingerprints:
+            self._fingerprints = fingerprints
 
     def _fill_shadow(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         specs: dict[str, TensorSpec] = {}
@@ -349,9 +365,8 @@ class Publisher:
             specs[name] = spec_of(name, served)
             yield name, served
 
-    def _next_job(self, changes: dict[str, Patch], step: int | None) -> Job:
+    def _next_job(self, waiting: Job | None, changes: dict[str, Patch], step: int | None) -> Job:
         """The next version, or the one that still waits with these changes folded in."""
-        waiting = self._uploader.take_waiting()
         if waiting is None:
             base, coalesced, uploaded = self._tip, 1, Future[None]()
         else:

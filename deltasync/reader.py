@@ -117,7 +117,13 @@ class ChannelReader:
         wanted: int | None = target
         while wanted is not None and wanted != current:
             sha256 = head.manifest_sha256 if wanted == head.version else None
-            found = manifests[wanted] = self.manifest(wanted, sha256)
+            try:
+                found = manifests[wanted] = self.manifest(wanted, sha256)
+            except MissingVersionError:
+                # Pruned: the deltas before an anchor are only the cheaper way.
+                if not any(document.anchor for document in manifests.values()):
+                    raise
+                break
             past_current = current is None or wanted < current
             wanted = None if found.delta is None or (found.anchor and past_current) else found.delta.base_version
         return chain.plan(current, target, manifests)
@@ -174,11 +180,14 @@ class ChannelReader:
     @staticmethod
     def _check_run(key: str, found: str, expected: str) -> None:
         if found != expected:
-            raise RunMismatchError(f"{key} belongs to run {found}, this channel to run {expected}. Follow a channel of its own.")
+            raise RunMismatchError(
+                f"{key} belongs to run {found}, this channel to run {expected}. Follow a channel of its own."
+            )
 
 
 def _load(data: bytes, key: str) -> dict[str, torch.Tensor]:
     try:
-        return safetensors_load(data)
+        tensors: dict[str, torch.Tensor] = safetensors_load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         raise CorruptDataError(f"{key} is not a safetensors file: {error}.") from error
+    return tensors

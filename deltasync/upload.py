@@ -124,14 +124,14 @@ class Uploader:
         with self._lock:
             lost = self._lost
         if lost is not None:
-            job.uploaded.set_exception(PublishLostError(f"Version {job.manifest.version} builds on a lost one. {lost[1]}"))
+            job.uploaded.set_exception(_builds_on_lost(job, lost[1]))
             return
         started = time.perf_counter()
         try:
             self._store(job)
         except PublishError as error:
             self._give_up(job, error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever ended the upload must reach the receipt
             version = job.manifest.version
             lost_error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
             lost_error.__cause__ = error
@@ -144,7 +144,11 @@ class Uploader:
         logger.error("%s", error)
         with self._lock:
             self._lost = (job, error)
+            # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
+            waiting, self._waiting = self._waiting, None
         job.uploaded.set_exception(error)
+        if waiting is not None:
+            waiting.uploaded.set_exception(_builds_on_lost(waiting, error))
 
     def _store(self, job: Job) -> None:
         """Payload, manifest, head.
@@ -233,3 +237,5 @@ class Uploader:
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
 
+def _builds_on_lost(job: Job, error: PublishError) -> PublishLostError:
+    return PublishLostError(f"Version {job.manifest.version} builds on a lost one. {error}")

@@ -113,7 +113,7 @@ class Driver:
                 self._report("waiting", f"Waiting for the first version: {error}")
             except DeltaSyncError as error:
                 self._report("failed", f"{type(error).__name__}: {error}")
-            except Exception as error:  # noqa: BLE001 - the server goes on with the weights it has, and says why
+            except Exception as error:  # the server goes on with the weights it has, and says why
                 self._report("failed", f"Unexpected {type(error).__name__}: {error}")
                 logger.exception("deltasync failed unexpectedly")
             delay_s = _FIRST_POLL_S if self._version != before else min(1.5 * delay_s, self._settings.poll_interval_s)
@@ -207,7 +207,9 @@ class Driver:
         """Call one method on all workers; one worker for now (design: tensor parallel sums their replies)."""
         replies: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
         if len(replies) != 1:
-            raise ApplyError(f"This release follows a channel with one worker, not with {len(replies)} (set tensor_parallel_size=1).")
+            raise ApplyError(
+                f"This release follows a channel with one worker, not with {len(replies)} (set tensor_parallel_size=1)."
+            )
         return replies[0]
 
     def _report(self, state: str, error: str | None) -> None:

@@ -1,7 +1,7 @@
 """vLLM's endpoint plugin `deltasync`: starts the driver with the server and adds its routes.
 
-    GET /deltasync/status    version served, lag, errors, and each commit's numbers
-    GET /deltasync/digest    sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
+GET /deltasync/status    version served, lag, errors, and each commit's numbers
+GET /deltasync/digest    sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 """
 
 from __future__ import annotations

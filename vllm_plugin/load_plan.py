@@ -25,11 +25,11 @@ from deltasync.types import TensorSpec
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
     """Records copies out of meta tensors; runs everything else."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,9 +50,7 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str,
         ModelMismatchError: the loader refuses a name or a shape, or a tensor has no place of its own dtype, element for
             element, in the model's parameters and buffers.
     """
-    meta = {
-        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()
-    }
+    meta = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()}
     names = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
     recorder = _Recorder()
     try:

@@ -6,7 +6,6 @@ its own while tokens are being generated, and the RPCs only start it, look at it
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deltasync import manifest
 from deltasync.errors import DeltaSyncError, FingerprintMismatchError
 from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
@@ -134,7 +134,7 @@ class WorkerReplica:
         """sha256 of every tensor's bits, gathered out of live memory, independent of the fingerprint."""
         gather = self._follower.memory.gather
         names = self._reader.specs
-        return {"version": self.version, "sha256": {name: hashlib.sha256(gather(name)).hexdigest() for name in names}}
+        return {"version": self.version, "sha256": {name: manifest.sha256_hex(gather(name).data) for name in names}}
 
 
 def describe(error: BaseException) -> str:

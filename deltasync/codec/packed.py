@@ -19,6 +19,7 @@ A tensor for which that is larger than its plain bits is stored as `{name}` in t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -72,7 +73,8 @@ def encode_steps(step_K: np.ndarray) -> bytes:
     """Step stream of non-zero steps."""
     z_K = _zigzag(step_K) - step_K.dtype.type(1)
     wide = z_K[z_K >= _ESCAPE]
-    return np.minimum(z_K, _ESCAPE).astype(np.uint8).tobytes() + wide.astype(wide.dtype.newbyteorder("<")).tobytes()
+    narrow = np.minimum(z_K, _ESCAPE).astype(np.uint8).tobytes()
+    return narrow + wide.astype(wide.dtype.newbyteorder("<")).tobytes()
 
 
 def decode_steps(stream: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
@@ -123,7 +125,7 @@ class PackedEncoder:
             if low == high:
                 blocks.append((0, 0, 0))
                 continue
-            gaps.append(self._zstd.compress(encode_gaps(index_K[low:high] - start)))
+            gaps.append(self._zstd.compress(encode_gaps(index_K[low:high] - start).data))
             steps.append(self._zstd.compress(encode_steps(step_K[low:high])))
             blocks.append((int(high - low), len(gaps[-1]), len(steps[-1])))
         return gaps, steps, blocks
@@ -131,7 +133,8 @@ class PackedEncoder:
     def finish(self, version: int, base_version: int) -> bytes:
         """See `DeltaEncoder.finish`."""
         for key, frames in (("gaps", self._gaps), ("steps", self._steps)):
-            self._table.arrays[f".{key}"] = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+            # Empty if every tensor went dense, which torch.frombuffer refuses.
+            self._table.arrays[f".{key}"] = torch.from_numpy(np.frombuffer(bytearray(b"".join(frames)), np.uint8))
         self._table.arrays[".blocks"] = torch.tensor(self._blocks, dtype=torch.int32).reshape(-1, 3)
         return self._table.save(PackedCodec.name, version, base_version, {"block_elements": str(BLOCK)})
 
@@ -147,9 +150,9 @@ class PackedCodec:
 
     def decode(self, payload: Payload, specs: Mapping[str, TensorSpec]) -> Iterator[Patch]:
         """See `Codec.decode`."""
-        block_elements = int(payload.metadata.get("block_elements", "0"))
-        if not 1 <= block_elements <= 1 << 30:
-            raise CorruptDataError(f"Payload has blocks of {block_elements} elements.")
+        declared = payload.metadata.get("block_elements", "")
+        if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= (block_elements := int(declared)) <= 1 << 30:
+            raise CorruptDataError(f"Payload has blocks of {declared!r} elements.")
         streams = _Streams(payload, block_elements)
         for name, row in payload.patches.items():
             spec = spec_for(specs, name, row["changed"])
@@ -212,10 +215,10 @@ class _Streams:
     def _frame(self, frame: np.ndarray, limit: int) -> np.ndarray:
         """Decompress one frame into at most `limit` bytes, the most its block can need."""
         try:
-            declared = zstandard.frame_content_size(frame)
+            declared = zstandard.frame_content_size(frame.data)
             if not 0 <= declared <= limit:
                 raise CorruptDataError(f"Payload block declares {declared} bytes, it can need {limit} at most.")
-            stream = np.frombuffer(self._zstd.decompress(frame), np.uint8)
+            stream = np.frombuffer(self._zstd.decompress(frame.data), np.uint8)
         except zstandard.ZstdError as error:
             raise CorruptDataError(f"Payload block cannot be decompressed: {error}.") from error
         if stream.size != declared:

@@ -35,7 +35,7 @@ class CheckpointInfo(TypedDict):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each digit and each word of the task; anything else becomes `<|unk|>`.
+    """Build a tokenizer with a token for each digit and word of the task; anything else becomes `<|unk|>`.
 
     Its chat template is one that TRL recognises by its text (TRL needs to know how to parse an answer), taken from
     the installed TRL. This one adds no system message, which keeps the prompts short.
@@ -54,7 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of about a million float32 parameters, randomly initialised from torch's global generator."""
+    """Build a Qwen3 of about a million float32 parameters, drawn from torch's global generator."""
     config = Qwen3Config(
         vocab_size=64,  # more than the tokens in use: a multiple of 64, as vLLM pads it otherwise
         hidden_size=128,
@@ -64,6 +64,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=1024,
+        # Large weights are coarse in bfloat16: fewer of them change per step, at the same learning rate.
         initializer_range=0.15,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -92,7 +93,7 @@ def warm_up(
         tokens, labels = _batch(tokenizer, rng)
         logits = model(input_ids=tokens).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

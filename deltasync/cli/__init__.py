@@ -1,0 +1,66 @@
+"""The `deltasync` command. Commands are imported when used, so that `--help` needs neither torch nor vLLM.
+
+Data goes to stdout, messages to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+_COMMANDS = {
+    "demo": "Train a tiny model with TRL while a real vLLM follows it, on this machine.",
+    "serve": "Start vLLM as a replica of a channel.",
+    "follow": "Follow a channel with a replica in host memory.",
+    "log": "List the versions of a channel.",
+    "show": "Show one version.",
+    "bench": "Measure speed and size on this machine.",
+}
+
+_EPILOG = """\b
+Exit codes: 0 done, 1 error, 2 wrong usage, 3 wrong setting, 4 damaged or unknown format, 5 versions do not
+connect or nothing is published, 6 store failed, 7 not published, 8 model does not match, 9 version not
+applied, 10 not served in time, 130 interrupted."""
+
+
+class _LazyGroup(click.Group):
+    """Imports `deltasync.cli.<command>` only when that command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"deltasync.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; our own errors become one sentence on stderr and their exit code."""
+        from deltasync.errors import DeltaSyncError
+
+        try:
+            return super().invoke(ctx)
+        except DeltaSyncError as error:
+            click.echo(f"deltasync: {error}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("deltasync: interrupted", err=True)
+            sys.exit(130)
+
+
+@click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="deltasync")
+def main() -> None:
+    """RL weights travel as the bits that changed.
+
+    A trainer publishes versions of its weights to a channel (a URL such as file:///data/run); replicas follow it and patch
+    their live weights in place, bit for bit.
+    """

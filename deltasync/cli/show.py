@@ -1,0 +1,44 @@
+"""`deltasync show`: one version in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+
+@click.command("show")
+@click.argument("channel")
+@click.argument("version", type=click.IntRange(min=1), required=False)
+@click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
+def command(channel: str, version: int | None, as_json: bool) -> None:
+    """Show VERSION of CHANNEL (the newest by default): its manifest and its most changed tensors."""
+    from deltasync import codec
+    from deltasync.reader import ChannelReader
+    from deltasync.stores import open_store
+
+    reader = ChannelReader(open_store(channel))
+    manifest = reader.manifest(reader.head().version if version is None else version)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(manifest), indent=2))
+        return
+    for field, value in dataclasses.asdict(manifest).items():
+        if field not in ("delta", "anchor") and value not in (None, []):
+            click.echo(f"{field:16} {value}")
+    for part in (manifest.delta, manifest.anchor):
+        for file in part.files if part is not None else []:
+            click.echo(f"{'file':16} {file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:16]}...")
+    if manifest.delta is None:
+        return
+    click.echo(
+        f"{'changed':16} {manifest.delta.changed:,} of {manifest.total:,} elements "
+        f"since version {manifest.delta.base_version}"
+    )
+    patches: dict[str, Any] = {}
+    for file in manifest.delta.files:
+        patches.update(codec.open_payload(reader.fetch(file)).patches)
+    fractions = {name: row["changed"] / reader.specs[name].element_count for name, row in patches.items()}
+    for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
+        click.echo(f"{fractions[name]:16.4%} {reader.specs[name]}")

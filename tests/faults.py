@@ -1,0 +1,152 @@
+"""Faults by name: a store that fails, hangs or lies at the step a test says, and is honest otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores.base import Capabilities, ObjectInfo, Store
+
+FOREVER = 1 << 30
+
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass
+class Fault:
+    """One planned failure; `hits` counts how often it struck."""
+
+    operation: str
+    key_prefix: str
+    times: int
+    after: bool
+    error: type[Exception]
+    hits: int = 0
+
+
+@dataclasses.dataclass
+class Gate:
+    """Where calls are held: `entered` is set when the first one arrives, and they go on once `opened` is set."""
+
+    operation: str
+    key_prefix: str
+    entered: threading.Event = dataclasses.field(default_factory=threading.Event)
+    opened: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class FaultyStore:
+    """Any store, with faults at named steps.
+
+    Attributes:
+        calls: (operation, key) of every call, in order.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.calls: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+        self._faults: list[Fault] = []
+        self._gates: list[Gate] = []
+        self._tampering: list[tuple[str, Callable[[bytes], bytes]]] = []
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def fail_at(
+        self,
+        operation: str,
+        key_prefix: str = "",
+        *,
+        times: int = 1,
+        after: bool = False,
+        error: type[Exception] = TransientStoreError,
+    ) -> Fault:
+        """Raise at the next `times` matching calls: before the operation, or `after` performing it (the reply is lost)."""
+        fault = Fault(operation, key_prefix, times, after, error)
+        self._faults.append(fault)
+        return fault
+
+    def hold_at(self, operation: str, key_prefix: str = "") -> Gate:
+        """Hold matching calls, before they do anything, until the gate is opened."""
+        gate = Gate(operation, key_prefix)
+        self._gates.append(gate)
+        return gate
+
+    def tamper(self, key_prefix: str, change: Callable[[bytes], bytes]) -> None:
+        """Pass what matching reads return through `change`."""
+        self._tampering.append((key_prefix, change))
+
+    def drop(self, key_prefix: str) -> None:
+        """Reads of matching keys find nothing."""
+
+        def missing(data: bytes) -> bytes:
+            raise ObjectMissingError("dropped by the test")
+
+        self.tamper(key_prefix, missing)
+
+    def heal(self) -> None:
+        """Forget all faults, gates and tampering."""
+        with self._lock:
+            self._faults, self._tampering = [], []
+            for gate in self._gates:
+                gate.opened.set()
+            self._gates = []
+
+    def create(self, key: str, data: bytes) -> None:
+        self._perform("create", key, lambda: self.inner.create(key, data))
+
+    def replace(self, key: str, data: bytes) -> None:
+        self._perform("replace", key, lambda: self.inner.replace(key, data))
+
+    def read(self, key: str) -> bytes:
+        data = self._perform("read", key, lambda: self.inner.read(key))
+        for prefix, change in self._tampering:
+            if key.startswith(prefix):
+                data = change(data)
+        return data
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._perform("list", prefix, lambda: self.inner.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._perform("delete", key, lambda: self.inner.delete(key))
+
+    def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
+        for gate in list(self._gates):
+            if gate.operation == operation and key.startswith(gate.key_prefix):
+                gate.entered.set()
+                if not gate.opened.wait(60):
+                    raise StoreError("a test never opened its gate")
+        with self._lock:
+            self.calls.append((operation, key))
+            fault = next((f for f in self._faults if self._strikes(f, operation, key)), None)
+            if fault is not None:
+                fault.hits += 1
+        if fault is None:
+            return action()
+        if fault.after:
+            action()
+        raise fault.error(f"{operation} {key} failed by the test, {'after' if fault.after else 'before'} it was done")
+
+    @staticmethod
+    def _strikes(fault: Fault, operation: str, key: str) -> bool:
+        return fault.hits < fault.times and fault.operation == operation and key.startswith(fault.key_prefix)
+
+
+def truncated(data: bytes) -> bytes:
+    """All but the last byte."""
+    return data[:-1]
+
+
+def flipped(data: bytes) -> bytes:
+    """The lowest bit of the middle byte inverted."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.fold import fold
+from deltasync.kernels import reference
+from deltasync.types import Patch
+from tests import strategies as our
+
+
+def _patch(old_N: np.ndarray, new_N: np.ndarray) -> Patch:
+    index_K, step_K = reference.diff(old_N, new_N)
+    return Patch("w", index_K, step_K, absolute=False)
+
+
+def _assert_is_the_diff(patch: Patch | None, old_N: np.ndarray, new_N: np.ndarray) -> None:
+    index_K, step_K = reference.diff(old_N, new_N)
+    if patch is None:
+        assert index_K.size == 0
+        return
+    assert index_K.size
+    assert not patch.absolute
+    np.testing.assert_array_equal(patch.index_K, index_K)
+    np.testing.assert_array_equal(patch.data, step_K)
+    assert patch.data.dtype == old_N.dtype
+
+
+@given(st.data(), our.dtypes)
+def test_a_fold_is_the_diff_of_first_and_last(data: st.DataObject, dtype: str) -> None:
+    old_N, middle_N = data.draw(our.bit_pairs(dtype, max_size=80))
+    new_N = data.draw(our.new_bits(middle_N, dtype) | st.just(old_N))
+    _assert_is_the_diff(fold(_patch(old_N, middle_N), _patch(middle_N, new_N)), old_N, new_N)
+
+
+@given(our.bit_pairs())
+def test_there_and_back_cancels_out(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    old_N, new_N = pair
+    assert fold(_patch(old_N, new_N), _patch(new_N, old_N)) is None
+
+
+@given(st.data(), our.dtypes)
+def test_folding_does_not_depend_on_the_grouping(data: st.DataObject, dtype: str) -> None:
+    states = list(data.draw(our.bit_pairs(dtype, max_size=40)))
+    states += [data.draw(our.new_bits(states[-1], dtype))]
+    states += [data.draw(our.new_bits(states[-1], dtype))]
+    patches = [_patch(a, b) for a, b in zip(states[:-1], states[1:], strict=True)]
+    empty = Patch("w", np.empty(0, np.int64), np.empty(0, states[0].dtype), absolute=False)
+    left = fold(fold(patches[0], patches[1]) or empty, patches[2])
+    right = fold(patches[0], fold(patches[1], patches[2]) or empty)
+    _assert_is_the_diff(left, states[0], states[-1])
+    _assert_is_the_diff(right, states[0], states[-1])
+
+
+@given(our.bit_pairs())
+def test_the_arguments_are_not_changed(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    first, second = _patch(*pair), _patch(*pair)
+    fold(first, second)
+    for patch in (first, second):
+        _assert_is_the_diff(patch if patch.changed else None, *pair)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync import fingerprint
+from deltasync.bits import bits_of, int_view, tensor_of
+from deltasync.errors import CommitError, StageError
+from deltasync.kernels import reference
+from deltasync.memory import LiveMemory, Segment
+from deltasync.types import Patch, TensorSpec
+from tests import strategies as our
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A view of a row-major checkpoint tensor, and live memory of the same shape somewhere else."""
+
+    element_count: int
+    segment: Segment
+
+
+@st.composite
+def places(draw: st.DrawFn) -> Place:
+    """Slices of every dimension with steps, then a permutation; live memory with any order and gaps."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+    checkpoint = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    view = checkpoint
+    for dim, size in enumerate(shape):
+        start = draw(st.integers(0, size - 1))
+        view = view[(slice(None),) * dim + (slice(start, draw(st.integers(start, size)), draw(st.integers(1, 2))),)]
+    view = view.permute(*draw(st.permutations(range(view.ndim))))
+    order = draw(st.permutations(range(view.ndim)))
+    padded = torch.zeros([view.shape[dim] + draw(st.integers(0, 2)) for dim in order], dtype=torch.int32)
+    live = padded.permute(*np.argsort(order).tolist())[tuple(slice(0, size) for size in view.shape)]
+    return Place(checkpoint.numel(), Segment(live, view.stride(), view.storage_offset()))
+
+
+@given(places())
+def test_locate_agrees_with_copying_through_the_view(place: Place) -> None:
+    segment = place.segment
+    # Brute force: write each checkpoint index into the live memory by the view, then look where it went.
+    segment.live.copy_(segment.source(torch.arange(place.element_count, dtype=torch.int32)) + 1)
+    flat = segment.flat().tolist()
+    expected = {value - 1: address for address, value in enumerate(flat) if value}
+    at, dest_index = segment.locate(np.arange(place.element_count))
+    found = np.arange(place.element_count) if at is None else at
+    assert dict(zip(found.tolist(), dest_index.tolist(), strict=True)) == expected
+
+
+@given(places(), st.data())
+def test_locate_of_a_subset_is_the_subset(place: Place, data: st.DataObject) -> None:
+    wanted = np.array(sorted(data.draw(st.sets(st.integers(0, place.element_count - 1)))), np.int64)
+    at_all, dest_all = place.segment.locate(np.arange(place.element_count))
+    every = dict(zip((np.arange(place.element_count) if at_all is None else at_all).tolist(), dest_all.tolist(), strict=True))
+    at, dest = place.segment.locate(wanted)
+    found = wanted if at is None else wanted[at]
+    assert dict(zip(found.tolist(), dest.tolist(), strict=True)) == {i: every[i] for i in wanted.tolist() if i in every}
+
+
+def test_an_empty_segment_holds_nothing() -> None:
+    segment = Segment(torch.zeros((0, 3), dtype=torch.int16), (3, 1), 0)
+    assert segment.flat().numel() == 0
+    _, dest_index = segment.locate(np.arange(9))
+    assert dest_index.size == 0
+
+
+def _memory_in_pieces(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
+    """A matrix as a fleet holds it: the left columns transposed, the right ones as they are, each in a larger buffer."""
+    rows, columns = spec.shape
+    half = columns // 2
+    full = int_view(tensor_of(bits_N.copy(), spec)).reshape(rows, columns)
+    left = torch.zeros((half + 1, rows), dtype=full.dtype)[1:].T
+    right = torch.zeros((rows, 2 * (columns - half)), dtype=full.dtype)[:, ::2]
+    left.copy_(full[:, :half])
+    right.copy_(full[:, half:])
+    segments = [Segment(left, (columns, 1), 0), Segment(right, (columns, 1), half)]
+    return LiveMemory({spec.name: spec}, {spec.name: segments})
+
+
+def _host_memory(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
+    memory, tensors = LiveMemory.on_host({spec.name: spec})
+    int_view(tensors[spec.name]).copy_(int_view(tensor_of(bits_N.copy(), spec)))
+    return memory
+
+
+@st.composite
+def matrix_pairs(draw: st.DrawFn) -> tuple[TensorSpec, np.ndarray, np.ndarray]:
+    spec = TensorSpec("w", draw(our.dtypes), (draw(st.integers(1, 12)), draw(st.integers(2, 12))))
+    old_N = draw(our.bit_arrays(spec.dtype, spec.element_count))
+    return spec, old_N, draw(our.new_bits(old_N, spec.dtype))
+
+
+@pytest.mark.parametrize("kind", ["steps", "absolute", "dense"])
+@pytest.mark.parametrize("make_memory", [_host_memory, _memory_in_pieces], ids=["host", "pieces"])
+@given(pair=matrix_pairs())
+def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
+    make_memory: object, kind: str, pair: tuple[TensorSpec, np.ndarray, np.ndarray]
+) -> None:
+    spec, old_N, new_N = pair
+    assert callable(make_memory)
+    memory: LiveMemory = make_memory(spec, old_N)
+    memory.audit()
+    before = dict(memory.fingerprints)
+    index_K, step_K = reference.diff(old_N, new_N)
+    patch = {
+        "steps": Patch("w", index_K, step_K, absolute=False),
+        "absolute": Patch("w", index_K, new_N[index_K], absolute=True),
+        "dense": Patch("w", None, new_N, absolute=True),
+    }[kind]
+    wanted = reference.fingerprint(fingerprint.tensor_key("w"), new_N)
+
+    staged = memory.stage([(patch, wanted)])
+    np.testing.assert_array_equal(memory.gather("w"), old_N)
+    assert memory.fingerprints == before
+
+    report = memory.commit(staged)
+    np.testing.assert_array_equal(memory.gather("w"), new_N)
+    assert report.fingerprints == memory.fingerprints == staged.fingerprints == {"w": wanted}
+
+    memory.rollback(report, before)
+    np.testing.assert_array_equal(memory.gather("w"), old_N)
+    assert memory.fingerprints == before
+    memory.audit()
+    assert memory.fingerprints == before
+
+
+@given(our.specs(), st.data())
+def test_host_memory_takes_every_shape_and_dtype(spec: TensorSpec, data: st.DataObject) -> None:
+    new_N = data.draw(our.bit_arrays(spec.dtype, spec.element_count))
+    memory, tensors = LiveMemory.on_host({spec.name: spec})
+    memory.audit()
+    wanted = reference.fingerprint(fingerprint.tensor_key(spec.name), new_N)
+    report = memory.commit(memory.stage([(Patch(spec.name, None, new_N, absolute=True), wanted)]))
+    assert report.fingerprints == {spec.name: wanted}
+    assert tensors[spec.name].shape == spec.shape
+    np.testing.assert_array_equal(bits_of(tensors[spec.name]), new_N)
+
+
+@given(our.tensors())
+def test_bits_of_any_layout_are_the_row_major_ones(tensor: torch.Tensor) -> None:
+    expected = int_view(tensor.clone(memory_format=torch.contiguous_format)).numpy()
+    np.testing.assert_array_equal(bits_of(tensor), expected.view(f"u{expected.itemsize}"))
+
+
+def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None:
+    memory, _ = LiveMemory.on_host({"w": TensorSpec("w", "bfloat16", (3,))})
+    with pytest.raises(StageError):
+        memory.stage([(Patch("x", np.array([0]), np.array([1], np.uint16), absolute=True), 0)])
+
+
+class _Failure(RuntimeError):
+    pass
+
+
+def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[Patch, int]]]:
+    specs = {name: TensorSpec(name, "bfloat16", (3,)) for name in ("a", "b")}
+    memory, tensors = LiveMemory.on_host(specs)
+    memory.audit()
+    ones = np.ones(1, np.uint16)
+    return memory, tensors, [(Patch(name, np.array([1]), ones, absolute=False), 0) for name in specs]
+
+
+def test_a_commit_that_fails_half_way_leaves_the_old_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, tensors, patches = _two_tensors()
+    before = dict(memory.fingerprints)
+    staged = memory.stage(patches)
+    write = memory._write
+
+    def fail_at_b(one: object) -> object:
+        if getattr(one, "name", None) == "b":
+            raise _Failure
+        return write(one)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory, "_write", fail_at_b)
+    with pytest.raises(_Failure):
+        memory.commit(staged)
+    assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
+    assert memory.fingerprints == before
+
+
+def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() -> None:
+    memory, _, patches = _two_tensors()
+    report = memory.commit(memory.stage(patches))
+    (write, old), *rest = report.undo
+    broken = dataclasses.replace(report, undo=((write, old.to(torch.float32).reshape(1, 1, 1, 1).expand(2, 2, 2, 2)), *rest))
+    with pytest.raises(CommitError):
+        memory.rollback(broken, {})

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, anchor, errors
+from deltasync.codec.base import read_metadata
+from deltasync.errors import ConfigError, CorruptDataError
+from tests.conftest import assert_same_bits
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # other people's warnings at import are not ours to fix
+    import transformers
+
+
+def _tiny(tied: bool) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 4096], ids=["one file", "sharded"])
+def test_an_anchor_is_a_checkpoint_that_transformers_loads(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+    model = _tiny(tied)
+    model.config.save_pretrained(tmp_path / "config")
+    channel = tmp_path / "channel"
+    with Publisher(f"file://{channel}", model_files=tmp_path / "config", shard_bytes=shard_bytes) as publisher:
+        publisher.publish(model.state_dict().items()).wait(60)
+    folder = channel / "anchors" / "0000000001"
+    assert (folder / "model.safetensors.index.json").exists() == (shard_bytes == 4096)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert_same_bits(loaded.state_dict(), model.state_dict())
+
+
+def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:
+    tensors = {f"t{i}": torch.full((10,), i, dtype=torch.float32) for i in range(5)} | {"big": torch.zeros(100)}
+    files = dict(anchor.weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
+    index = json.loads(files.pop("model.safetensors.index.json"))
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert sorted(set(index["weight_map"].values())) == sorted(files)
+    assert len(files) == 4  # two, two, one small tensors, and the big one by itself
+    assert all(anchor.fingerprints(data) for data in files.values())
+
+
+def test_fingerprints_survive_the_metadata() -> None:
+    fingerprints = {"a": 0, "b": (1 << 64) - 1}
+    tensors = {name: torch.zeros(3) for name in fingerprints}
+    ((name, data),) = anchor.weight_files(tensors, fingerprints, 1 << 30)
+    assert name == "model.safetensors"
+    assert anchor.fingerprints(data) == fingerprints
+    assert read_metadata(data)["format"] == "pt"
+
+
+@pytest.mark.parametrize("metadata", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":{"deltasync.fingerprints":"[]"}}', b"x"])
+def test_weights_without_fingerprints_are_corrupt(metadata: bytes) -> None:
+    with pytest.raises(CorruptDataError):
+        anchor.fingerprints(len(metadata).to_bytes(8, "little") + metadata)
+
+
+def test_companion_files_are_all_but_weights_and_hidden_ones(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "a.bin", ".hidden"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder").mkdir()
+    assert anchor.companion_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
+
+
+def test_a_missing_model_directory_is_a_config_error(tmp_path: Path, memory_url: str) -> None:
+    with pytest.raises(ConfigError):
+        Publisher(memory_url, model_files=tmp_path / "nothing")
+
+
+def test_a_file_name_that_is_no_key_is_refused_before_anything_is_published(memory_url: str) -> None:
+    with pytest.raises(ConfigError):
+        Publisher(memory_url, model_files={"notes (copy).txt": b""})
+    with pytest.raises(errors.NotPublishedError):
+        Replica(memory_url).sync()

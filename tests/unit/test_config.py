@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from deltasync.config import PublisherSettings, ReplicaSettings
+from deltasync.errors import ConfigError
+
+
+def test_explicit_beats_environment_beats_default() -> None:
+    environ = {"DELTASYNC_ANCHOR_EVERY": "7", "DELTASYNC_CODEC": "raw"}
+    settings = PublisherSettings.from_env(environ, anchor_every=3)
+    assert settings.anchor_every == 3
+    assert settings.codec == "raw"
+    assert settings.dtype == "bfloat16"
+
+
+def test_explicit_zero_is_not_lost() -> None:
+    settings = PublisherSettings.from_env({"DELTASYNC_RETRIES": "5", "DELTASYNC_RETRY_DELAY_S": "2"}, retries=0, retry_delay_s=0.0)
+    assert settings.retries == 0
+    assert settings.retry_delay_s == 0.0
+
+
+def test_none_means_not_given() -> None:
+    assert PublisherSettings.from_env({"DELTASYNC_ANCHOR_EVERY": "7"}, anchor_every=None).anchor_every == 7
+
+
+def test_empty_variable_means_not_set() -> None:
+    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "packed"
+
+
+def test_values_are_parsed_to_the_fields_type() -> None:
+    settings = ReplicaSettings.from_env({"DELTASYNC_POLL_INTERVAL_S": "0.5", "DELTASYNC_CHANNEL": "memory://x"})
+    assert settings.poll_interval_s == 0.5
+    assert settings.channel == "memory://x"
+
+
+def test_reads_the_process_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTASYNC_ANCHOR_EVERY", "13")
+    assert PublisherSettings.from_env().anchor_every == 13
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"DELTASYNC_ANCHOR_EVERY": "often"},
+        {"DELTASYNC_ANCHOR_EVERY": "0"},
+        {"DELTASYNC_ANCHOR_EVERY": "1.5"},
+        {"DELTASYNC_RETRIES": "-1"},
+        {"DELTASYNC_RETRY_DELAY_S": "-0.1"},
+        {"DELTASYNC_RETRY_DELAY_S": "nan"},
+        {"DELTASYNC_SHARD_BYTES": "0"},
+        {"DELTASYNC_CODEC": "gzip"},
+        {"DELTASYNC_DTYPE": "float8_e4m3fn"},
+    ],
+)
+def test_bad_publisher_settings_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        PublisherSettings.from_env(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"DELTASYNC_KV_CACHE": "drop"},
+        {"DELTASYNC_POLL_INTERVAL_S": "0"},
+        {"DELTASYNC_HEARTBEAT_INTERVAL_S": "-1"},
+        {"DELTASYNC_REPLICA_ID": "a/b"},
+        {"DELTASYNC_REPLICA_ID": "." * 3},
+        {"DELTASYNC_REPLICA_ID": "a" * 101},
+    ],
+)
+def test_bad_replica_settings_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        ReplicaSettings.from_env(environ)
+
+
+def test_explicit_values_are_checked_like_the_environments() -> None:
+    with pytest.raises(ConfigError):
+        PublisherSettings.from_env({}, codec="")
+
+
+def test_unknown_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match="anchor_evry"):
+        PublisherSettings.from_env({}, anchor_evry=3)
+
+
+def test_default_replica_id_is_valid_whatever_the_host_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "ho st.exämple/" + "x" * 200)
+    assert ReplicaSettings.from_env({}).replica_id
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PublisherSettings().codec = "raw"  # type: ignore[misc]

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import deltasync
+
+ROOT = Path(deltasync.__file__).parents[1]
+PACKAGES = ("deltasync", "vllm_plugin", "trl_callback")
+
+# Each layer imports from itself and from layers above it in this list (design, section 9). A new module gets a line here.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"types", "config", "layout"}),
+    frozenset({"bits", "fingerprint", "kernels", "fold", "manifest", "chain", "codec", "anchor", "retention"}),
+    frozenset({"stores", "heartbeat"}),
+    frozenset({"memory", "reader"}),
+    frozenset({"replica", "upload"}),
+    frozenset({"publisher"}),
+    frozenset({"demo", "cli"}),
+)
+HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib")
+
+
+def _modules(package: str) -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def _imports(path: Path) -> set[str]:
+    """Full names of what a file imports anywhere in it; `from a import b` counts as `a.b` where that is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, f"{path} imports relatively"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                as_path = ROOT / name.replace(".", "/")
+                is_module = as_path.is_dir() or as_path.with_suffix(".py").is_file()
+                found.add(name if is_module else node.module)
+    return found
+
+
+def _layer(module: str) -> int:
+    part = module.split(".")[1]
+    for number, layer in enumerate(LAYERS):
+        if part in layer:
+            return number
+    raise AssertionError(f"{module} has no layer; give it one in LAYERS")
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in _modules("deltasync")
+        for name in _imports(path)
+        if module != "deltasync" and name.startswith("deltasync.") and _layer(name) > _layer(module)
+    ]
+    assert not wrong
+
+
+def test_no_module_imports_the_package_that_imports_it() -> None:
+    last = LAYERS[-1]
+    importers = [
+        module
+        for module, path in _modules("deltasync")
+        if "deltasync" in _imports(path) and module != "deltasync" and module.split(".")[1] not in last
+    ]
+    assert not importers
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {
+        module: {name for name in _imports(path) if name.startswith("deltasync.") and name != module}
+        for module, path in _modules("deltasync")
+        if module != "deltasync"
+    }
+    # A package's __init__ names its own submodules, which name each other.
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_stores_know_no_tensors() -> None:
+    stores = [(module, path) for module, path in _modules("deltasync") if module.startswith("deltasync.stores")]
+    assert stores
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in stores
+        for name in _imports(path)
+        if name.split(".")[0] in ("torch", "numpy", "safetensors", "numba")
+    ]
+    assert not wrong
+
+
+def test_plugins_never_import_each_other_and_the_core_never_imports_them() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for package in PACKAGES
+        for module, path in _modules(package)
+        for name in _imports(path)
+        if name.split(".")[0] in set(PACKAGES) - {package, "deltasync"}
+        and not any(module.startswith(f"deltasync.{part}") for part in LAYERS[-1])
+    ]
+    assert not wrong
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = [
+        module
+        for module, path in _modules("deltasync")
+        if any(
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(ast.parse(path.read_text()))
+        )
+        and module.split(".")[1:2] != ["demo"]
+    ]
+    assert readers == ["deltasync.config"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [("import deltasync", (*HEAVY, "torch", "numpy", "numba")), ("from deltasync import *", HEAVY)],
+    ids=["the package", "every public name"],
+)
+def test_importing_deltasync_loads_nothing_heavy(statement: str, heavy: tuple[str, ...]) -> None:
+    code = f"{statement}; import sys; print(*[name for name in {heavy!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert loaded.stdout.split() == []
+
+
+def test_importing_deltasync_leaves_the_root_logger_alone() -> None:
+    code = "import logging; from deltasync import *; print(logging.getLogger().handlers, logging.getLogger().level)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "[] 30"
+
+
+def test_all_is_what_is_importable() -> None:
+    namespace: dict[str, object] = {}
+    exec("from deltasync import *", namespace)
+    assert namespace.keys() - {"__builtins__"} == set(deltasync.__all__)
+    with pytest.raises(ImportError):
+        exec("from deltasync import no_such_name", namespace)
+
+
+@pytest.mark.parametrize("name", deltasync.__all__)
+def test_every_name_in_all_exists_and_is_documented(name: str) -> None:
+    assert hasattr(deltasync, name)
+    assert name == "__version__" or getattr(deltasync, name).__doc__

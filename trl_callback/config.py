@@ -1,0 +1,107 @@
+"""Settings of the callback: a dataclass that `TrlParser` and `HfArgumentParser` can turn into a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deltasync.config import CODECS, DTYPES, PublisherSettings
+from deltasync.errors import ConfigError
+from deltasync.stores import open_store
+
+ACKS = ("all", "any", "none")
+
+
+@dataclass
+class DeltaSyncConfig:
+    r"""Configuration class for [`DeltaSyncCallback`].
+
+    Its fields share no name with [`~trl.experimental.async_grpo.AsyncGRPOConfig`], so that
+    `TrlParser((AsyncGRPOConfig, DeltaSyncConfig))` parses both.
+
+    Parameters:
+        > Parameters that control what is written
+
+        channel (`str`):
+            URL of the channel, e.g. `file:///data/run`. One run, one writer.
+        codec (`str`, *optional*):
+            Encoding of the changes, `"packed"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or deltasync's default decides.
+        anchor_every (`int`, *optional*):
+            Full weights accompany at least every N-th version. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default
+            decides.
+        served_dtype (`str`, *optional*):
+            Floating-point weights are cast to it before they are compared and published: `"bfloat16"`, `"float16"`,
+            `"float32"`, or `"keep"` for the dtype they have. It should be the one that the replicas serve. If `None`,
+            `DELTASYNC_DTYPE` or deltasync's default decides. (Not called `dtype`, which TRL's configs use for the
+            dtype of training.)
+        resume (`bool`, *optional*, defaults to `False`):
+            Whether to continue the run that the channel holds. Otherwise a used channel is refused.
+
+        > Parameters that control when it is written
+
+        publish_steps (`int`, *optional*, defaults to `1`):
+            Publish every N optimizer steps. Not used with `AsyncGRPOTrainer`, which asks for a sync every
+            `weight_sync_steps`.
+
+        > Parameters that control what TRL waits for
+
+        ack (`str`, *optional*, defaults to `"any"`):
+            Which replicas must serve a version before TRL counts it as synced: `"any"` of them, `"all"` that are live,
+            or `"none"`: do not wait, not even for the upload. Used with `AsyncGRPOTrainer` only.
+        ack_timeout_s (`float`, *optional*, defaults to `600.0`):
+            Seconds to wait for upload and acknowledgement before training fails.
+    """  # noqa: D406, D407 - the section of TRL's configs
+
+    channel: str = field(metadata={"help": "URL of the channel, e.g. file:///data/run. One run, one writer."})
+    codec: str | None = field(
+        default=None,
+        metadata={
+            "help": "Encoding of the changes. If None, DELTASYNC_CODEC or deltasync's default decides.",
+            "choices": list(CODECS),
+        },
+    )
+    anchor_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Full weights accompany at least every N-th version. If None, DELTASYNC_ANCHOR_EVERY or deltasync's "
+            "default decides."
+        },
+    )
+    served_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Floating-point weights are cast to it before they are compared and published; it should be the dtype "
+            "that the replicas serve. If None, DELTASYNC_DTYPE or deltasync's default decides.",
+            "choices": list(DTYPES),
+        },
+    )
+    resume: bool = field(
+        default=False,
+        metadata={"help": "Whether to continue the run that the channel holds. Otherwise a used channel is refused."},
+    )
+    publish_steps: int = field(
+        default=1,
+        metadata={"help": "Publish every N optimizer steps. Not used with AsyncGRPOTrainer (see weight_sync_steps)."},
+    )
+    ack: str = field(
+        default="any",
+        metadata={
+            "help": "Which replicas must serve a version before TRL counts it as synced: any of them, all that are live, or "
+            "none: do not wait, not even for the upload. Used with AsyncGRPOTrainer only.",
+            "choices": list(ACKS),
+        },
+    )
+    ack_timeout_s: float = field(
+        default=600.0,
+        metadata={"help": "Seconds to wait for upload and acknowledgement before training fails."},
+    )
+
+    def __post_init__(self) -> None:
+        # Both raise ConfigError, and neither touches the store.
+        open_store(self.channel)
+        PublisherSettings.from_env(codec=self.codec, anchor_every=self.anchor_every, dtype=self.served_dtype)
+        if self.publish_steps < 1:
+            raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")
+        if self.ack not in ACKS:
+            raise ConfigError(f"ack must be one of {', '.join(ACKS)}, not {self.ack!r}.")
+        if self.ack_timeout_s <= 0:
+            raise ConfigError(f"ack_timeout_s must be positive, not {self.ack_timeout_s}.")

@@ -1,0 +1,137 @@
+"""What a checkpoint of a model holds: the tensors, named as `save_pretrained` names them, and the files next to them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import unwrap_model
+
+from deltasync import anchor
+from deltasync.errors import ConfigError
+
+
+def is_peft(model: torch.nn.Module) -> bool:
+    """Whether the model has adapters, by PEFT or by the integration of transformers; peft itself need not be installed."""
+    return bool(getattr(unwrap_model(model), "peft_config", None))
+
+
+def sharded_names(model: torch.nn.Module) -> list[str]:
+    """Parameters of which this process holds a part only, by FSDP2 or by DeepSpeed's ZeRO-3."""
+    return [name for name, param in model.named_parameters() if isinstance(param, DTensor) or hasattr(param, "ds_id")]
+
+
+def check_in_one_piece(model: torch.nn.Module) -> None:
+    """Check that this process holds all weights of the model as they would be saved.
+
+    Raises:
+        ConfigError: the model has adapters or is sharded.
+    """
+    if is_peft(model):
+        raise ConfigError(
+            "A PEFT model is published by its merged weights, which DeltaSyncCallback does not make. Use AsyncGRPOTrainer "
+            "with weight_transfer=sync.weight_transfer, which merges them, or merge the adapter before training."
+        )
+    if sharded := sharded_names(model):
+        raise ConfigError(
+            f"{sharded[0]} and {len(sharded) - 1} other parameters are sharded by FSDP or DeepSpeed, which "
+            "DeltaSyncCallback cannot gather. Train with DDP or on one device, or use AsyncGRPOTrainer with "
+            "weight_transfer=sync.weight_transfer, which gathers FSDP2 shards."
+        )
+
+
+def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by their name in memory, each storage once; they alias the live weights."""
+    model = unwrap_model(model)
+    # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
+    tied = list(getattr(model, "_tied_weights_keys", None) or ())
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    kept: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,)
+        known = kept.setdefault(place, name)
+        if known != name and any(re.search(pattern, known) for pattern in tied):
+            kept[place] = name
+    names = set(kept.values())
+    return {name: tensor for name, tensor in state.items() if name in names and name not in ignored}
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Collect what `save_pretrained` would write, in the dtype of training; tensors may alias the live weights.
+
+    Raises:
+        ConfigError: the model has adapters or is sharded.
+    """
+    check_in_one_piece(model)
+    return _as_saved(model, held_tensors(model))
+
+
+def check_names(model: torch.nn.Module) -> None:
+    """Check that tensors are named in memory as in the checkpoint, as TRL's stream supposes.
+
+    Raises:
+        ConfigError: transformers fuses or renames some when it loads them, e.g. the experts of a mixture.
+    """
+    held = {name: tensor.to("meta") for name, tensor in held_tensors(model).items()}
+    fused = sorted(held.keys() - _as_saved(model, held).keys())
+    if fused:
+        raise ConfigError(
+            f"{fused[0]} and {len(fused) - 1} other tensors have other names or shapes in memory than in a checkpoint of "
+            f"{type(unwrap_model(model)).__name__}, and TRL streams them as in memory, which replicas cannot load. Use "
+            "DeltaSyncCallback without weight_transfer, which undoes that."
+        )
+
+
+def complete(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """TRL's stream, then what a checkpoint holds besides: frozen parameters and persistent buffers.
+
+    The stream of a model with adapters or shards is left as it is: TRL merges and gathers while it streams.
+    """
+    streamed = set()
+    for name, tensor in stream:
+        streamed.add(name)
+        yield name, tensor
+    if is_peft(model) or sharded_names(model):
+        return
+    for name, tensor in held_tensors(model).items():
+        if name not in streamed:
+            yield name, tensor
+
+
+def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
+    """Config, generation config and tokenizer, as `save_pretrained` writes them, by file name.
+
+    Args:
+        model: The model; one without a config gets none.
+        processing_class: Tokenizer or processor, None for none.
+        dtype: Name of the dtype that the weights are served in, or `keep`.
+    """
+    model = unwrap_model(model)
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(model, PreTrainedModel):
+            config = copy.deepcopy(model.config)
+            config.dtype = str(model.dtype).removeprefix("torch.") if dtype == "keep" else dtype
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        return anchor.companion_files(Path(folder))
+
+
+def _as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model = unwrap_model(model)
+    if not isinstance(model, PreTrainedModel):
+        return tensors
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return saved
