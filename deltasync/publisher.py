@@ -29,7 +29,6 @@ from deltasync.errors import (
     ConfigError,
     ModelMismatchError,
     NotPublishedError,
-    ObjectMissingError,
     PublishError,
 )
 from deltasync.fold import fold
@@ -270,16 +269,18 @@ class Publisher:
         logger.info("resumed run=%s version=%d", channel.run_id, head.version)
 
     def _roll_forward(self, reader: ChannelReader) -> Head | None:
-        """Head, moved over a version whose manifest was stored just before its publisher died; None in an empty channel."""
+        """Head, moved to the newest version whose manifest is stored, where a publisher died before moving it.
+
+        None in an empty channel. The newest one is complete without those between: after a lost version comes an anchor.
+        """
         try:
             head: Head | None = reader.head()
         except NotPublishedError:
             head = None
-        version = 1 if head is None else head.version + 1
-        try:
-            data = self.store.read(layout.manifest(version))
-        except ObjectMissingError:
+        version = max(reader.versions(), default=0)
+        if version <= (0 if head is None else head.version):
             return head
+        data = self.store.read(layout.manifest(version))
         found = reader.manifest(version)
         sha256 = manifest.sha256_hex(data)
         head = Head(format=manifest.FORMAT, run_id=found.run_id, version=version, manifest_sha256=sha256)

@@ -66,7 +66,7 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
     """
     began_s = time.monotonic()
     _require_packages()
-    port = _free_port() if settings.port == 0 else settings.port
+    port = free_port() if settings.port == 0 else settings.port
     check_port(HOST, port)
     out = _fresh(settings.out)
     model, channel = out / "model", f"file://{out / 'channel'}"
@@ -99,7 +99,8 @@ def _require_packages() -> None:
             raise ConfigError(f"The demo needs {module}. Run: pip install 'deltasync[{extra}]'.") from None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port on `HOST` that nothing uses at the moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
@@ -132,7 +133,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "
 
 def _server(out: Path, model: Path, channel: str, port: int) -> Child:
     command = [sys.executable, "-m", "deltasync.cli", "serve", str(model), "--channel", channel, "--host", HOST]
-    command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32"]
+    command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
     command += ["--disable-uvicorn-access-log"]
     env = {
         **os.environ,
@@ -141,6 +142,8 @@ def _server(out: Path, model: Path, channel: str, port: int) -> Child:
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "demo",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the cores
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the rollout worker keeps its connections between steps
     }
     return Child("The vLLM server", command, env, out / "server.log")
 

@@ -9,12 +9,16 @@ rollout worker spawns a child process that imports this module again, hence the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from deltasync.demo import task, trl_on_cpu
@@ -22,6 +26,8 @@ from deltasync.demo import task, trl_on_cpu
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+    from trl_callback import DeltaWeightTransfer
 
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 GENERATIONS_PER_PROMPT = 8
@@ -79,6 +85,48 @@ class MetricsFileCallback(TrainerCallback):
             file.write(json.dumps(line) + "\n")
 
 
+class DigestingTransfer:
+    """A weight transfer that also writes down the sha256 of every tensor it was given, for a proof of bits.
+
+    The digests are taken from the trainer's stream, cast to bf16 by torch, and owe nothing to deltasync's own code.
+
+    Args:
+        transfer: Where the weights go.
+        path: One JSON object per version is appended here: its record in `transfer.history`, and `sha256` by tensor name.
+    """
+
+    def __init__(self, transfer: DeltaWeightTransfer, path: Path) -> None:
+        self._transfer = transfer
+        self._path = path
+        self._sha256: dict[str, str] = {}
+        self.init_weight_transfer = transfer.init_weight_transfer
+        self.pause = transfer.pause
+        self.destroy = transfer.destroy
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish the stream, digesting each tensor on its way."""
+        self._sha256 = {}
+        self._transfer.send_weights(self._digested(iterator))
+
+    def resume(self) -> None:
+        """Wait as the transfer does, then write down the version."""
+        self._transfer.resume()
+        record = self._transfer.history[-1]
+        line = dataclasses.asdict(record) | {
+            "changed_fraction": record.changed_fraction,
+            "bits_per_changed": record.bits_per_changed,
+            "sha256": self._sha256,
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _digested(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in iterator:
+            bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
+            self._sha256[name] = hashlib.sha256(bits.tobytes()).hexdigest()
+            yield name, tensor
+
+
 def build_trainer(args: argparse.Namespace, weight_transfer: Any, callbacks: Sequence[TrainerCallback]) -> AsyncGRPOTrainer:
     """Build the trainer, ready for `train()`.
 
@@ -133,6 +181,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps (default: 40)")
     parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="JSON lines are appended here")
+    parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="what was published goes here")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
     return parser.parse_args(argv)
 
@@ -144,10 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from trl_callback import DeltaSyncCallback
 
-    sync = DeltaSyncCallback(args.channel)
-    build_trainer(args, sync.weight_transfer, [sync]).train()
+    sync = DeltaSyncCallback(args.channel, ack="all")
+    transfer = DigestingTransfer(sync.weight_transfer, args.published)
+    build_trainer(args, transfer, [sync]).train()
     return 0
 
 

@@ -20,8 +20,10 @@ def open_store(url: str) -> Store:
         ConfigError: the URL is not of that form.
     """
     parts = urlsplit(url)
+    if parts.query or parts.fragment:
+        raise ConfigError(f"A channel URL has no '?' and no '#': {url!r}. In a path they are written %3F and %23.")
     if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or not parts.path.strip("/"):
             raise ConfigError(f"A directory is written file:///absolute/path, not {url!r}.")
         from deltasync.stores.local import LocalStore
 

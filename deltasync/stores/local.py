@@ -61,7 +61,10 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
-        self._path(key).unlink(missing_ok=True)
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.url}/{key} cannot be deleted: {error.strerror}.") from error
 
     def _path(self, key: str) -> Path:
         return self._root / layout.check_key(key)

@@ -1,0 +1,151 @@
+"""What every store must do. A backend passes by subclassing `StoreContract` with a fixture `store`, empty at the start."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError
+from deltasync.stores import ObjectInfo, Store
+
+BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
+
+
+class StoreContract:
+    def test_create_then_read(self, store: Store) -> None:
+        store.create("a/b.json", b"one")
+        assert store.read("a/b.json") == b"one"
+
+    def test_create_never_overwrites(self, store: Store) -> None:
+        store.create("a", b"one")
+        for data in (b"two", b"one"):
+            with pytest.raises(ObjectExistsError):
+                store.create("a", data)
+        assert store.read("a") == b"one"
+
+    def test_replace_creates_and_overwrites(self, store: Store) -> None:
+        store.replace("head.json", b"one")
+        assert store.read("head.json") == b"one"
+        store.replace("head.json", b"2")
+        assert store.read("head.json") == b"2"
+
+    def test_empty_object(self, store: Store) -> None:
+        store.create("empty", b"")
+        assert store.read("empty") == b""
+        assert list(store.list("")) == [ObjectInfo("empty", 0)]
+
+    @pytest.mark.parametrize("key", ["missing", "a/missing", "a", "a/b/c"])
+    def test_reading_what_is_not_there(self, store: Store, key: str) -> None:
+        store.create("a/b", b"")
+        with pytest.raises(ObjectMissingError):
+            store.read(key)
+
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
+        assert list(store.list("")) == []
+        assert list(store.list("a/")) == []
+
+    def test_listing_is_sorted_and_complete(self, store: Store) -> None:
+        keys = ["b", "a/z", "a/b/c", "a.b", "a/b-c", "c/1", "c/10", "c/2"]
+        for key in keys:
+            store.create(key, key.encode())
+        assert list(store.list("")) == [ObjectInfo(key, len(key)) for key in sorted(keys)]
+
+    @pytest.mark.parametrize("prefix", ["manifests/", "manifests/000", "mani", "manifests/0000000002.json", "nothing", "x/y"])
+    def test_a_prefix_is_of_the_key_not_of_path_parts(self, store: Store, prefix: str) -> None:
+        keys = ["manifests/0000000001.json", "manifests/0000000002.json", "manifests-old/1", "head.json", "x/y/z", "x/yy/z"]
+        for key in keys:
+            store.create(key, b"")
+        assert [info.key for info in store.list(prefix)] == sorted(key for key in keys if key.startswith(prefix))
+
+    def test_listing_many(self, store: Store) -> None:
+        keys = [f"many/{number:05d}" for number in range(300)]
+        for key in keys:
+            store.replace(key, b"x")
+        assert [info.key for info in store.list("many/")] == keys
+
+    def test_deleted_objects_are_gone_and_may_be_created_again(self, store: Store) -> None:
+        store.create("a/b", b"one")
+        store.create("a/c", b"two")
+        store.delete("a/b")
+        with pytest.raises(ObjectMissingError):
+            store.read("a/b")
+        assert [info.key for info in store.list("")] == ["a/c"]
+        store.create("a/b", b"three")
+        assert store.read("a/b") == b"three"
+
+    def test_deleting_what_is_not_there_is_no_error(self, store: Store) -> None:
+        store.delete("missing")
+        store.delete("a/missing")
+
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_bad_keys_are_refused_by_every_verb(self, store: Store, key: str) -> None:
+        with pytest.raises(ConfigError):
+            store.create(key, b"")
+        with pytest.raises(ConfigError):
+            store.replace(key, b"")
+        with pytest.raises(ConfigError):
+            store.read(key)
+        with pytest.raises(ConfigError):
+            store.delete(key)
+        assert list(store.list("")) == []
+
+    def test_every_character_of_the_key_rules_is_kept(self, store: Store) -> None:
+        key = "AZaz09._=+@-/x." + "y" * 100
+        store.create(key, b"1")
+        assert store.read(key) == b"1"
+        assert [info.key for info in store.list("AZ")] == [key]
+
+    def test_all_bytes_of_a_large_object_come_back(self, store: Store) -> None:
+        data = bytes(range(256)) * (64 << 12)
+        assert len(data) == 64 << 20
+        store.create("large", data)
+        assert store.read("large") == data
+        assert list(store.list("")) == [ObjectInfo("large", len(data))]
+
+    def test_of_many_threads_creating_one_key_exactly_one_wins(self, store: Store) -> None:
+        if not store.capabilities.conditional_put:
+            pytest.skip("the store does not decide races")
+        threads, keys = 16, [f"race/{number}" for number in range(8)]
+        start = threading.Barrier(threads)
+
+        def race(thread: int) -> set[str]:
+            start.wait()
+            won = set()
+            for key in keys:
+                try:
+                    store.create(key, f"{key} by {thread}".encode())
+                    won.add(key)
+                except ObjectExistsError:
+                    pass
+            return won
+
+        with ThreadPoolExecutor(threads) as pool:
+            wins = list(pool.map(race, range(threads)))
+        for key in keys:
+            (winner,) = [thread for thread in range(threads) if key in wins[thread]]
+            assert store.read(key) == f"{key} by {winner}".encode()
+
+    def test_readers_see_the_old_or_the_new_object_never_a_mixture(self, store: Store) -> None:
+        states = {bytes([value]) * size for value, size in ((1, 100_000), (2, 50_000), (3, 0))}
+        store.replace("head.json", min(states))
+        stop = threading.Event()
+
+        def write() -> None:
+            while not stop.is_set():
+                for state in states:
+                    store.replace("head.json", state)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            seen = {store.read("head.json") for _ in range(300)}
+        finally:
+            stop.set()
+            writer.join()
+        assert seen <= states
+
+    def test_url_and_capabilities_are_told(self, store: Store) -> None:
+        assert "://" in store.url
+        assert isinstance(store.capabilities.conditional_put, bool)

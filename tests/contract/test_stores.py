@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from deltasync import open_store
+from deltasync.errors import ConfigError, ObjectExistsError, StoreError, TransientStoreError
+from deltasync.stores import Store
+from tests.contract.store_contract import StoreContract
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self, memory_url: str) -> Store:
+        return open_store(memory_url)
+
+    def test_one_name_is_one_store(self, memory_url: str) -> None:
+        open_store(memory_url).create("a", b"1")
+        assert open_store(memory_url).read("a") == b"1"
+        assert list(open_store(f"{memory_url}/other").list("")) == []
+
+
+_RACE = """
+import sys, time
+from pathlib import Path
+from deltasync.stores.local import LocalStore
+from deltasync.errors import ObjectExistsError
+root, me = sys.argv[1:]
+store = LocalStore(root + "/store")
+Path(root, "ready-" + me).touch()
+while not Path(root, "go").exists():
+    time.sleep(0.001)
+for number in range(200):
+    try:
+        store.create(f"race/{number}", me.encode() * 1000)
+        print(number)
+    except ObjectExistsError:
+        pass
+"""
+
+
+class TestFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_store(f"file://{tmp_path}/not/there/yet")
+
+    def test_of_two_processes_creating_one_key_exactly_one_wins(self, tmp_path: Path) -> None:
+        processes = [
+            subprocess.Popen([sys.executable, "-c", _RACE, str(tmp_path), me], stdout=subprocess.PIPE, text=True) for me in "ab"
+        ]
+        while not all((tmp_path / f"ready-{me}").exists() for me in "ab"):
+            assert all(process.poll() is None for process in processes)
+        (tmp_path / "go").touch()
+        wins = [{int(line) for line in process.communicate(timeout=60)[0].split()} for process in processes]
+        assert wins[0] | wins[1] == set(range(200))
+        assert not wins[0] & wins[1]
+        store = open_store(f"file://{tmp_path}/store")
+        for number in range(200):
+            assert store.read(f"race/{number}") == (b"a" if number in wins[0] else b"b") * 1000
+
+    def test_unfinished_files_are_never_listed(self, tmp_path: Path) -> None:
+        store = open_store(f"file://{tmp_path}")
+        stop = threading.Event()
+        listed: set[str] = set()
+
+        def look() -> None:
+            while not stop.is_set():
+                listed.update(info.key for info in store.list(""))
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        keys = {f"folder/{number}" for number in range(50)}
+        try:
+            for key in sorted(keys):
+                store.create(key, b"x" * 10_000)
+        finally:
+            stop.set()
+            looker.join()
+        assert listed <= keys
+        assert {path.name for path in (tmp_path / "folder").iterdir()} == {key.removeprefix("folder/") for key in keys}
+
+    def test_what_a_killed_writer_left_behind_is_not_listed(self, tmp_path: Path) -> None:
+        store = open_store(f"file://{tmp_path}")
+        store.create("folder/a", b"1")
+        (tmp_path / "folder" / ".b.0123.tmp").write_bytes(b"half")
+        assert [info.key for info in store.list("")] == ["folder/a"]
+
+    @pytest.mark.parametrize("step", ["fsync", "link"])
+    def test_a_create_that_fails_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+        store = open_store(f"file://{tmp_path}")
+
+        def fail(*arguments: object, **options: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, step, fail)
+            with pytest.raises(TransientStoreError, match="No space left"):
+                store.create("folder/a", b"1")
+        assert list(store.list("")) == []
+        assert list((tmp_path / "folder").iterdir()) == []
+
+    def test_a_refused_create_leaves_no_temporary_file(self, tmp_path: Path) -> None:
+        store = open_store(f"file://{tmp_path}")
+        store.create("a", b"1")
+        with pytest.raises(ObjectExistsError):
+            store.create("a", b"2")
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def test_a_path_with_spaces_and_signs_is_that_path(self, tmp_path: Path) -> None:
+        open_store(f"file://{tmp_path}/a%20b%23c").create("x", b"1")
+        assert (tmp_path / "a b#c" / "x").read_bytes() == b"1"
+
+    def test_deleting_what_is_a_folder_is_a_store_error(self, tmp_path: Path) -> None:
+        store = open_store(f"file://{tmp_path}")
+        store.create("a/b", b"1")
+        with pytest.raises(StoreError):
+            store.delete("a")
+        assert store.read("a/b") == b"1"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "/data/run",
+        "file://",
+        "file:///",
+        "file://host/data",
+        "file:relative",
+        "memory://",
+        "memory:///",
+        "http://host/x",
+        "file:///data/run#2",
+        "file:///data/run?x=1",
+        "memory://name#2",
+    ],
+)
+def test_what_is_no_channel_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(url)

@@ -1,0 +1,296 @@
+"""A real vLLM server on the CPU that follows a directory. One server for the whole module: it takes half a minute to start."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from deltasync import Publisher, layout, manifest
+from deltasync.bits import bits_of, cast
+from deltasync.demo import model as demo_model
+from deltasync.demo.processes import Child, get_json
+from deltasync.demo.run import free_port
+from deltasync.manifest import Head, Manifest
+from deltasync.stores import Store, open_store
+
+pytestmark = pytest.mark.vllm
+
+Weights = dict[str, torch.Tensor]
+
+
+def start(checkpoint: Path, channel: str, port: int, log: Path, **environ: str) -> Child:
+    command = [sys.executable, "-m", "deltasync.cli", "serve", str(checkpoint), "--channel", channel]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
+    settings = {
+        "DELTASYNC_DIGEST_ROUTE": "1",
+        "DELTASYNC_POLL_INTERVAL_S": "0.05",
+        "DELTASYNC_REPLICA_ID": "test-server",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /weight_info
+    }
+    return Child("The vLLM server", command, {**os.environ, **settings, **environ}, log)
+
+
+@dataclasses.dataclass
+class Server:
+    url: str
+    channel: str
+    weights: Weights
+    publisher: Publisher | None = None
+    rng: torch.Generator = dataclasses.field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.channel)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = get_json(f"{self.url}/deltasync/status")
+        return status
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if condition(status):
+                return status
+            assert time.monotonic() < deadline, {**status, "commits": status["commits"][-3:]}
+            time.sleep(0.02)
+
+    def step(self) -> None:
+        """Change the weights as an optimizer step does: a little, everywhere; few bf16 bits follow."""
+        for tensor in self.weights.values():
+            tensor += 2e-5 * torch.randn(tensor.shape, generator=self.rng)
+
+    def publish(self, timeout_s: float = 30.0) -> int:
+        if self.publisher is None:
+            self.publisher = Publisher(self.channel)
+        version = self.publisher.publish(self.weights.items()).wait(timeout_s).version
+        return version
+
+    def assert_serves(self, version: int) -> None:
+        self.wait(lambda status: status["version"] == version)
+        digest = get_json(f"{self.url}/deltasync/digest")
+        assert digest == {"version": version, "sha256": digests(self.weights)}
+
+
+def digests(weights: Weights) -> dict[str, str]:
+    return {name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest() for name, w in weights.items()}
+
+
+def complete(url: str, token_count: int) -> list[int]:
+    body = {
+        "model": get_json(f"{url}/v1/models")["data"][0]["id"],
+        "prompt": [5, 6, 7],
+        "max_tokens": token_count,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    torch.manual_seed(0)
+    tokenizer = demo_model.build_tokenizer()
+    demo_model.build_model(tokenizer).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    channel = f"file://{checkpoint.parent}/channel"
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    with start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
+        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 240, "to start")
+        server = Server(url, channel, weights)
+        yield server
+        if server.publisher is not None:
+            server.publisher.close()
+
+
+def test_a_replica_started_before_the_first_anchor_waits_and_says_so(server: Server) -> None:
+    status = server.wait(lambda status: "Waiting for the first version" in (status["error"] or ""))
+    assert status["state"] == "waiting"
+    assert status["version"] is None
+    assert len(complete(server.url, 5)) == 5
+
+
+def test_weights_that_are_the_anchor_already_are_recognised_without_loading_it(server: Server) -> None:
+    version = server.publish()
+    server.assert_serves(version)
+    assert server.status()["commits"] == []
+
+
+def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(server: Server) -> None:
+    tokens: list[list[int]] = []
+    request = threading.Thread(target=lambda: tokens.append(complete(server.url, 900)))
+    request.start()
+    version = 0
+    for _ in range(12):
+        server.step()
+        version = server.publish()
+        server.assert_serves(version)
+    request.join()
+    assert [len(found) for found in tokens] == [900]
+    commits = server.status()["commits"]
+    assert [commit["version"] for commit in commits] == list(range(2, version + 1))
+    assert not any(commit["anchor"] for commit in commits)
+    assert any(commit["running_requests"] == 1 for commit in commits)
+    assert sum(commit["tokens_during_sync"] for commit in commits) > 0
+    assert get_json(f"{server.url}/weight_info")["weight_version"] == str(version)
+
+
+def test_a_heartbeat_tells_the_served_version(server: Server) -> None:
+    from deltasync import heartbeat
+
+    server.step()
+    version = server.publish()
+    assert server.publisher is not None and server.publisher.run_id is not None
+    found = heartbeat.wait_for(server.store, server.publisher.run_id, version, "all", 30.0)
+    assert [(beat.replica_id, beat.version, beat.state) for beat in found] == [("test-server", version, "serving")]
+
+
+def test_a_version_without_changes_is_committed(server: Server) -> None:
+    server.assert_serves(server.publish())
+
+
+def test_a_tensor_that_changed_completely_is_committed(server: Server) -> None:
+    server.weights["model.norm.weight"] *= 3.0
+    server.weights["model.layers.1.mlp.up_proj.weight"] *= -1.5
+    server.assert_serves(server.publish())
+
+
+def test_a_damaged_payload_leaves_the_old_version_served_until_it_is_repaired(server: Server) -> None:
+    before = {name: tensor.clone() for name, tensor in server.weights.items()}
+    version = server.status()["version"]
+    server.step()
+    head = server.store.read(layout.HEAD)
+    folder = Path(server.channel.removeprefix("file://"), layout.delta_dir(version + 1))
+
+    # The replica polls all the time, so the damage must be there before head names the version.
+    data = damaged = b""
+
+    def publish_damaged() -> None:
+        nonlocal data, damaged
+        store = server.store
+        original = type(store).replace
+
+        def replace(self: Any, key: str, body: bytes) -> None:
+            nonlocal data, damaged
+            if key == layout.HEAD:
+                path = folder / layout.delta_part(1, 1)
+                data = path.read_bytes()
+                damaged = data[:-1] + bytes([data[-1] ^ 1])
+                path.write_bytes(damaged)
+            original(self, key, body)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(store), "replace", replace)
+            server.publish()
+
+    publish_damaged()
+    status = server.wait(lambda status: status["state"] == "failed")
+    assert "sha256" in status["error"]
+    assert status["version"] == version
+    assert get_json(f"{server.url}/deltasync/digest")["sha256"] == digests(before)
+    assert len(complete(server.url, 5)) == 5
+    (folder / layout.delta_part(1, 1)).write_bytes(data)
+    server.assert_serves(version + 1)
+    assert server.store.read(layout.HEAD) != head
+
+
+def test_a_head_of_another_run_or_of_nothing_is_refused(server: Server) -> None:
+    store = server.store
+    good = store.read(layout.HEAD)
+    head = manifest.decode(good, Head, layout.HEAD)
+    version = head.version
+    for bad, said in (
+        (dataclasses.replace(head, run_id="another", version=version + 1), "belongs to run another"),
+        (dataclasses.replace(head, version=version + 100), "has no manifest of version"),
+        (dataclasses.replace(head, version=version - 1), "Keeping it"),
+    ):
+        store.replace(layout.HEAD, manifest.encode(bad))
+        status = server.wait(lambda status, said=said: said in (status["error"] or ""))  # type: ignore[misc]
+        assert (status["state"], status["version"]) == ("failed", version)
+    store.replace(layout.HEAD, good)
+    server.wait(lambda status: status["state"] == "serving" and status["error"] is None)
+    server.assert_serves(version)
+
+
+def test_bits_that_are_not_the_published_ones_are_rolled_back_and_the_next_anchor_heals(server: Server) -> None:
+    # A manifest that promises a fingerprint which its own delta does not give: the only fault that reaches the weights.
+    before = {name: tensor.clone() for name, tensor in server.weights.items()}
+    store = server.store
+    head = manifest.decode(store.read(layout.HEAD), Head, layout.HEAD)
+    server.step()
+    assert server.publisher is not None
+    original = type(store).create
+
+    def create(self: Any, key: str, body: bytes) -> None:
+        if layout.manifest_version(key) is not None:
+            document = manifest.decode(body, Manifest, key)
+            body = manifest.encode(dataclasses.replace(document, fingerprint="0" * 16))
+        original(self, key, body)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), "create", create)
+        patch.setattr(manifest, "sha256_hex", _sha256_of_altered_manifest(manifest.sha256_hex))
+        server.publish()
+    status = server.wait(lambda status: "did not give the published bits" in (status["error"] or ""))
+    assert status["version"] == head.version
+    assert get_json(f"{server.url}/deltasync/digest") == {"version": head.version, "sha256": digests(before)}
+    assert len(complete(server.url, 5)) == 5
+    server.publisher.settings = dataclasses.replace(server.publisher.settings, anchor_every=1)
+    server.step()
+    version = server.publish()
+    server.assert_serves(version)
+    assert server.status()["commits"][-1]["anchor"]
+
+
+def _sha256_of_altered_manifest(real: Callable[[Any], str]) -> Callable[[Any], str]:
+    def sha256_hex(data: Any) -> str:
+        if bytes(data[:1]) == b"{":
+            document = manifest.decode(bytes(data), Manifest, "manifest")
+            data = manifest.encode(dataclasses.replace(document, fingerprint="0" * 16))
+        return real(data)
+
+    return sha256_hex
+
+
+def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(checkpoint: Path, tmp_path: Path) -> None:
+    channel = f"file://{tmp_path}/other"
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(128, 192)
+    with Publisher(channel) as publisher:
+        publisher.publish(weights.items())
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with start(checkpoint, channel, port, tmp_path / "server.log") as child:
+        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 240, "to start")
+        other = Server(url, channel, weights)
+        status = other.wait(lambda status: status["state"] == "failed")
+        assert "ModelMismatchError" in status["error"]
+        assert len(complete(url, 5)) == 5

@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, layout, manifest, open_store
+from deltasync.errors import (
+    ApplyError,
+    CorruptDataError,
+    DeltaSyncError,
+    FingerprintMismatchError,
+    FormatError,
+    HeadRewindError,
+    MissingVersionError,
+    NotPublishedError,
+    RunMismatchError,
+    StoreError,
+    TransientStoreError,
+    UnsupportedFormatError,
+)
+from deltasync.manifest import Head, Manifest
+from deltasync.stores import Store
+from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore, flipped, truncated
+
+Weights = dict[str, torch.Tensor]
+
+FIRST: Weights = {
+    "a.weight": torch.linspace(-1, 1, 60, dtype=torch.bfloat16).reshape(6, 10),
+    "b.weight": torch.linspace(-2, 2, 60, dtype=torch.bfloat16).reshape(6, 10),
+    "scale": torch.tensor([1.0, 2.0], dtype=torch.float8_e5m2),
+}
+DAMAGES = pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (truncated, CorruptDataError),
+        (flipped, CorruptDataError),
+        (lambda data: b"", CorruptDataError),
+        (lambda data: data + b"\0", CorruptDataError),
+        (None, MissingVersionError),
+    ],
+    ids=["truncated", "bit flipped", "empty", "longer", "missing"],
+)
+
+
+def _second() -> Weights:
+    """One element of `a` by one step, one of `b` by a step that escapes, and all of `scale`."""
+    weights = {name: tensor.clone() for name, tensor in FIRST.items()}
+    weights["a.weight"].view(torch.int16)[2, 3] += 1
+    weights["b.weight"].view(torch.int16)[5, 9] += 3000
+    weights["scale"].view(torch.int8)[:] += 1
+    return weights
+
+
+@dataclasses.dataclass
+class Scene:
+    """A channel at version 2, read through a store that can lie, and a replica at version 1."""
+
+    store: FaultyStore
+    replica: Replica
+
+    def assert_at(self, version: int) -> None:
+        assert self.replica.version == version
+        assert_same_bits(self.replica.state_dict(), FIRST if version == 1 else _second())
+
+
+def _scene(url: str, codec: str = "packed") -> Scene:
+    store = FaultyStore(open_store(url))
+    replica = Replica(store)
+    with Publisher(store.inner, codec=codec, dtype="keep") as publisher:
+        publisher.publish(FIRST.items()).wait(60)
+        replica.sync()
+        publisher.publish(_second().items()).wait(60)
+    return Scene(store, replica)
+
+
+@pytest.fixture
+def scene(memory_url: str) -> Scene:
+    return _scene(memory_url)
+
+
+def _lie(store: FaultyStore, key_prefix: str, change: Callable[[bytes], bytes] | None) -> None:
+    if change is None:
+        store.drop(key_prefix)
+    else:
+        store.tamper(key_prefix, change)
+
+
+@DAMAGES
+def test_a_damaged_payload_changes_nothing(
+    scene: Scene, change: Callable[[bytes], bytes] | None, expected: type[Exception]
+) -> None:
+    _lie(scene.store, "deltas/", change)
+    for _ in range(2):
+        with pytest.raises(expected, match="deltas/"):
+            scene.replica.sync()
+        scene.assert_at(1)
+    scene.store.heal()
+    assert scene.replica.sync() == 2
+    scene.assert_at(2)
+
+
+@DAMAGES
+def test_a_damaged_anchor_gives_no_version_and_later_the_right_one(
+    scene: Scene, change: Callable[[bytes], bytes] | None, expected: type[Exception]
+) -> None:
+    _lie(scene.store, "anchors/", change)
+    replica = Replica(scene.store)
+    with pytest.raises(expected, match="anchors/"):
+        replica.sync()
+    assert replica.version is None
+    with pytest.raises(NotPublishedError):
+        replica.state_dict()
+    scene.store.heal()
+    assert replica.sync() == 2
+    assert_same_bits(replica.state_dict(), _second())
+
+
+@DAMAGES
+def test_a_damaged_manifest_changes_nothing(
+    scene: Scene, change: Callable[[bytes], bytes] | None, expected: type[Exception]
+) -> None:
+    _lie(scene.store, layout.manifest(2), change)
+    with pytest.raises(expected, match=layout.manifest(2)):
+        scene.replica.sync()
+    scene.assert_at(1)
+    scene.store.heal()
+    scene.replica.sync()
+    scene.assert_at(2)
+
+
+@pytest.mark.parametrize("key", [layout.HEAD, layout.CHANNEL])
+@pytest.mark.parametrize("change", [truncated, lambda data: b"", lambda data: b"[]"], ids=["truncated", "empty", "other"])
+def test_a_damaged_head_or_channel_is_corrupt(scene: Scene, key: str, change: Callable[[bytes], bytes]) -> None:
+    # json needs no last byte but the newline, so cut more than that
+    scene.store.tamper(key, lambda data: change(data.rstrip()))
+    replica = scene.replica if key == layout.HEAD else Replica(scene.store)
+    with pytest.raises(CorruptDataError, match=key):
+        replica.sync()
+    scene.assert_at(1)
+
+
+def _replace_json(store: Store, key: str, **fields: Any) -> None:
+    store.replace(key, json.dumps(json.loads(store.read(key)) | fields).encode())
+
+
+def _sign_manifest(store: Store, version: int = 2) -> None:
+    """Let head name the manifest as it is now."""
+    digest = manifest.sha256_hex(store.read(layout.manifest(version)))
+    _replace_json(store, layout.HEAD, version=version, manifest_sha256=digest)
+
+
+def test_a_manifest_that_is_valid_but_not_what_head_names_is_corrupt(scene: Scene) -> None:
+    _replace_json(scene.store.inner, layout.manifest(2), step=99)
+    with pytest.raises(CorruptDataError, match="sha256"):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_head_that_points_to_nothing(scene: Scene) -> None:
+    _replace_json(scene.store.inner, layout.HEAD, version=7)
+    with pytest.raises(MissingVersionError, match="version 7"):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_manifest_stored_under_another_versions_key_is_corrupt(scene: Scene) -> None:
+    scene.store.inner.create(layout.manifest(3), scene.store.inner.read(layout.manifest(2)))
+    _sign_manifest(scene.store.inner, 3)
+    with pytest.raises(CorruptDataError, match="describes version 2"):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_head_of_another_run(scene: Scene) -> None:
+    _replace_json(scene.store.inner, layout.HEAD, run_id="other")
+    with pytest.raises(RunMismatchError):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_manifest_of_another_run(scene: Scene) -> None:
+    _replace_json(scene.store.inner, layout.manifest(2), run_id="other")
+    _sign_manifest(scene.store.inner)
+    with pytest.raises(RunMismatchError):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_channel_replaced_by_a_new_run_is_noticed(scene: Scene, memory_url: str) -> None:
+    for info in list(scene.store.inner.list("")):
+        scene.store.inner.delete(info.key)
+    with Publisher(memory_url, dtype="keep") as publisher:
+        publisher.publish(_second().items()).wait(60)
+    with pytest.raises(RunMismatchError):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_head_that_went_back_is_refused_but_an_older_version_can_be_asked_for(scene: Scene) -> None:
+    before = scene.store.read(layout.HEAD)
+    scene.replica.sync()
+    _sign_manifest(scene.store.inner, 1)
+    with pytest.raises(HeadRewindError, match="version 1"):
+        scene.replica.sync()
+    scene.assert_at(2)
+    assert scene.replica.sync(1) == 1
+    scene.assert_at(1)
+    scene.store.inner.replace(layout.HEAD, before)
+    scene.replica.sync()
+    scene.assert_at(2)
+
+
+@pytest.mark.parametrize("key", [layout.HEAD, layout.CHANNEL, layout.manifest(2)])
+def test_a_required_feature_that_is_unknown_is_refused(scene: Scene, key: str) -> None:
+    _replace_json(scene.store.inner, key, requires=["teleport"])
+    if key == layout.manifest(2):
+        _sign_manifest(scene.store.inner)
+    replica = Replica(scene.store) if key == layout.CHANNEL else scene.replica
+    with pytest.raises(UnsupportedFormatError, match="teleport"):
+        replica.sync()
+    scene.assert_at(1)
+
+
+@pytest.mark.parametrize("error", [TransientStoreError, StoreError])
+@pytest.mark.parametrize("prefix", [layout.HEAD, "manifests/", "deltas/"])
+def test_a_store_that_fails_changes_nothing(scene: Scene, prefix: str, error: type[StoreError]) -> None:
+    scene.store.fail_at("read", prefix, error=error)
+    with pytest.raises(error):
+        scene.replica.sync()
+    scene.assert_at(1)
+    scene.replica.sync()
+    scene.assert_at(2)
+
+
+def test_a_replica_before_the_first_anchor(memory_url: str) -> None:
+    replica = Replica(memory_url)
+    with pytest.raises(NotPublishedError):
+        replica.sync()
+    before = time.monotonic()
+    with pytest.raises(NotPublishedError):
+        replica.sync(timeout_s=0.2)
+    assert time.monotonic() - before >= 0.2
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_sync_waits_until_the_version_exists(memory_url: str, version: int | None) -> None:
+    replica = Replica(memory_url)
+
+    def publish() -> None:
+        time.sleep(0.1)
+        with Publisher(memory_url, dtype="keep") as publisher:
+            publisher.publish(FIRST.items()).wait(60)
+            publisher.publish((_second() if version else FIRST).items())
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    found = replica.sync(version, timeout_s=60)
+    thread.join()
+    assert found == version or (version is None and found in (1, 2))
+    assert_same_bits(replica.state_dict(), _second() if version else FIRST)
+
+
+def test_waiting_for_a_version_that_never_comes_ends_in_missing(scene: Scene) -> None:
+    with pytest.raises(MissingVersionError):
+        scene.replica.sync(3, timeout_s=0.1)
+    scene.assert_at(1)
+
+
+# From here on the digests are right, so that what stands between wrong bytes and live weights is decoding and fingerprints.
+
+
+def _sign(store: Store, version: int, part: str, data: bytes) -> None:
+    """Replace the only file of a version's delta or anchor, and let manifest and head name it."""
+    key = layout.manifest(version)
+    document = manifest.decode(store.read(key), Manifest, key)
+    old = getattr(document, part)
+    (file,) = old.files
+    store.replace(file.key, data)
+    files = [dataclasses.replace(file, bytes=len(data), sha256=manifest.sha256_hex(data))]
+    document = dataclasses.replace(document, **{part: dataclasses.replace(old, files=files)})
+    store.replace(key, manifest.encode(document))
+    _sign_manifest(store, version)
+
+
+def _file(store: Store, version: int, part: str) -> bytes:
+    key = layout.manifest(version)
+    (file,) = getattr(manifest.decode(store.read(key), Manifest, key), part).files
+    return store.read(file.key)
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str, codec: str, mask: int) -> None:
+    scene = _scene(memory_url, codec)
+    store = scene.store.inner
+    original = _file(store, 2, "delta")
+    for position in range(len(original)):
+        data = original[:position] + bytes([original[position] ^ mask]) + original[position + 1 :]
+        _sign(store, 2, "delta", data)
+        replica = Replica(scene.store)
+        replica.sync(1)
+        try:
+            replica.sync()
+        except (FormatError, FingerprintMismatchError):
+            assert replica.version == 1
+            assert_same_bits(replica.state_dict(), FIRST)
+        else:
+            assert_same_bits(replica.state_dict(), _second())
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+def test_every_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
+    scene = _scene(memory_url, codec)
+    original = _file(scene.store.inner, 2, "delta")
+    for size in range(0, len(original), 3):
+        _sign(scene.store.inner, 2, "delta", original[:size])
+        replica = Replica(scene.store)
+        replica.sync(1)
+        with pytest.raises(FormatError):
+            replica.sync()
+        assert_same_bits(replica.state_dict(), FIRST)
+
+
+@pytest.mark.parametrize("mask", [0x01, 0xFF])
+def test_every_flipped_byte_of_an_anchor_is_an_error_or_does_no_harm(memory_url: str, mask: int) -> None:
+    scene = _scene(memory_url)
+    store = scene.store.inner
+    original = _file(store, 1, "anchor")
+    for position in range(len(original)):
+        data = original[:position] + bytes([original[position] ^ mask]) + original[position + 1 :]
+        _sign(store, 1, "anchor", data)
+        replica = Replica(scene.store)
+        try:
+            replica.sync()
+        except (FormatError, FingerprintMismatchError):
+            assert replica.version is None
+        else:
+            assert_same_bits(replica.state_dict(), FIRST)
+
+
+def _safetensors(original: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The file with another header."""
+    length = int.from_bytes(original[:8], "little")
+    header = json.loads(original[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + original[8 + length :]
+
+
+def _set_metadata(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header["__metadata__"].update({key: value})
+
+
+def _set_row(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
+    def change(header: dict[str, Any]) -> None:
+        rows = json.loads(header["__metadata__"]["patches"])
+        rows[name] |= fields
+        header["__metadata__"]["patches"] = json.dumps(rows)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set_metadata("format", "deltasync/2"),
+        _set_metadata("codec", "raw"),
+        _set_metadata("codec", "telepathy"),
+        _set_metadata("version", "3"),
+        _set_metadata("version", "two"),
+        _set_metadata("base_version", "2"),
+        _set_metadata("patches", "[]"),
+        _set_metadata("patches", '{"a.weight": 1}'),
+        _set_metadata("patches", '{"a.weight": {}}'),
+        _set_metadata("patches", "[" * 100_000),
+        _set_metadata("patches", "{}"),
+        _set_metadata("block_elements", "0"),
+        _set_metadata("block_elements", "-1"),
+        _set_metadata("block_elements", "many"),
+        _set_metadata("block_elements", "1" * 5000),
+        _set_metadata("block_elements", "1"),
+        _set_row("a.weight", changed=0),
+        _set_row("a.weight", changed=-1),
+        _set_row("a.weight", changed=2),
+        _set_row("a.weight", changed=10**30),
+        _set_row("a.weight", changed=1.0),
+        _set_row("a.weight", fingerprint=1),
+        _set_row("a.weight", fingerprint="nothing"),
+        _set_row("a.weight", dense=True),
+        lambda header: header.pop("__metadata__"),
+        lambda header: header[".gaps"].update(dtype="I8"),
+        lambda header: header[".blocks"].update(dtype="F32"),
+        lambda header: header.update({"other": header.pop(".blocks")}),
+        lambda header: header.update({"other": header.pop(".gaps")}),
+    ],
+)
+def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
+    scene: Scene, change: Callable[[dict[str, Any]], object]
+) -> None:
+    data = _safetensors(_file(scene.store.inner, 2, "delta"), lambda header: (change(header), None)[1])
+    _sign(scene.store.inner, 2, "delta", data)
+    with pytest.raises(FormatError):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "I16", "F8_E4M3", "BOOL"])
+def test_streams_of_another_dtype_are_a_format_error(scene: Scene, dtype: str) -> None:
+    def change(header: dict[str, Any]) -> None:
+        for key in (".gaps", ".steps", ".blocks"):
+            start, end = header[key]["data_offsets"]
+            width = 1 if dtype in ("F8_E4M3", "BOOL") else 2
+            if (end - start) % width == 0:
+                header[key] |= {"dtype": dtype, "shape": [(end - start) // width]}
+
+    _sign(scene.store.inner, 2, "delta", _safetensors(_file(scene.store.inner, 2, "delta"), change))
+    with pytest.raises(FormatError):
+        scene.replica.sync()
+    scene.assert_at(1)
+
+
+def test_a_wrong_published_fingerprint_is_refused_and_rolled_back(scene: Scene) -> None:
+    _replace_json(scene.store.inner, layout.manifest(2), fingerprint="0" * 16)
+    _sign_manifest(scene.store.inner)
+    for _ in range(2):
+        with pytest.raises(FingerprintMismatchError):
+            scene.replica.sync()
+        scene.assert_at(1)
+
+
+def test_a_bad_delta_without_a_reachable_anchor_keeps_the_version(scene: Scene) -> None:
+    _replace_json(scene.store.inner, layout.manifest(2), fingerprint="0" * 16)
+    _sign_manifest(scene.store.inner)
+    scene.store.drop("anchors/")
+    for _ in range(2):
+        with pytest.raises(DeltaSyncError):
+            scene.replica.sync()
+        scene.assert_at(1)
+
+
+def test_rotten_memory_under_a_delta_is_noticed_and_loaded_anew(scene: Scene) -> None:
+    # The element that version 2 moves by a step.
+    scene.replica.state_dict()["a.weight"].view(torch.int16)[2, 3] += 5
+    assert scene.replica.sync() == 2
+    scene.assert_at(2)
+
+
+def test_rotten_memory_is_never_passed_off_as_a_version(scene: Scene) -> None:
+    scene.replica.state_dict()["a.weight"].view(torch.int16)[2, 3] += 5
+    scene.store.drop("anchors/")
+    with pytest.raises((MissingVersionError, ApplyError)):
+        scene.replica.sync()
+    assert scene.replica.version is None
+    scene.store.heal()
+    assert scene.replica.sync() == 2
+    scene.assert_at(2)

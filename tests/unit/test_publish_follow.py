@@ -1,0 +1,708 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import Publisher, Receipt, Replica, layout, manifest, open_store
+from deltasync.codec.packed import PackedEncoder
+from deltasync.errors import (
+    ChannelInUseError,
+    ConfigError,
+    HeadConflictError,
+    MissingVersionError,
+    ModelMismatchError,
+    NotPublishedError,
+    ObjectMissingError,
+    PublishError,
+    PublishLostError,
+    PublishStateUnknownError,
+    StoreError,
+)
+from deltasync.manifest import Head, Manifest
+from deltasync.stores import Store
+from tests.conftest import assert_same_bits
+from tests.faults import FOREVER, FaultyStore
+
+Weights = dict[str, torch.Tensor]
+
+
+def _weights() -> Weights:
+    random = torch.Generator().manual_seed(0)
+    return {
+        "embed": torch.randn(40, 30, generator=random, dtype=torch.float32).to(torch.bfloat16),
+        "layer.weight": torch.randn(30, 30, generator=random).to(torch.bfloat16),
+        "norm": torch.ones(30, dtype=torch.bfloat16),
+        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4, dtype=torch.bfloat16),
+        "ids": torch.arange(7),
+    }
+
+
+def _trained(weights: Weights, seed: int, fraction: float = 0.02) -> Weights:
+    """Each float moved by a step or two of its bit pattern in `fraction` of the elements; at least one changes."""
+    random = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, tensor in weights.items():
+        bits = tensor.clone()
+        if tensor.dtype == torch.bfloat16:
+            view = bits.view(torch.int16)
+            mask = torch.rand(tensor.shape, generator=random) < fraction
+            view += mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16)
+        moved[name] = bits
+    moved["ids"][0] += 1
+    return moved
+
+
+def _publish(publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
+    return publisher.publish(weights.items(), step=step).wait(60)
+
+
+def _head(store: Store) -> int:
+    return manifest.decode(store.read(layout.HEAD), Head, layout.HEAD).version
+
+
+def _manifest(store: Store, version: int) -> Manifest:
+    key = layout.manifest(version)
+    return manifest.decode(store.read(key), Manifest, key)
+
+
+def _versions(store: Store) -> list[int]:
+    found = (layout.manifest_version(info.key) for info in store.list(layout.MANIFESTS))
+    return [version for version in found if version is not None]
+
+
+@pytest.fixture
+def store(memory_url: str) -> FaultyStore:
+    return FaultyStore(open_store(memory_url))
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: str) -> None:
+    states = [_weights()]
+    states += [_trained(states[-1], 1)]
+    states += [_trained(states[-1], 2)]
+    states += [states[-1]]  # nothing changed
+    states += [_trained(states[-1], 3, fraction=1.0)]  # dense
+    states += [_trained(states[-1], 4)]
+    with Publisher(channel_url, codec=codec) as publisher:
+        receipts = [_publish(publisher, state, step=10 * step) for step, state in enumerate(states)]
+        assert publisher.version == len(states)
+    assert [receipt.version for receipt in receipts] == list(range(1, len(states) + 1))
+    assert receipts[0].kind == "anchor"
+    assert receipts[0].changed == receipts[0].total
+    assert receipts[3].changed == 0
+    assert receipts[3].payload_bytes == 0
+    assert receipts[3].bits_per_changed is None
+    assert all(receipt.done for receipt in receipts)
+
+    store = open_store(channel_url)
+    assert [_manifest(store, version).step for version in _versions(store)] == [0, 10, 20, 30, 40, 50]
+
+    follower, late = Replica(channel_url), Replica(channel_url)
+    for version, state in enumerate(states, start=1):
+        assert follower.sync(version) == version
+        assert follower.version == version
+        assert_same_bits(follower.state_dict(), state)
+    assert late.sync() == len(states)
+    assert_same_bits(late.state_dict(), states[-1])
+    for version in (2, 1, 5):  # and back, and forth
+        late.sync(version)
+        assert_same_bits(late.state_dict(), states[version - 1])
+
+
+def test_receipts_count_what_changed(memory_url: str) -> None:
+    first = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
+    second = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
+    second["w"][[3, 500]] = torch.tensor([1.0, -0.0], dtype=torch.bfloat16)
+    with Publisher(memory_url) as publisher:
+        _publish(publisher, first)
+        receipt = _publish(publisher, second, step=9)
+    assert (receipt.changed, receipt.total, receipt.step) == (2, 1000, 9)
+    assert receipt.changed_fraction == 0.002
+    assert receipt.bits_per_changed == 8 * receipt.payload_bytes / 2
+    assert receipt.encode_s > 0
+
+
+def test_a_delta_in_which_every_tensor_goes_dense(channel_url: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    states = [{"w": torch.randint(-(1 << 15), 1 << 15, (50,), generator=random, dtype=torch.int16)} for _ in range(2)]
+    with Publisher(channel_url) as publisher:
+        for state in states:
+            _publish(publisher, state)
+    replica = Replica(channel_url)
+    replica.sync(1)
+    replica.sync(2)
+    assert_same_bits(replica.state_dict(), states[1])
+
+
+def test_tied_tensors_are_carried_under_both_names(channel_url: str) -> None:
+    shared = torch.zeros(8, 4, dtype=torch.bfloat16)
+    weights = {"embed": shared, "head": shared, "transposed": shared.T}
+    with Publisher(channel_url) as publisher:
+        _publish(publisher, weights)
+        shared[3, 1] = 2.0
+        receipt = _publish(publisher, weights)
+    assert receipt.changed == 3
+    replica = Replica(channel_url)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), weights)
+
+
+def test_floats_are_rounded_to_the_served_dtype_and_everything_else_is_kept(memory_url: str) -> None:
+    weights = {
+        "single": torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, float("nan"), -0.0]),
+        "half": torch.tensor([1.5], dtype=torch.float16, requires_grad=True),
+        "quantized": torch.tensor([1.0]).to(torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False]),
+    }
+    with Publisher(memory_url) as publisher:
+        _publish(publisher, weights)
+    replica = Replica(memory_url)
+    replica.sync()
+    served = {name: tensor.detach().to(torch.bfloat16) for name, tensor in weights.items() if name in ("single", "half")}
+    assert_same_bits(replica.state_dict(), weights | served)
+    assert replica.state_dict()["single"][:2].tolist() == [1.0, 1.015625]
+
+
+@pytest.mark.parametrize("dtype", ["keep", "float16", "float32"])
+def test_the_served_dtype_is_a_setting(memory_url: str, dtype: str) -> None:
+    weights = {"w": torch.tensor([1.0, 2.5], dtype=torch.float64)}
+    with Publisher(memory_url, dtype=dtype) as publisher:
+        _publish(publisher, weights)
+    replica = Replica(memory_url)
+    replica.sync()
+    expected = weights["w"] if dtype == "keep" else weights["w"].to(getattr(torch, dtype))
+    assert_same_bits(replica.state_dict(), {"w": expected})
+
+
+def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> None:
+    gate = store.hold_at("create")
+    weights = _weights()
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    with Publisher(store) as publisher:
+        publisher.publish(weights.items())
+        for tensor in weights.values():
+            tensor.zero_()
+        gate.opened.set()
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), expected)
+
+
+def test_anchor_every_counts_versions(memory_url: str) -> None:
+    weights = _weights()
+    with Publisher(memory_url, anchor_every=3) as publisher:
+        receipts = [_publish(publisher, weights := _trained(weights, seed)) for seed in range(7)]
+    assert [receipt.kind for receipt in receipts] == ["anchor", "delta", "delta"] * 2 + ["anchor"]
+    assert [receipt.anchor_bytes > 0 for receipt in receipts] == [receipt.kind == "anchor" for receipt in receipts]
+    store = open_store(memory_url)
+    assert [_manifest(store, version).anchor_version for version in range(1, 8)] == [1, 1, 1, 4, 4, 4, 7]
+    assert _manifest(store, 4).delta is not None
+
+
+def test_an_anchor_is_written_when_replaying_the_chain_costs_more(memory_url: str) -> None:
+    weights = _weights()
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    with Publisher(memory_url, anchor_every=1000) as publisher:
+        receipts = [_publish(publisher, weights := _trained(weights, seed, fraction=0.9)) for seed in range(9)]
+    chain_bytes = 0
+    for receipt in receipts[1:]:
+        chain_bytes += receipt.payload_bytes
+        assert (receipt.kind == "anchor") == (chain_bytes > weight_bytes)
+        chain_bytes = 0 if receipt.kind == "anchor" else chain_bytes
+    assert "anchor" in [receipt.kind for receipt in receipts[1:]]
+
+
+def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:
+    with Publisher(channel_url) as publisher:
+        _publish(publisher, _weights())
+    with pytest.raises(ChannelInUseError, match=publisher.run_id):
+        Publisher(channel_url)
+
+
+def test_resume_with_another_dtype_is_refused(channel_url: str) -> None:
+    with Publisher(channel_url) as publisher:
+        _publish(publisher, _weights())
+    with pytest.raises(ChannelInUseError):
+        Publisher(channel_url, dtype="float16", resume=True)
+
+
+def test_resume_of_an_empty_channel_is_a_fresh_start(channel_url: str) -> None:
+    with Publisher(channel_url, resume=True) as publisher:
+        assert publisher.run_id is None
+        assert _publish(publisher, _weights()).version == 1
+
+
+def test_resume_goes_on_with_the_next_version_as_a_delta(channel_url: str) -> None:
+    states = [_weights()]
+    states += [_trained(states[-1], 1)]
+    states += [_trained(states[-1], 2)]
+    with Publisher(channel_url) as publisher:
+        _publish(publisher, states[0])
+        _publish(publisher, states[1])
+    with Publisher(channel_url, resume=True) as resumed:
+        assert resumed.run_id == publisher.run_id
+        assert resumed.version == 2
+        receipt = _publish(resumed, states[2])
+    assert (receipt.version, receipt.kind) == (3, "delta")
+    assert receipt.changed < receipt.total / 10
+    replica = Replica(channel_url)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), states[2])
+
+
+def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
+    weights = _weights()
+    kinds = []
+    for seed in range(5):
+        with Publisher(memory_url, anchor_every=3, resume=True) as publisher:
+            kinds.append(_publish(publisher, weights := _trained(weights, seed)).kind)
+    assert kinds == ["anchor", "delta", "delta", "anchor", "delta"]
+
+
+@pytest.mark.parametrize("died_at", [1, 2], ids=["first version", "second version"])
+def test_a_publisher_that_died_between_manifest_and_head_is_rolled_forward(store: FaultyStore, died_at: int) -> None:
+    states = [_weights()]
+    states += [_trained(states[-1], 1)]
+    states += [_trained(states[-1], 2)]
+    publisher = Publisher(store, retries=0)
+    for state in states[: died_at - 1]:
+        _publish(publisher, state)
+    store.fail_at("replace", layout.HEAD, times=FOREVER, error=StoreError)
+    with pytest.raises(PublishStateUnknownError):
+        _publish(publisher, states[died_at - 1])
+    store.heal()
+    with pytest.raises(PublishError):
+        publisher.close()
+
+    with Publisher(store, resume=True) as resumed:
+        assert resumed.version == died_at
+        assert _head(store) == died_at
+        replica = Replica(store)
+        assert replica.sync() == died_at
+        assert_same_bits(replica.state_dict(), states[died_at - 1])
+        assert _publish(resumed, states[2]).version == died_at + 1
+        replica.sync()
+        assert_same_bits(replica.state_dict(), states[2])
+
+
+def test_resume_rolls_forward_over_every_version_that_head_missed(store: FaultyStore) -> None:
+    states = [_weights()]
+    states += [_trained(states[-1], 1)]
+    states += [_trained(states[-1], 2)]
+    publisher = Publisher(store, retries=0)
+    _publish(publisher, states[0])
+    store.fail_at("replace", layout.HEAD, times=FOREVER)
+    for state in states[1:]:
+        with pytest.raises(PublishStateUnknownError):
+            _publish(publisher, state)
+    store.heal()
+    assert (_head(store), _versions(store)) == (1, [1, 2, 3])
+    with Publisher(store, resume=True) as resumed:
+        assert resumed.version == _head(store) == 3
+        assert _publish(resumed, _trained(states[-1], 3)).version == 4
+
+
+@pytest.mark.parametrize("operation", ["channel.json", "anchors/", "manifests/"])
+def test_a_publisher_that_died_before_the_first_manifest_leaves_a_channel_that_resumes(
+    store: FaultyStore, operation: str
+) -> None:
+    publisher = Publisher(store, retries=0)
+    store.fail_at("create", operation, after=True, error=StoreError)
+    with pytest.raises(PublishLostError):
+        _publish(publisher, _weights())
+    weights = _trained(_weights(), 1)
+    with Publisher(store, resume=True) as resumed:
+        receipt = _publish(resumed, weights)
+    replica = Replica(store)
+    assert replica.sync() == receipt.version
+    assert_same_bits(replica.state_dict(), weights)
+
+
+def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_url: str) -> None:
+    first = Publisher(channel_url)
+    _publish(first, _weights())
+    second = Publisher(channel_url, resume=True)
+    ours, theirs = _trained(_weights(), 1), _trained(_weights(), 2)
+    _publish(second, theirs)
+    before = _visible(open_store(channel_url))
+    with pytest.raises(HeadConflictError):
+        _publish(first, ours)
+    assert _visible(open_store(channel_url)) == before
+    with pytest.raises(HeadConflictError):  # it stays so
+        first.publish(_weights().items())
+    with pytest.raises(HeadConflictError):
+        first.close()
+    replica = Replica(channel_url)
+    assert replica.sync() == 2
+    assert_same_bits(replica.state_dict(), theirs)
+    assert _publish(second, ours).version == 3
+    replica.sync()
+    assert_same_bits(replica.state_dict(), ours)
+    second.close()
+
+
+def _visible(store: Store) -> dict[str, bytes]:
+    """What readers can reach: everything but payloads that no manifest names."""
+    return {info.key: store.read(info.key) for info in store.list("") if not info.key.startswith(("deltas/", "anchors/"))}
+
+
+def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
+    first, second = Publisher(channel_url), Publisher(channel_url)
+    _publish(first, _weights())
+    with pytest.raises(HeadConflictError):
+        _publish(second, _weights())
+    replica = Replica(channel_url)
+    assert replica.sync() == 1
+    assert open_store(channel_url).read(layout.CHANNEL).count(str(first.run_id).encode()) == 1
+
+
+def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore) -> None:
+    states = [_weights()]
+    states += [_trained(states[-1], seed) for seed in range(1, 7)]
+    for number in range(2, 7):
+        states[number] = _trained(states[number - 1], number)
+    publisher = Publisher(store)
+    _publish(publisher, states[0])
+    gate = store.hold_at("create")
+    receipts = [publisher.publish(states[1].items(), step=1)]
+    assert gate.entered.wait(60)
+    for step in range(2, 7):
+        receipts.append(publisher.publish(states[step].items(), step=step))
+        uploader = publisher._uploader
+        assert uploader._waiting is not None  # the only one besides the one being uploaded
+        assert uploader._waiting.manifest.version == 3
+    assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
+    assert not any(receipt.done for receipt in receipts)
+    with pytest.raises(TimeoutError):
+        publisher.flush(timeout_s=0.01)
+    gate.opened.set()
+    publisher.close()
+    assert all(receipt.done for receipt in receipts)
+    assert _versions(store) == [1, 2, 3]
+    assert (_manifest(store, 3).coalesced, _manifest(store, 3).step) == (5, 6)
+    replica = Replica(store)
+    for version, state in ((2, states[1]), (3, states[6])):
+        replica.sync(version)
+        assert_same_bits(replica.state_dict(), state)
+
+
+def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: FaultyStore) -> None:
+    publisher = Publisher(store)
+    _publish(publisher, _weights())
+    gate = store.hold_at("create")
+    publisher.publish(_weights().items())  # occupies the uploader
+    gate.entered.wait(60)
+    publisher.publish(_trained(_weights(), 1).items())
+    receipt = publisher.publish(_weights().items())
+    gate.opened.set()
+    publisher.close()
+    assert receipt.changed == 0
+    replica = Replica(store)
+    assert replica.sync() == 3
+    assert_same_bits(replica.state_dict(), _weights())
+
+
+def test_the_first_version_coalesces_too(store: FaultyStore) -> None:
+    gate = store.hold_at("create")
+    publisher = Publisher(store)
+    for seed in range(3):
+        publisher.publish(_trained(_weights(), seed).items())
+    gate.opened.set()
+    publisher.close()
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), _trained(_weights(), 2))
+
+
+def _midway(weights: Weights, failure: str) -> Iterator[tuple[str, torch.Tensor]]:
+    items = list(weights.items())
+    yield from items[:2]
+    if failure == "raises":
+        raise RuntimeError("the stream broke")
+    if failure == "wrong shape":
+        yield items[2][0], torch.ones(31, dtype=torch.bfloat16)
+    elif failure == "wrong dtype":
+        yield items[2][0], torch.ones(30, dtype=torch.int16)
+    elif failure == "unsupported dtype":
+        yield items[2][0], torch.ones(30, dtype=torch.complex64)
+    elif failure == "wrong name":
+        yield "norm.bias", items[2][1]
+    elif failure == "twice":
+        yield items[0]
+    if failure != "ends early":
+        yield from items[3:]
+
+
+_FAILURES = {
+    "raises": RuntimeError,
+    "wrong shape": ModelMismatchError,
+    "wrong dtype": ModelMismatchError,
+    "unsupported dtype": ModelMismatchError,
+    "wrong name": ModelMismatchError,
+    "twice": ModelMismatchError,
+    "ends early": ModelMismatchError,
+}
+
+
+@pytest.mark.parametrize("failure", _FAILURES)
+def test_a_stream_that_fails_publishes_nothing_and_the_next_one_is_right(memory_url: str, failure: str) -> None:
+    first, wrong, second = _weights(), _trained(_weights(), 1), _trained(_weights(), 2)
+    with Publisher(memory_url) as publisher:
+        _publish(publisher, first)
+        with pytest.raises(_FAILURES[failure]):
+            publisher.publish(_midway(wrong, failure))
+        assert publisher.version == 1
+        unchanged = _publish(publisher, first)
+        assert (unchanged.version, unchanged.changed) == (2, 0)
+        _publish(publisher, second)
+    assert _versions(open_store(memory_url)) == [1, 2, 3]
+    replica = Replica(memory_url)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), second)
+
+
+@pytest.mark.parametrize("failure", ["raises", "twice", "unsupported dtype"])
+def test_a_first_stream_that_fails_leaves_the_channel_unused(memory_url: str, failure: str) -> None:
+    with Publisher(memory_url) as publisher:
+        with pytest.raises(_FAILURES[failure]):
+            publisher.publish(_midway(_weights(), failure))
+        assert publisher.run_id is None
+        _publish(publisher, {"other": torch.ones(3)})
+    replica = Replica(memory_url)
+    replica.sync()
+    assert replica.state_dict().keys() == {"other"}
+
+
+def test_an_empty_stream_is_refused(memory_url: str) -> None:
+    with Publisher(memory_url) as publisher, pytest.raises(ModelMismatchError):
+        publisher.publish([])
+
+
+def test_an_encoder_that_fails_takes_nothing_along(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [_weights()]
+    states += [_trained(states[-1], 1)]
+    states += [_trained(states[-1], 2)]
+    publisher = Publisher(store)
+    _publish(publisher, states[0])
+    gate = store.hold_at("create")
+    publisher.publish(_weights().items())
+    gate.entered.wait(60)
+    waiting = publisher.publish(states[1].items())
+
+    def fail(*arguments: Any) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedEncoder, "finish", fail)
+        with pytest.raises(MemoryError):
+            publisher.publish(states[2].items())
+    gate.opened.set()
+    waiting.wait(60)
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), states[1])
+    _publish(publisher, states[2])
+    replica.sync()
+    assert_same_bits(replica.state_dict(), states[2])
+    publisher.close()
+
+
+@pytest.mark.parametrize("step", ["deltas/", "manifests/", "head.json"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
+def test_a_passing_store_error_is_retried_and_leaves_no_trace(store: FaultyStore, step: str, after: bool) -> None:
+    weights = _trained(_weights(), 1)
+    with Publisher(store, retries=3, retry_delay_s=0.001) as publisher:
+        _publish(publisher, _weights())
+        fault = store.fail_at("replace" if step == "head.json" else "create", step, times=2, after=after)
+        receipt = _publish(publisher, weights)
+    assert fault.hits == 2
+    assert (receipt.version, receipt.kind) == (2, "delta")
+    assert _versions(store) == [1, 2]
+    assert not [info.key for info in store.list("deltas/") if ".1/" in info.key]
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), weights)
+
+
+@pytest.mark.parametrize("step", ["deltas/", "manifests/"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
+@pytest.mark.parametrize("error", [StoreError, OSError])
+def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
+    store: FaultyStore, step: str, after: bool, error: type[Exception]
+) -> None:
+    replica = Replica(store)
+    publisher = Publisher(store, retries=1, retry_delay_s=0.001)
+    _publish(publisher, _weights())
+    replica.sync()
+    store.fail_at("create", step, times=FOREVER, after=after, error=error)
+    receipt = publisher.publish(_trained(_weights(), 1).items())
+    with pytest.raises(PublishLostError):
+        receipt.wait(60)
+    assert replica.sync() == 1
+    store.heal()
+    weights = _trained(_weights(), 2)
+    receipt = _publish(publisher, weights)
+    assert receipt.kind == "anchor"
+    assert _head(store) == receipt.version
+    for each in (replica, Replica(store)):
+        assert each.sync() == receipt.version
+        assert_same_bits(each.state_dict(), weights)
+    more = _trained(weights, 3)
+    assert _publish(publisher, more).kind == "delta"
+    replica.sync()
+    assert_same_bits(replica.state_dict(), more)
+    publisher.close()
+
+
+def test_what_waits_behind_a_lost_upload_is_lost_with_it_and_said_so(store: FaultyStore) -> None:
+    publisher = Publisher(store, retries=0)
+    _publish(publisher, _weights())
+    gate = store.hold_at("create")
+    lost = publisher.publish(_trained(_weights(), 1).items())
+    gate.entered.wait(60)
+    waiting = publisher.publish(_trained(_weights(), 2).items())
+    store.fail_at("create", "deltas/", error=StoreError)
+    gate.opened.set()
+    for receipt in (lost, waiting):
+        with pytest.raises(PublishLostError):
+            receipt.wait(60)
+    weights = _trained(_weights(), 3)
+    receipt = _publish(publisher, weights)
+    assert receipt.kind == "anchor"
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), weights)
+    publisher.close()
+
+
+def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: FaultyStore) -> None:
+    # The next publish runs as soon as the loss is known, before the uploader's thread takes the version that waited.
+    publisher = Publisher(store, retries=0)
+    _publish(publisher, _weights())
+    gate = store.hold_at("create")
+    lost = publisher.publish(_trained(_weights(), 1).items())
+    gate.entered.wait(60)
+    publisher.publish(_trained(_weights(), 2).items())
+    store.fail_at("create", "deltas/", error=StoreError)
+    weights = _trained(_weights(), 3)
+    found: list[Receipt] = []
+
+    published = threading.Event()
+
+    def publish_now(future: Future[None]) -> None:
+        found.append(publisher.publish(weights.items()))
+        published.set()
+
+    lost._job.uploaded.add_done_callback(publish_now)  # called in the uploader's thread
+    gate.opened.set()
+    with pytest.raises(PublishLostError):
+        lost.wait(60)
+    assert published.wait(60)
+    publisher.close()
+    assert found[0].kind == "anchor"
+    replica = Replica(store)
+    assert replica.sync() == found[0].version
+    assert_same_bits(replica.state_dict(), weights)
+
+
+def test_a_head_whose_reply_is_lost_for_good_is_state_unknown_and_repaired_by_the_next_publish(store: FaultyStore) -> None:
+    publisher = Publisher(store, retries=1, retry_delay_s=0.001)
+    _publish(publisher, _weights())
+    store.fail_at("replace", layout.HEAD, times=2, after=True)
+    weights = _trained(_weights(), 1)
+    with pytest.raises(PublishStateUnknownError):
+        _publish(publisher, weights)
+    replica = Replica(store)
+    assert replica.sync() == 2
+    assert_same_bits(replica.state_dict(), weights)
+    receipt = _publish(publisher, _weights())
+    assert (receipt.version, receipt.kind) == (3, "anchor")
+    replica.sync()
+    assert_same_bits(replica.state_dict(), _weights())
+    publisher.close()
+
+
+def test_leftovers_of_a_dead_publisher_are_never_overwritten_and_never_used(store: FaultyStore) -> None:
+    garbage = {
+        "deltas/0000000002/part-00001-of-00001.safetensors": b"other bytes",
+        "anchors/0000000001/model.safetensors": b"other bytes",
+        "anchors/0000000001.1/model.safetensors": b"more",
+    }
+    for key, data in garbage.items():
+        store.create(key, data)
+    with Publisher(store) as publisher:
+        _publish(publisher, _weights())
+        _publish(publisher, _trained(_weights(), 1))
+    assert all(store.read(key) == data for key, data in garbage.items())
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), _trained(_weights(), 1))
+
+
+def test_objects_are_written_payload_first_head_last(store: FaultyStore) -> None:
+    with Publisher(store, anchor_every=1) as publisher:
+        _publish(publisher, _weights())
+        store.calls.clear()
+        _publish(publisher, _trained(_weights(), 1))
+    written = [key.split("/")[0] for operation, key in store.calls if operation != "read"]
+    assert [key for key, _ in itertools.groupby(written)] == ["deltas", "anchors", "manifests", "head.json"]
+
+
+def test_a_closed_publisher_refuses(memory_url: str) -> None:
+    publisher = Publisher(memory_url)
+    publisher.close()
+    publisher.close()
+    with pytest.raises(ConfigError):
+        publisher.publish(_weights().items())
+
+
+def test_an_error_in_the_with_block_is_not_hidden_by_a_lost_upload(store: FaultyStore) -> None:
+    store.fail_at("create", "channel.json", error=StoreError)
+    with pytest.raises(ZeroDivisionError), Publisher(store) as publisher:
+        publisher.publish(_weights().items())
+        raise ZeroDivisionError
+
+
+def test_a_lost_upload_comes_out_of_the_with_block(store: FaultyStore) -> None:
+    store.fail_at("create", "channel.json", error=StoreError)
+    with pytest.raises(PublishLostError), Publisher(store) as publisher:
+        publisher.publish(_weights().items())
+
+
+def test_a_version_beyond_head_is_missing(memory_url: str) -> None:
+    with Publisher(memory_url) as publisher:
+        _publish(publisher, _weights())
+    with pytest.raises(MissingVersionError):
+        Replica(memory_url).sync(2)
+
+
+def test_a_replica_without_a_version_has_no_weights(memory_url: str) -> None:
+    replica = Replica(memory_url)
+    assert replica.version is None
+    with pytest.raises(NotPublishedError):
+        replica.state_dict()
+
+
+def test_pruned_deltas_before_an_anchor_are_not_needed(memory_url: str) -> None:
+    weights = _weights()
+    store = open_store(memory_url)
+    early = Replica(store)
+    with Publisher(store, anchor_every=3) as publisher:
+        for seed in range(5):
+            _publish(publisher, weights := _trained(weights, seed))
+            if seed == 0:
+                early.sync()
+    for version in (2, 3):
+        store.delete(layout.manifest(version))
+    for replica in (early, Replica(store)):
+        assert replica.sync() == 5
+        assert_same_bits(replica.state_dict(), weights)
+    with pytest.raises(ObjectMissingError):
+        store.read(layout.manifest(2))
