@@ -169,17 +169,14 @@ class _Streams:
     def __init__(self, payload: Payload, block_elements: int) -> None:
         self._zstd = zstandard.ZstdDecompressor()
         self._block_elements = block_elements
-        try:
-            self._gaps, self._steps, blocks = (payload.arrays[f".{key}"].numpy() for key in ("gaps", "steps", "blocks"))
-        except KeyError as error:
-            raise CorruptDataError(f"Payload has no array {error}.") from None
-        if blocks.dtype != np.int32 or blocks.ndim != 2 or blocks.shape[1] != 3 or (blocks < 0).any():
+        table = payload.arrays.get(".blocks")
+        if table is None or table.dtype != torch.int32 or table.shape[1:] != (3,) or (table < 0).any():
             raise CorruptDataError("Payload block table is not int32[B, 3] of non-negative numbers.")
-        self._blocks = blocks
-        self._ends = np.cumsum(blocks[:, 1:], axis=0, dtype=np.int64)
-        sizes = self._ends[-1].tolist() if len(blocks) else [0, 0]
-        if [self._gaps.nbytes, self._steps.nbytes] != sizes:
-            raise CorruptDataError("Payload streams are not as long as the block table says.")
+        self._blocks = table.numpy()
+        self._ends = np.cumsum(self._blocks[:, 1:], axis=0, dtype=np.int64)
+        gap_bytes, step_bytes = self._ends[-1].tolist() if len(self._blocks) else (0, 0)
+        self._gaps = take(payload, ".gaps", "uint8", gap_bytes)
+        self._steps = take(payload, ".steps", "uint8", step_bytes)
         self._next = 0
 
     def next_patch(self, spec: TensorSpec, changed: int) -> Patch:

@@ -41,7 +41,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
     published = list(read_lines(out / "published.jsonl"))
     rewards = [line["reward"] for line in read_lines(out / "metrics.jsonl") if line["reward"] is not None]
     commits = status["commits"]
-    deltas = [line for line in published if line["kind"] == "delta"]
+    deltas = published[1:]
     pause_ms = [1e3 * commit["pause_s"] for commit in commits]
     lag_s = [commit["lag_s"] for commit in commits]
     return {
@@ -113,7 +113,7 @@ def plot(out: Path, status: dict[str, Any], target: Path) -> None:
 
     published = list(read_lines(out / "published.jsonl"))
     metrics = list(read_lines(out / "metrics.jsonl"))
-    deltas = [line for line in published if line["kind"] == "delta"]
+    deltas = published[1:]
     commits = status["commits"]
     served = [commit["version"] for commit in commits]
     panels = (
@@ -127,7 +127,7 @@ def plot(out: Path, status: dict[str, Any], target: Path) -> None:
     for axis, (title, x, y) in zip(axes.flat, panels, strict=True):
         axis.plot(x, y, marker="o", markersize=3, linewidth=1, color="tab:blue")
         axis.set_title(title, fontsize=10)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(y, default=1.0))
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("version")

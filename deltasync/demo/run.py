@@ -65,6 +65,7 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
         DeltaSyncError: the server or the trainer ended, with the last lines that it said.
     """
     began_s = time.monotonic()
+    environ = {**os.environ, **_OFFLINE}  # as it is now: importing TRL quietens vLLM through the environment
     _require_packages()
     port = free_port() if settings.port == 0 else settings.port
     check_port(HOST, port)
@@ -75,13 +76,14 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
     say(f"model ready: {info['parameter_count']:,} parameters, warm-up loss {info['warmup_loss']:.3f}")
     url = f"http://{HOST}:{port}"
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_server(out, model, channel, port))
+        server = stack.enter_context(_server(environ, out, model, channel, port))
         say(f"starting vLLM on port {port}; it knows only the channel {channel} (log: {out / 'server.log'})")
         server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
         say("vLLM is up and waits for the first version; starting AsyncGRPOTrainer")
-        trainer = stack.enter_context(_trainer(settings, out, model, channel, url))
+        trainer = stack.enter_context(_trainer(environ, settings, out, model, channel, url))
         proofs = _watch(settings, out, url, server, trainer, say)
         status = _caught_up(out, url, server)
+        (out / "status.json").write_text(json.dumps(status, indent=2) + "\n")
         proofs.append(get_json(f"{url}/deltasync/digest"))
         say("training done; the server serves the last version")
     summary = report.summarize(out, status, proofs, wall_s=time.monotonic() - began_s)
@@ -131,13 +133,12 @@ def _build_model(model: Path, seed: int, say: Say) -> dict[str, Any]:
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def _server(out: Path, model: Path, channel: str, port: int) -> Child:
+def _server(environ: dict[str, str], out: Path, model: Path, channel: str, port: int) -> Child:
     command = [sys.executable, "-m", "deltasync.cli", "serve", str(model), "--channel", channel, "--host", HOST]
     command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
     command += ["--disable-uvicorn-access-log"]
     env = {
-        **os.environ,
-        **_OFFLINE,
+        **environ,
         "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "demo",
@@ -148,11 +149,13 @@ def _server(out: Path, model: Path, channel: str, port: int) -> Child:
     return Child("The vLLM server", command, env, out / "server.log")
 
 
-def _trainer(settings: DemoSettings, out: Path, model: Path, channel: str, url: str) -> Child:
+def _trainer(
+    environ: dict[str, str], settings: DemoSettings, out: Path, model: Path, channel: str, url: str
+) -> Child:
     command = [sys.executable, "-m", "deltasync.demo.train", "--model", str(model), "--channel", channel]
     command += ["--server-url", url, "--steps", str(settings.steps), "--seed", str(settings.seed)]
     command += ["--metrics", str(out / "metrics.jsonl"), "--published", str(out / "published.jsonl")]
-    env = {**os.environ, **_OFFLINE, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": settings.codec}
+    env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": settings.codec}
     return Child("The trainer", command, env, out / "trainer.log")
 
 

@@ -52,7 +52,9 @@ class StoreContract:
             store.create(key, key.encode())
         assert list(store.list("")) == [ObjectInfo(key, len(key)) for key in sorted(keys)]
 
-    @pytest.mark.parametrize("prefix", ["manifests/", "manifests/000", "mani", "manifests/0000000002.json", "nothing", "x/y"])
+    @pytest.mark.parametrize(
+        "prefix", ["manifests/", "manifests/000", "mani", "manifests/0000000002.json", "nothing", "x/y"]
+    )
     def test_a_prefix_is_of_the_key_not_of_path_parts(self, store: Store, prefix: str) -> None:
         keys = ["manifests/0000000001.json", "manifests/0000000002.json", "manifests-old/1", "head.json", "x/y/z", "x/yy/z"]
         for key in keys:

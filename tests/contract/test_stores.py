@@ -51,7 +51,8 @@ class TestFileStore(StoreContract):
 
     def test_of_two_processes_creating_one_key_exactly_one_wins(self, tmp_path: Path) -> None:
         processes = [
-            subprocess.Popen([sys.executable, "-c", _RACE, str(tmp_path), me], stdout=subprocess.PIPE, text=True) for me in "ab"
+            subprocess.Popen([sys.executable, "-c", _RACE, str(tmp_path), me], stdout=subprocess.PIPE, text=True)
+            for me in "ab"
         ]
         while not all((tmp_path / f"ready-{me}").exists() for me in "ab"):
             assert all(process.poll() is None for process in processes)

@@ -47,7 +47,9 @@ def test_a_wrong_old_value_under_a_step_changes_the_outcome(
 
 
 @given(keys, our.bit_pairs(), st.data())
-def test_every_flipped_bit_changes_the_fingerprint(key: int, pair: tuple[np.ndarray, np.ndarray], data: st.DataObject) -> None:
+def test_every_flipped_bit_changes_the_fingerprint(
+    key: int, pair: tuple[np.ndarray, np.ndarray], data: st.DataObject
+) -> None:
     _, bits_N = pair
     assume(bits_N.size > 0)
     flipped_N = bits_N.copy()

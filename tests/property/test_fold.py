@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +47,7 @@ def test_folding_does_not_depend_on_the_grouping(data: st.DataObject, dtype: str
     states = list(data.draw(our.bit_pairs(dtype, max_size=40)))
     states += [data.draw(our.new_bits(states[-1], dtype))]
     states += [data.draw(our.new_bits(states[-1], dtype))]
-    patches = [_patch(a, b) for a, b in zip(states[:-1], states[1:], strict=True)]
+    patches = [_patch(a, b) for a, b in itertools.pairwise(states)]
     empty = Patch("w", np.empty(0, np.int64), np.empty(0, states[0].dtype), absolute=False)
     left = fold(fold(patches[0], patches[1]) or empty, patches[2])
     right = fold(patches[0], fold(patches[1], patches[2]) or empty)

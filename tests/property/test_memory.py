@@ -58,7 +58,9 @@ def test_locate_agrees_with_copying_through_the_view(place: Place) -> None:
 def test_locate_of_a_subset_is_the_subset(place: Place, data: st.DataObject) -> None:
     wanted = np.array(sorted(data.draw(st.sets(st.integers(0, place.element_count - 1)))), np.int64)
     at_all, dest_all = place.segment.locate(np.arange(place.element_count))
-    every = dict(zip((np.arange(place.element_count) if at_all is None else at_all).tolist(), dest_all.tolist(), strict=True))
+    every = dict(
+        zip((np.arange(place.element_count) if at_all is None else at_all).tolist(), dest_all.tolist(), strict=True)
+    )
     at, dest = place.segment.locate(wanted)
     found = wanted if at is None else wanted[at]
     assert dict(zip(found.tolist(), dest.tolist(), strict=True)) == {i: every[i] for i in wanted.tolist() if i in every}

@@ -66,7 +66,9 @@ def test_fingerprints_survive_the_metadata() -> None:
     assert read_metadata(data)["format"] == "pt"
 
 
-@pytest.mark.parametrize("metadata", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":{"deltasync.fingerprints":"[]"}}', b"x"])
+@pytest.mark.parametrize(
+    "metadata", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":{"deltasync.fingerprints":"[]"}}', b"x"]
+)
 def test_weights_without_fingerprints_are_corrupt(metadata: bytes) -> None:
     with pytest.raises(CorruptDataError):
         anchor.fingerprints(len(metadata).to_bytes(8, "little") + metadata)

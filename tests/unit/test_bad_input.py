@@ -25,7 +25,7 @@ from deltasync.errors import (
     TransientStoreError,
     UnsupportedFormatError,
 )
-from deltasync.manifest import Head, Manifest
+from deltasync.manifest import Manifest
 from deltasync.stores import Store
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
@@ -33,8 +33,8 @@ from tests.faults import FaultyStore, flipped, truncated
 Weights = dict[str, torch.Tensor]
 
 FIRST: Weights = {
-    "a.weight": torch.linspace(-1, 1, 60, dtype=torch.bfloat16).reshape(6, 10),
-    "b.weight": torch.linspace(-2, 2, 60, dtype=torch.bfloat16).reshape(6, 10),
+    "a.weight": torch.linspace(-1, 1, 800, dtype=torch.bfloat16).reshape(20, 40),
+    "b.weight": torch.linspace(-2, 2, 800, dtype=torch.bfloat16).reshape(20, 40),
     "scale": torch.tensor([1.0, 2.0], dtype=torch.float8_e5m2),
 }
 DAMAGES = pytest.mark.parametrize(
@@ -77,7 +77,8 @@ def _scene(url: str, codec: str = "packed") -> Scene:
     with Publisher(store.inner, codec=codec, dtype="keep") as publisher:
         publisher.publish(FIRST.items()).wait(60)
         replica.sync()
-        publisher.publish(_second().items()).wait(60)
+        receipt = publisher.publish(_second().items()).wait(60)
+    assert receipt.kind == "delta"  # so that nothing leads around it
     return Scene(store, replica)
 
 
@@ -425,6 +426,38 @@ def test_streams_of_another_dtype_are_a_format_error(scene: Scene, dtype: str) -
     with pytest.raises(FormatError):
         scene.replica.sync()
     scene.assert_at(1)
+
+
+@pytest.mark.parametrize("dtype", ["U16", "F16", "I16", "C64", "F4", "nonsense"])
+def test_an_anchor_with_a_tensor_of_another_dtype_is_a_format_error(scene: Scene, dtype: str) -> None:
+    def change(header: dict[str, Any]) -> None:
+        start, end = header["a.weight"]["data_offsets"]
+        size = {"C64": (end - start) // 8, "F4": 2 * (end - start)}.get(dtype, (end - start) // 2)
+        header["a.weight"] |= {"dtype": dtype, "shape": [size]}
+
+    _sign(scene.store.inner, 1, "anchor", _safetensors(_file(scene.store.inner, 1, "anchor"), change))
+    with pytest.raises(FormatError):
+        Replica(scene.store).sync()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.update({"c.weight": header.pop("a.weight")}),
+        lambda header: header["a.weight"].update(shape=[40, 20]),
+        _set_metadata("deltasync.fingerprints", "{}"),
+        _set_metadata("deltasync.fingerprints", '{"a.weight": 7}'),
+        lambda header: header.pop("__metadata__"),
+    ],
+    ids=["other name", "other shape", "no fingerprints", "bad fingerprint", "no metadata"],
+)
+def test_an_anchor_that_is_not_of_this_channel_is_a_format_error(
+    scene: Scene, change: Callable[[dict[str, Any]], object]
+) -> None:
+    data = _safetensors(_file(scene.store.inner, 1, "anchor"), lambda header: (change(header), None)[1])
+    _sign(scene.store.inner, 1, "anchor", data)
+    with pytest.raises(FormatError):
+        Replica(scene.store).sync()
 
 
 def test_a_wrong_published_fingerprint_is_refused_and_rolled_back(scene: Scene) -> None:

@@ -17,7 +17,9 @@ def test_explicit_beats_environment_beats_default() -> None:
 
 
 def test_explicit_zero_is_not_lost() -> None:
-    settings = PublisherSettings.from_env({"DELTASYNC_RETRIES": "5", "DELTASYNC_RETRY_DELAY_S": "2"}, retries=0, retry_delay_s=0.0)
+    settings = PublisherSettings.from_env(
+        {"DELTASYNC_RETRIES": "5", "DELTASYNC_RETRY_DELAY_S": "2"}, retries=0, retry_delay_s=0.0
+    )
     assert settings.retries == 0
     assert settings.retry_delay_s == 0.0
 

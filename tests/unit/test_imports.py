@@ -117,7 +117,8 @@ def test_only_config_reads_the_environment() -> None:
         module
         for module, path in _modules("deltasync")
         if any(
-            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(ast.parse(path.read_text()))
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            for node in ast.walk(ast.parse(path.read_text()))
         )
         and not any(module.startswith(f"deltasync.{part}") for part in LAYERS[-1])
     ]

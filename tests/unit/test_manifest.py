@@ -98,7 +98,18 @@ def test_another_format_is_refused(found: object) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"null", b"[]", b"1", b'"head"', b"\xff\xfe", b'{"format": "deltasync/1"', b"[" * 100_000, b'{"a":' * 100_000],
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"1",
+        b'"head"',
+        b"\xff\xfe",
+        b'{"format": "deltasync/1"',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
 )
 @pytest.mark.parametrize("kind", [Channel, Head, Manifest])
 def test_what_is_no_json_object_is_corrupt(data: bytes, kind: type) -> None:
