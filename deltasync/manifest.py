@@ -40,9 +40,10 @@ class FileRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """How to get from `base_version` to the manifest's version."""
+    """How to get from `base_version`, whose manifest has `base_manifest_sha256`, to the manifest's version."""
 
     base_version: _Version
+    base_manifest_sha256: _Sha256
     codec: str
     changed: _Count
     files: list[FileRef]

@@ -152,8 +152,8 @@ class Publisher:
         self._tip = Tip()
         self._last: Receipt | None = None
         self._closed = False
-        self._open(resume)
-        self._uploader = Uploader(self.store, self.settings)
+        head = self._open(resume)
+        self._uploader = Uploader(self.store, self.settings, None if head is None else head.manifest_sha256)
 
     @property
     def run_id(self) -> str | None:
@@ -243,13 +243,13 @@ class Publisher:
                 raise
             logger.exception("The last version was not published.")
 
-    def _open(self, resume: bool) -> None:
-        """Look at the channel; continue it if asked to."""
+    def _open(self, resume: bool) -> Head | None:
+        """Look at the channel; continue it if asked to. Returns its head, None in a channel without versions."""
         reader = ChannelReader(self.store)
         try:
             channel = reader.channel()
         except NotPublishedError:
-            return
+            return None
         if not resume:
             raise ChannelInUseError(
                 f"{self.store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
@@ -259,7 +259,7 @@ class Publisher:
         self._channel, self._specs = channel, reader.specs
         head = self._roll_forward(reader)
         if head is None:
-            return
+            return None
         replica = Replica(self.store)
         replica.sync(head.version)
         self._shadow = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
@@ -267,6 +267,7 @@ class Publisher:
         chain_bytes = sum(step.payload_bytes for step in reader.plan(None, head) if not step.use_anchor)
         self._tip = Tip(head.version, reader.manifest(head.version).anchor_version, chain_bytes)
         logger.info("resumed run=%s version=%d", channel.run_id, head.version)
+        return head
 
     def _roll_forward(self, reader: ChannelReader) -> Head | None:
         """Head, moved to the newest version whose manifest is stored, where a publisher died before moving it.
@@ -383,7 +384,14 @@ class Publisher:
         if not full:
             delta_files = self._encode(changes, version, base.version)
             changed = sum(patch.changed for patch in changes.values())
-            delta = Delta(base_version=base.version, codec=self.settings.codec, changed=changed, files=[])
+            # Digest and files are known once they are uploaded.
+            delta = Delta(
+                base_version=base.version,
+                base_manifest_sha256="",
+                codec=self.settings.codec,
+                changed=changed,
+                files=[],
+            )
         chain_bytes = base.chain_bytes + sum(len(data) for _, data in delta_files)
         anchored = full or version - base.anchor_version >= self.settings.anchor_every or chain_bytes > weight_bytes
         self._tip = Tip(version, version, 0) if anchored else Tip(version, base.anchor_version, chain_bytes)

@@ -1,6 +1,7 @@
 """FOLLOW: read a channel. Everything that leaves here was checked against the digest that refers to it.
 
-The chain of trust: head names the manifest's sha256, a manifest names each file's sha256, and the fingerprint of the
+The chain of trust: head names the newest manifest's sha256, a manifest names those of its files and of the manifest it builds
+on, and the fingerprint of the
 resulting bits is checked after commit. Nothing here touches weights.
 """
 
@@ -33,7 +34,7 @@ class ChannelReader:
         self._channel: Channel | None = None
         self._specs: dict[str, TensorSpec] = {}
         # Immutable, and small next to weights: kept to plan without reading them again.
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests: dict[int, tuple[Manifest, str]] = {}
 
     def channel(self) -> Channel:
         """The channel's description.
@@ -77,27 +78,31 @@ class ChannelReader:
 
         Args:
             version: Which.
-            sha256: Digest it must have, where the caller knows it (from head).
+            sha256: Digest it must have, where the caller knows it (from head, or from the manifest of the next version).
 
         Raises:
             MissingVersionError: not in the store.
             CorruptDataError: not the bytes that were named, or not a manifest of this version.
         """
-        if version in self._manifests:
-            return self._manifests[version]
         key = layout.manifest(version)
+        if version not in self._manifests:
+            self._manifests[version] = self._read_manifest(version, key)
+        document, found = self._manifests[version]
+        if sha256 is not None and found != sha256:
+            del self._manifests[version]
+            raise CorruptDataError(f"{key} does not have the sha256 that head or the next manifest names.")
+        return document
+
+    def _read_manifest(self, version: int, key: str) -> tuple[Manifest, str]:
         try:
             data = self.store.read(key)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no manifest of version {version} ({key}).") from None
-        if sha256 is not None and manifest.sha256_hex(data) != sha256:
-            raise CorruptDataError(f"{key} does not have the sha256 that head names.")
         document = manifest.decode(data, Manifest, key)
         if document.version != version:
             raise CorruptDataError(f"{key} describes version {document.version}.")
         self._check_run(key, document.run_id, self.channel().run_id)
-        self._manifests[version] = document
-        return document
+        return document, manifest.sha256_hex(data)
 
     def versions(self) -> list[int]:
         """Versions whose manifest is in the store, ascending. Costs a listing."""
@@ -115,8 +120,8 @@ class ChannelReader:
             raise MissingVersionError(f"Version {target} is not published; head is at version {head.version}.")
         manifests: dict[int, Manifest] = {}
         wanted: int | None = target
+        sha256 = head.manifest_sha256 if target == head.version else None
         while wanted is not None and wanted != current:
-            sha256 = head.manifest_sha256 if wanted == head.version else None
             try:
                 found = manifests[wanted] = self.manifest(wanted, sha256)
             except MissingVersionError:
@@ -125,7 +130,9 @@ class ChannelReader:
                     raise
                 break
             past_current = current is None or wanted < current
-            wanted = None if found.delta is None or (found.anchor and past_current) else found.delta.base_version
+            if found.delta is None or (found.anchor and past_current):
+                break
+            wanted, sha256 = found.delta.base_version, found.delta.base_manifest_sha256
         return chain.plan(current, target, manifests)
 
     def fetch(self, file: FileRef) -> bytes:

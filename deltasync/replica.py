@@ -50,14 +50,15 @@ class Follower:
 
     Attributes:
         version: The version whose bits are live, None before the first.
-        suspect: The last commit did not give the published bits and was rolled back; the next plan starts from an anchor.
+        suspect: The version whose commit did not give the published bits and was rolled back, None if all went well.
     """
 
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
         self.version: int | None = None
-        self.suspect = False
+        self.suspect: int | None = None
+        self._settled = True
 
     def identify(self, head: Head) -> int | None:
         """Find out which version the bits in live memory are, so that nothing needs to be loaded (costs an audit).
@@ -74,23 +75,37 @@ class Follower:
     def plan(self, head: Head, version: int | None = None) -> list[chain.Step]:
         """Steps to `version` (default: head's), none if it is already live.
 
-        After a rollback it audits live memory first, which settles whether `version` is still what is live.
+        After a rollback it audits live memory first. If live memory is not what it was taken for, everything is loaded again
+        from an anchor. Otherwise the rolled back version is the bad one, and is only passed by on an anchor after it.
 
         Raises:
             HeadRewindError: head is older than what is live, and no version was asked for.
+            FingerprintMismatchError: only the rolled back version leads there.
         """
         if version is None and self.version is not None and head.version < self.version:
             raise HeadRewindError(
                 f"Head names version {head.version}, but version {self.version} is live. Keeping it; "
                 "if the channel was restored from a backup, restart the replica."
             )
-        if self.suspect:
-            self.memory.audit()
-            total = fingerprint.to_hex(self.memory.total_fingerprint)
-            if self.version is not None and self.reader.manifest(self.version).fingerprint != total:
-                self.version = None
-            return self.reader.plan(None, head, version)
-        return self.reader.plan(self.version, head, version)
+        if not self._settled:
+            self._settle()
+        steps = self.reader.plan(self.version, head, version)
+        if self.suspect is not None and any(step.manifest.version == self.suspect for step in steps):
+            steps = self.reader.plan(None, head, version)
+            if any(step.manifest.version == self.suspect for step in steps):
+                raise FingerprintMismatchError(
+                    f"Version {self.suspect} does not give the bits that it promises; version {self.version} stays live "
+                    "until an anchor after it is published."
+                )
+        return steps
+
+    def _settle(self) -> None:
+        """Find out by an audit whose fault a rollback was: the version's, or that of the bits it met."""
+        self.memory.audit()
+        total = fingerprint.to_hex(self.memory.total_fingerprint)
+        if self.version is None or self.reader.manifest(self.version).fingerprint != total:
+            self.version = self.suspect = None
+        self._settled = True
 
     def stage(self, step: chain.Step) -> StagedVersion:
         """Fetch, check, decode and translate one step. Live weights are untouched.
@@ -119,13 +134,14 @@ class Follower:
         manifest = committed.staged.manifest
         if wrong or fingerprint.to_hex(self.memory.total_fingerprint) != manifest.fingerprint:
             self.rollback(committed)
-            self.suspect = True
+            self.suspect, self._settled = manifest.version, False
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             raise FingerprintMismatchError(
                 f"Version {manifest.version} did not give the published bits {where}; rolled back to version {self.version}."
             )
         self.version = manifest.version
-        self.suspect = False
+        if self.suspect is not None and self.version > self.suspect:
+            self.suspect = None
         return self.version
 
     def rollback(self, committed: CommittedVersion) -> None:
@@ -140,11 +156,11 @@ class Follower:
         Raises:
             DeltaSyncError: the last confirmed version stays live.
         """
-        had_failed = self.suspect
+        steps = self.plan(head, version)
         try:
-            self._run(self.plan(head, version))
+            self._run(steps)
         except FingerprintMismatchError as error:
-            if had_failed or self.version is None:
+            if self.version is None:
                 raise
             logger.warning("%s Loading an anchor instead.", error)
             self._run(self.plan(head, version))

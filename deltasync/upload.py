@@ -79,7 +79,9 @@ class Job:
 class Uploader:
     """Uploads jobs one after the other. At most one job uploads and one waits."""
 
-    def __init__(self, store: Store, settings: PublisherSettings) -> None:
+    def __init__(self, store: Store, settings: PublisherSettings, manifest_sha256: str | None) -> None:
+        # Of the newest manifest that is stored; what the next delta builds on.
+        self._manifest_sha256 = manifest_sha256
         self._objects = store
         self._settings = settings
         self._lock = threading.Lock()
@@ -165,7 +167,8 @@ class Uploader:
         delta, anchor = job.manifest.delta, job.manifest.anchor
         if delta is not None:
             _, files = self._put_files(layout.delta_dir, version, job.delta_files)
-            delta = dataclasses.replace(delta, files=files)
+            assert self._manifest_sha256 is not None
+            delta = dataclasses.replace(delta, files=files, base_manifest_sha256=self._manifest_sha256)
         if anchor is not None:
             directory, files = self._put_files(layout.anchor_dir, version, job.anchor_files)
             weights = [file for file in files if file.key.endswith(".safetensors")]
@@ -173,11 +176,12 @@ class Uploader:
         data = manifest.encode(dataclasses.replace(job.manifest, delta=delta, anchor=anchor))
         job.manifest_attempted = True
         self._create_or_conflict(layout.manifest(version), data, f"wrote version {version}")
+        self._manifest_sha256 = manifest.sha256_hex(data)
         head = Head(
             format=manifest.FORMAT,
             run_id=job.manifest.run_id,
             version=version,
-            manifest_sha256=manifest.sha256_hex(data),
+            manifest_sha256=self._manifest_sha256,
         )
         try:
             self._retry(lambda: self._objects.replace(layout.HEAD, manifest.encode(head)))

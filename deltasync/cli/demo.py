@@ -40,7 +40,8 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, as_json: bo
     def say(text: str) -> None:
         click.echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with SIGINT ignored
+        signal.signal(ending, signal.default_int_handler)
     summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec), say)
     if as_json:
         click.echo(json.dumps(summary, indent=2))

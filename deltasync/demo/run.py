@@ -114,8 +114,12 @@ def _fresh(out: Path) -> Path:
     out = out.resolve()
     if out.exists() and any(out.iterdir()) and not (out / ".deltasync-demo").exists():
         raise ConfigError(f"{out} exists and was not made by a demo; choose another directory with --out.")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    try:
+        if out.exists():
+            shutil.rmtree(out)
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be emptied: {error.strerror}. Is another demo running there?") from None
     (out / ".deltasync-demo").touch()
     return out
 

@@ -34,7 +34,7 @@ GENERATIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 32
 MAX_COMPLETION_TOKENS = 3 * task.NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
 MAX_STALENESS_STEPS = 4
-MAX_INFLIGHT_REQUESTS = 24  # TRL's choice of 128 makes the answers stale before they are used, with two cores
+MAX_INFLIGHT_REQUESTS = 4  # TRL's choice of 128 makes the answers stale before they are used, with two cores
 
 _LOGGED = {
     "reward": "reward",
@@ -148,9 +148,6 @@ def build_trainer(args: argparse.Namespace, weight_transfer: Any, callbacks: Seq
         max_completion_length=MAX_COMPLETION_TOKENS,
         max_staleness=MAX_STALENESS_STEPS,
         max_inflight_tasks=MAX_INFLIGHT_REQUESTS,
-        # One step's worth. A longer queue ages, and unread samples keep the worker's process from ending: TRL then
-        # waits 15 seconds for it.
-        queue_maxsize=SAMPLES_PER_STEP,
         vllm_server_base_url=args.server_url,
         token_budget=-1,  # a fixed number of samples per step, and no question to the server about its limits
         use_cpu=True,

@@ -50,7 +50,7 @@ class LocalStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`."""
         found = []
-        for folder, _, names in os.walk(self._root):
+        for folder, _, names in os.walk(self._root / prefix.rpartition("/")[0]):
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self._root).as_posix()

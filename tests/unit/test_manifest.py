@@ -10,7 +10,7 @@ from deltasync.errors import CorruptDataError, FormatError, UnsupportedFormatErr
 from deltasync.manifest import Anchor, Channel, Delta, FileRef, Head, Manifest
 
 FILE = FileRef(key="deltas/0000000002/part-00001-of-00001.safetensors", bytes=10, sha256="a" * 64)
-DELTA = Delta(base_version=1, codec="packed", changed=3, files=[FILE])
+DELTA = Delta(base_version=1, base_manifest_sha256="0" * 64, codec="packed", changed=3, files=[FILE])
 ANCHOR = Anchor(directory="anchors/0000000002", files=[FILE])
 TABLE: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (2, 3)), "scale": ("float32", ())}
 
