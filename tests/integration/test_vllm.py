@@ -167,12 +167,14 @@ def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(se
     asking = threading.Thread(target=keep_asking)
     asking.start()
     version = 0
-    for _ in range(12):
-        server.step()
-        version = server.publish()
-        server.assert_serves(version)
-    done.set()
-    asking.join()
+    try:
+        for _ in range(12):
+            server.step()
+            version = server.publish()
+            server.assert_serves(version)
+    finally:
+        done.set()
+        asking.join()
     assert set(lengths) == {1000}
     commits = server.status()["commits"]
     assert [commit["version"] for commit in commits] == list(range(2, version + 1))

@@ -1,0 +1,131 @@
+"""The command line as people use it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import Publisher
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deltasync.cli", *arguments]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = f"file://{tmp_path_factory.mktemp('cli')}/channel"
+    weights = {"a": torch.linspace(-1, 1, 1000), "b": torch.ones(10, 10)}
+    with Publisher(url) as publisher:
+        for step in range(3):
+            publisher.publish(weights.items(), step=10 * step).wait(30)
+            weights["a"][step] += 1
+    return url
+
+
+@pytest.mark.parametrize("command", ["", "demo", "serve", "follow", "log", "show", "bench", "bench codec"])
+def test_every_command_has_help(command: str) -> None:
+    done = run(*command.split(), "--help")
+    assert done.returncode == 0
+    assert "Usage:" in done.stdout
+
+
+def test_log_lists_versions(channel: str) -> None:
+    rows = [json.loads(line) for line in run("log", channel, "--json").stdout.splitlines()]
+    assert [(row["version"], row["kind"], row["step"]) for row in rows] == [(1, "anchor", 0), (2, "delta", 10), (3, "delta", 20)]
+    assert rows[1]["changed_fraction"] == pytest.approx(1 / 1100)
+    assert "version" in run("log", channel).stdout
+    assert len(run("log", channel, "--last", "1", "--json").stdout.splitlines()) == 1
+
+
+def test_show_tells_one_version(channel: str) -> None:
+    assert json.loads(run("show", channel, "2", "--json").stdout)["version"] == 2
+    shown = run("show", channel).stdout
+    assert "1 of 1,100 elements since version 2" in shown
+    assert "a bfloat16[1000]" in shown
+
+
+def test_follow_goes_to_the_newest_version(channel: str) -> None:
+    done = run("follow", channel, "--once", "--json")
+    assert json.loads(done.stdout)["version"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (["log", "file:///nonexistent/channel"], 5, "holds no channel yet"),
+        (["log", "ftp://x"], 3, "Not a channel URL"),
+        (["show", "CHANNEL", "9"], 5, "version 9"),
+        (["serve", "m", "--channel", "memory://x"], 3, "one process only"),
+        (["serve", "m", "--channel", "nonsense"], 3, "Not a channel URL"),
+        (["nonsense"], 2, "No such command"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_an_exit_code(
+    channel: str, arguments: list[str], exit_code: int, said: str
+) -> None:
+    done = run(*[channel if argument == "CHANNEL" else argument for argument in arguments])
+    assert done.returncode == exit_code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for command in (["demo", "--out", str(tmp_path / "demo")], ["serve", "m", "--channel", f"file://{tmp_path}/c"]):
+            done = run(*command, "--port", port, *(["--host", "127.0.0.1"] if command[0] == "serve" else []))
+            assert done.returncode == 3
+            assert f"Port {port}" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = run("demo", "--out", str(tmp_path))
+    assert done.returncode == 3
+    assert "choose another directory" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.vllm
+@pytest.mark.trl
+def test_the_demo_ends_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "deltasync.cli", "demo", "--out", str(out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as demo:
+        deadline = time.monotonic() + 180
+        while not (out / "server.log").exists():
+            assert time.monotonic() < deadline and demo.poll() is None
+            time.sleep(0.2)
+        time.sleep(3)  # the server has children of its own by now
+        assert _processes_of(out)
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert said.splitlines()[-1] == "deltasync: interrupted"
+    assert "Traceback" not in said
+    assert not _processes_of(out)
+
+
+def _processes_of(out: Path) -> list[str]:
+    """Command lines that name this demo's directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environ = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if f"DELTASYNC_CHANNEL=file://{out}" in environ:
+            found.append(path.parent.name)
+    return found
