@@ -132,19 +132,19 @@ class Driver:
             self._report("serving", None)
             return
         tokens_before = generated_tokens()
-        reply = await self._stage(self._head.version)
+        reply = await self._stage()
         if reply["state"] == "staged":
             await self._commit(tokens_before)
         elif reply["version"] != self._version:
             # The weights that vLLM loaded are a published version already.
             await self._serve(reply["version"])
 
-    async def _stage(self, version: int) -> dict[str, Any]:
-        """Have the workers stage the next step towards `version`; returns when they have, or have nothing to do."""
+    async def _stage(self) -> dict[str, Any]:
+        """Have the workers stage the next step towards head; returns when they have, or have nothing to do."""
         self._state = "staging"
         wait_s, longest_s = _STAGE_POLL_S
         while True:
-            reply = await self._rpc("deltasync_stage", version)
+            reply = await self._rpc("deltasync_stage")
             if reply["state"] == "failed":
                 raise ApplyError(reply["error"])
             if reply["state"] != "staging":

@@ -33,9 +33,9 @@ class DeltaSyncWorkerExtension:
 
         return reply(body)
 
-    def deltasync_stage(self, version: int) -> Reply:
-        """Begin to stage the next step towards `version`, and tell how it goes."""
-        self._deltasync_replica.stage(version)
+    def deltasync_stage(self) -> Reply:
+        """Begin to stage the next step towards head, and tell how it goes."""
+        self._deltasync_replica.stage()
         return self._deltasync_replica.poll()
 
     def deltasync_commit(self) -> Reply:

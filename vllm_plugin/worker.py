@@ -63,16 +63,16 @@ class WorkerReplica:
         """The version whose bits are live; None while they are of no published version."""
         return self._follower.version
 
-    def stage(self, version: int) -> None:
-        """Begin to stage the next step towards `version` in the background; unless that is under way."""
+    def stage(self) -> None:
+        """Begin to stage the next step towards head in the background; unless that is under way."""
         if self._staging is None:
-            self._staging = self._thread.submit(self._stage, version)
+            self._staging = self._thread.submit(self._stage)
 
-    def _stage(self, version: int) -> StagedVersion | None:
+    def _stage(self) -> StagedVersion | None:
         head = self._reader.head()
         if not self._verified:
             self._verify()
-        steps = self._follower.plan(head, version)
+        steps = self._follower.plan(head)
         return self._follower.stage(steps[0]) if steps else None
 
     def _verify(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -134,12 +135,18 @@ def server(checkpoint: Path) -> Iterator[Server]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    # The server's steps keep every core busy; threads that wait for each other at a barrier would wait for it.
+    threads = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
     with start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
         child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 240, "to start")
         server = Server(url, channel, weights)
         yield server
         if server.publisher is not None:
             server.publisher.close()
+    torch.set_num_threads(threads[0])
+    numba.set_num_threads(threads[1])
 
 
 def test_a_replica_started_before_the_first_anchor_waits_and_says_so(server: Server) -> None:
