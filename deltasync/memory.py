@@ -21,7 +21,7 @@ import torch
 from deltasync import fingerprint
 from deltasync.bits import int_view, tensor_of
 from deltasync.errors import CommitError, StageError
-from deltasync.kernels import cpu, torch_ops
+from deltasync.kernels import cpu, device_kernels
 from deltasync.types import Patch, TensorSpec
 
 
@@ -51,12 +51,16 @@ class Segment:
         """Addresses of checkpoint elements.
 
         Args:
-            index_K: int64, flat checkpoint indices.
+            index_K: Flat checkpoint indices, ascending.
 
         Returns:
             Positions in `index_K` of those that lie in this segment, None for all of them; and where in `flat()` they lie.
         """
-        rest = index_K - self.offset
+        if self.stride == (1,) and self.live.is_contiguous():
+            low, high = np.searchsorted(index_K, (self.offset, self.offset + self.live.numel()))
+            at = None if (low, high) == (0, index_K.size) else np.arange(low, high)
+            return at, index_K[low:high] - index_K.dtype.type(self.offset)
+        rest = index_K.astype(np.int64) - self.offset
         inside = rest >= 0
         dest = np.zeros_like(rest)
         # A view of a row-major tensor: dividing by the strides, largest first, recovers the coordinates.
@@ -157,7 +161,13 @@ class LiveMemory:
         return sum(self.fingerprints.values()) & fingerprint.MASK
 
     def gather(self, name: str) -> np.ndarray:
-        """Copy of a tensor's bit patterns out of live memory, flat, unsigned, on the host."""
+        """Copy of a tensor's bit patterns out of live memory, flat, unsigned, on the host.
+
+        Raises:
+            StageError: the tensor has no place in live memory.
+        """
+        if name not in self._segments:
+            raise StageError(f"{name} has no addressable place in live memory.")
         segments = self._segments[name]
         spec = self._specs[name]
         flat_N = torch.empty(spec.element_count, dtype=segments[0].live.dtype)
@@ -214,6 +224,8 @@ class LiveMemory:
                 continue
             data_K, index_K = (x if at is None else x[at] for x in (patch.data, patch.index_K))
             device = segment.live.device
+            if device.type != "cpu":
+                device_kernels(device).warm_up(device, segment.live.dtype)
             moved = (torch.from_numpy(dest_index_K).to(device), _signed(data_K).to(device))
             index = torch.from_numpy(index_K).to(device)
             found.append(_Scatter(patch.name, segment.flat(), *moved, patch.absolute, index))
@@ -265,7 +277,7 @@ class LiveMemory:
             write.live.copy_(write.source)
             return old, 0
         if write.dest.device.type != "cpu":
-            return torch_ops.scatter(
+            return device_kernels(write.dest.device).scatter(
                 self._keys[write.name], write.dest, write.dest_index_K, write.data_K, write.absolute, write.index_K
             )
         old_K, gained = cpu.scatter(

@@ -152,15 +152,19 @@ class ChannelReader:
             raise CorruptDataError(f"{file.key} does not have the sha256 that its manifest names.")
         return data
 
-    def patches(self, step: chain.Step) -> Iterator[tuple[Patch, int]]:
+    def patches(self, step: chain.Step, old: codec.OldBits | None = None) -> Iterator[tuple[Patch, int]]:
         """Patches of one step and the fingerprint of each tensor after it, fetched and decoded tensor by tensor.
+
+        Args:
+            step: Which.
+            old: Gives the bits of a tensor before the step; some codecs need them.
 
         Raises:
             FormatError, MissingVersionError: as `fetch` and `Codec.decode`.
         """
-        return self._anchor_patches(step.manifest) if step.use_anchor else self._delta_patches(step.manifest)
+        return self._anchor_patches(step.manifest) if step.use_anchor else self._delta_patches(step.manifest, old)
 
-    def _delta_patches(self, version: Manifest) -> Iterator[tuple[Patch, int]]:
+    def _delta_patches(self, version: Manifest, old: codec.OldBits | None) -> Iterator[tuple[Patch, int]]:
         assert version.delta is not None
         for file in version.delta.files:
             payload = codec.open_payload(self.fetch(file))
@@ -168,7 +172,7 @@ class ChannelReader:
             if names != (version.delta.codec, version.version, version.delta.base_version):
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
             fingerprints = payload.fingerprints
-            for patch in codec.get(payload.codec).decode(payload, self.specs):
+            for patch in codec.get(payload.codec).decode(payload, self.specs, old):
                 yield patch, fingerprints[patch.name]
 
     def _anchor_patches(self, version: Manifest) -> Iterator[tuple[Patch, int]]:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from deltasync import chain, fingerprint
-from deltasync.errors import FingerprintMismatchError, HeadRewindError, NotPublishedError
+from deltasync import chain, codec, fingerprint
+from deltasync.errors import CorruptDataError, FingerprintMismatchError, HeadRewindError, NotPublishedError
 from deltasync.manifest import Head, Manifest
 from deltasync.memory import CommitReport, LiveMemory, Staged
 from deltasync.reader import ChannelReader
@@ -114,7 +114,14 @@ class Follower:
             StoreError, ChainError, FormatError, StageError: nothing changed; retry, or plan again.
         """
         before = time.perf_counter()
-        staged = self.memory.stage(self.reader.patches(step))
+        try:
+            staged = self.memory.stage(self.reader.patches(step, self.memory.gather))
+        except CorruptDataError:
+            # Decoding by the old bits also fails if those are not what they are taken for; the next plan finds out.
+            delta = step.manifest.delta
+            if not step.use_anchor and delta is not None and codec.get(delta.codec).needs_old:
+                self._settled = False
+            raise
         return StagedVersion(step.manifest, staged, step.use_anchor, time.perf_counter() - before)
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:

@@ -29,6 +29,11 @@ ITEM_BYTES = {
 }
 
 
+def index_dtype(element_count: int) -> np.dtype:
+    """The dtype of flat indices into a tensor: int32, from 2**31 elements on int64."""
+    return np.dtype(np.int32 if element_count < 1 << 31 else np.int64)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype (torch's name without the prefix) and shape of a checkpoint tensor."""
@@ -62,7 +67,7 @@ class Patch:
 
     Attributes:
         name: Checkpoint name of the tensor.
-        index_K: int64, flat checkpoint indices, strictly ascending; None when `data` covers the whole tensor.
+        index_K: int32 or int64 (`index_dtype`), flat checkpoint indices, strictly ascending; None when `data` covers the whole tensor.
         data: Unsigned bit patterns, of shape K, or of shape N where `index_K` is None.
         absolute: `data` holds new bit patterns; otherwise steps, new minus old modulo 2**width.
     """

@@ -64,7 +64,10 @@ def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = 
         aged_N = np.clip(history_N, -_MAX_AGE, _MAX_AGE).astype(np.int16) + _MAX_AGE
         contexts["exponent, changed in the step before"] = (exponent_N * np.uint16(2) + last_N, 1 << 9)
         contexts["exponent, changed before"] = (exponent_N * np.uint16(2) + before_N, 1 << 9)
-        contexts["exponent, age and direction of the last change"] = (exponent_N * np.uint16(32) + aged_N.view(np.uint16), 1 << 13)
+        contexts["exponent, age and direction of the last change"] = (
+            exponent_N * np.uint16(32) + aged_N.view(np.uint16),
+            1 << 13,
+        )
     changed_N = old_N != new_N
     _, step_K = np.unique((new_N - old_N)[changed_N], return_inverse=True)
     if not step_K.size:

@@ -1,87 +1,211 @@
-"""Size and speed of the codecs on simulated deltas, beside the machine's own memcpy."""
+"""Size and speed of our codecs and of the peers' encodings on the same deltas, beside the bounds and the machine's memcpy.
+
+Sizes are exact; times are the best of several repeats.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import importlib.metadata
+import inspect
+import os
 import platform
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deltasync import codec
-from deltasync.bench import simulate
+from deltasync.bench import bounds
+from deltasync.bench.data import Delta, Sample
+from deltasync.bench.peers import PEERS, Peer
 from deltasync.config import CODECS
 from deltasync.kernels import cpu
 from deltasync.types import TensorSpec
 
 _REPEATS = 5
+_REPEAT_S = 0.3  # no further repeat once they took this long together, after two
+_TIMED_DELTAS = 4  # of a sample, the first ones; sizes are of all
+_MEMCPY_BYTES = 1 << 28
+_FINGERPRINT = "0123456789abcdef"
+_PACKAGES = ("deltasync", "numpy", "numba", "torch", "zstandard")
+
+Bits = Mapping[str, np.ndarray]
+Encode = Callable[[Bits, Bits], bytes]
+Apply = Callable[[bytes, Bits], None]
 
 
-def run(fractions: list[float], element_count: int) -> dict[str, Any]:
-    """Measure every codec at every changed fraction.
+def run(samples: Iterable[Sample], say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Measure every encoding on every sample.
+
+    Args:
+        samples: What to measure on; taken one at a time.
+        say: Told what is going on.
 
     Returns:
-        `machine`, `memcpy_gb_s` (bytes read plus bytes written) and `rows`: codec, changed fraction, bits per changed element,
-        GB/s of old and new weights scanned by diff + encode, and changed elements/s decoded and scattered.
+        `machine`; `memcpy_gb_s`, bytes read plus bytes written, on all cores if that is faster; `samples`, each with its
+        `encodings` (sizes, and GB/s of old and new weights scanned by diff + encode, changed elements/s decoded and
+        scattered, by how many bytes encoding the first delta raised resident memory, the payload included) and its `bounds`.
     """
+    memcpy_gb_s = _memcpy_gb_s()
     rows = []
-    for fraction in fractions:
-        old_N, new_N = simulate.delta(fraction, element_count)
-        rows += [_measure(name, old_N, new_N) for name in CODECS]
-    return {"machine": _machine(), "element_count": element_count, "memcpy_gb_s": _memcpy_gb_s(), "rows": rows}
+    for sample in samples:
+        say(f"measuring {sample.source} {sample.label}: {sample.changed:,} changed elements")
+        rows.append(_measure_sample(sample, memcpy_gb_s))
+    return {"machine": _machine(), "memcpy_gb_s": memcpy_gb_s, "samples": rows}
 
 
-def _best_s(action: Callable[[], Any]) -> float:
-    action()  # compiles, and brings the data in
-    times = []
-    for _ in range(_REPEATS):
+def _measure_sample(sample: Sample, memcpy_gb_s: float) -> dict[str, Any]:
+    changed = sample.changed
+    encodings = [
+        {"name": name, "systems": "deltasync", **_measure(sample, changed, *_ours(name, sample.specs))} for name in CODECS
+    ]
+    encodings += [
+        {"name": peer.name, "systems": peer.systems, **_measure(sample, changed, *_theirs(peer, sample.specs))}
+        for peer in PEERS
+    ]
+    for row in encodings:
+        row["encode_of_memcpy"] = row["encode_gb_s"] / memcpy_gb_s
+    return {
+        "source": sample.source,
+        "label": sample.label,
+        "element_count": sample.element_count,
+        "delta_count": len(sample.deltas),
+        "changed": changed,
+        "changed_fraction": changed / sample.element_count / len(sample.deltas),
+        "encodings": encodings,
+        "bounds": [dataclasses.asdict(bound) | {"total_bits": bound.total_bits} for bound in bounds.bounds(*sample.flat())],
+    }
+
+
+def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
+    chosen = codec.get(name)
+    takes_old = "old" in inspect.signature(chosen.decode).parameters
+
+    def encode(old: Bits, new: Bits) -> bytes:
+        encoder = chosen.encoder()
+        for tensor, spec in specs.items():
+            index_K, step_K = cpu.diff(old[tensor], new[tensor])
+            if index_K.size:
+                encoder.add(spec, index_K, step_K, new[tensor], _FINGERPRINT)
+        return encoder.finish(2, 1)
+
+    def apply(payload: bytes, live: Bits) -> None:
+        opened = codec.open_payload(payload)
+        known: dict[str, Any] = {"old": live.__getitem__} if takes_old else {}
+        for patch in chosen.decode(opened, specs, **known):
+            if patch.index_K is None:
+                live[patch.name][:] = patch.data
+            else:
+                cpu.scatter(0, live[patch.name], patch.index_K, patch.data, patch.absolute, patch.index_K)
+
+    return encode, apply
+
+
+def _theirs(peer: Peer, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
+    columns = {name: spec.shape[-1] if spec.shape else 1 for name, spec in specs.items()}
+    return (
+        lambda old, new: peer.encode(old, new, columns),
+        lambda payload, live: peer.apply(payload, live, columns),
+    )
+
+
+def _measure(sample: Sample, changed: int, encode: Encode, apply: Apply) -> dict[str, Any]:
+    payloads = [encode(delta.old, delta.new) for delta in sample.deltas]
+    for delta, payload in zip(sample.deltas, payloads, strict=True):
+        live = {name: bits.copy() for name, bits in delta.old.items()}
+        apply(payload, live)
+        if any(not np.array_equal(live[name], delta.new[name]) for name in live):
+            raise AssertionError("an encoding did not reproduce the bits")
+    timed = list(zip(sample.deltas, payloads, strict=True))[:_TIMED_DELTAS]
+    scanned_bytes = sum(2 * bits.nbytes for delta, _ in timed for bits in delta.old.values())
+    encode_s = sum(_encode_s(delta, encode) for delta, _ in timed)
+    apply_s = sum(_apply_s(delta, payload, apply) for delta, payload in timed)
+    timed_changed = sum(delta.changed for delta, _ in timed)
+    payload_bytes = sum(map(len, payloads))
+    return {
+        "payload_bytes": payload_bytes,
+        "bits_per_changed": 8 * payload_bytes / changed,
+        "encode_gb_s": scanned_bytes / encode_s / 1e9,
+        "apply_changed_per_s": timed_changed / apply_s,
+        "encode_peak_extra_bytes": _peak_extra_bytes(lambda: encode(sample.deltas[0].old, sample.deltas[0].new)),
+    }
+
+
+def _encode_s(delta: Delta, encode: Encode) -> float:
+    return _best_s(lambda: encode(delta.old, delta.new))
+
+
+def _apply_s(delta: Delta, payload: bytes, apply: Apply) -> float:
+    # An encoding that decodes against the old weights must find them, so they are put back before each repeat.
+    live = {name: bits.copy() for name, bits in delta.old.items()}
+
+    def restore() -> None:
+        for name, bits in delta.old.items():
+            live[name][:] = bits
+
+    return _best_s(lambda: apply(payload, live), restore)
+
+
+def _best_s(action: Callable[[], Any], prepare: Callable[[], None] = lambda: None) -> float:
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < _REPEATS and sum(times) < _REPEAT_S):
+        prepare()
         before = time.perf_counter()
         action()
         times.append(time.perf_counter() - before)
     return min(times)
 
 
-def _measure(name: str, old_N: np.ndarray, new_N: np.ndarray) -> dict[str, Any]:
-    spec = TensorSpec("w", "bfloat16", (old_N.size,))
+def _peak_extra_bytes(action: Callable[[], Any]) -> int | None:
+    """How far the resident memory of this process rises during `action`; None where Linux does not tell."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that was freed before is taken again unseen
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
+        before = _status_bytes("VmRSS")
+        action()
+        return max(_status_bytes("VmHWM") - before, 0)
+    except (OSError, KeyError, AttributeError):
+        return None
 
-    def encode() -> bytes:
-        index_K, step_K = cpu.diff(old_N, new_N)
-        encoder = codec.get(name).encoder()
-        encoder.add(spec, index_K, step_K, new_N, "0" * 16)
-        return encoder.finish(2, 1)
 
-    payload = encode()
-    changed = int((old_N != new_N).sum())
-    live_N = old_N.copy()
-
-    def apply() -> None:
-        opened = codec.open_payload(payload)
-        for patch in codec.get(name).decode(opened, {"w": spec}):
-            if patch.index_K is None:
-                live_N[:] = patch.data
-            else:
-                cpu.scatter(0, live_N, patch.index_K, patch.data, patch.absolute, patch.index_K)
-
-    apply()
-    if not np.array_equal(live_N, new_N):
-        raise AssertionError(f"{name} did not reproduce the bits")
-    return {
-        "codec": name,
-        "changed_fraction": changed / old_N.size,
-        "bits_per_changed": 8 * len(payload) / changed,
-        "encode_gb_s": (old_N.nbytes + new_N.nbytes) / _best_s(encode) / 1e9,
-        "apply_changed_per_s": changed / _best_s(apply),
-    }
+def _status_bytes(field: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return 1024 * int(fields[field].split()[0])
 
 
 def _memcpy_gb_s() -> float:
-    source = np.ones(1 << 28, np.uint8)
-    target = np.empty_like(source)
-    return 2 * source.nbytes / _best_s(lambda: np.copyto(target, source)) / 1e9
+    """The better of one thread and one per core."""
+    source = np.ones(_MEMCPY_BYTES, np.uint8)
+    target = np.zeros_like(source)
+    target[:] = 0  # so that no page is touched for the first time while the clock runs
+    cores = os.cpu_count() or 1
+    parts = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
+    with ThreadPoolExecutor(cores) as pool:  # numpy releases the GIL
+        best_s = min(
+            min(_best_s(lambda: np.copyto(target, source)) for _ in range(_REPEATS)),
+            min(_best_s(lambda: list(pool.map(lambda part: np.copyto(*part), parts))) for _ in range(_REPEATS)),
+        )
+    return 2 * source.nbytes / best_s / 1e9
 
 
-def _machine() -> str:
-    import os
+def _machine() -> dict[str, str | int | None]:
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in _PACKAGES},
+    }
 
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()

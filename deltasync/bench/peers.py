@@ -1,8 +1,9 @@
 """The encodings of other systems, written for this benchmark from their public descriptions, as fairly as those allow.
 
 Each makes real bytes and can apply them again. Where a description leaves something open, the smaller choice was taken:
-all tensors of a delta share one zstd frame, each has a header of 12 bytes where the systems have names and checksums, and
-the comparison of old and new weights is ours for all of them. bfloat16 (any 16-bit dtype) only.
+all tensors of a delta share one zstd frame, in which a large stream starts a block of its own (so that its symbols are not
+coded with those of the stream before it), and each has a header of 12 bytes where the systems have names and checksums.
+The comparison of old and new weights is ours for all of them. bfloat16 (any 16-bit dtype) only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from deltasync.kernels import cpu
 _HEADER = struct.Struct("<IQ")  # changed elements, bytes
 _CLASS = struct.Struct("<BBI")  # exponent, parameter and complement flag, listed elements
 _ESCAPE = 255
+_OWN_BLOCK_BYTES = 1 << 14  # a zstd block costs up to some hundred bytes for its table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,28 +50,27 @@ class Peer:
     Attributes:
         name: What it does.
         systems: Who does it.
-        encode_tensor: The bytes of one changed tensor.
-        apply_tensor: Applies them, given K, to the bit patterns of shape N, in place; the last argument is `columns`.
+        encode_tensor: The streams of one changed tensor.
+        apply_tensor: Applies them, joined, given K, to the bit patterns of shape N, in place; `columns` comes last.
         compress: Whether a zstd frame of level 1 goes around all of it.
     """
 
     name: str
     systems: str
-    encode_tensor: Callable[[Change], bytes]
+    encode_tensor: Callable[[Change], tuple[bytes, ...]]
     apply_tensor: Callable[[bytes, int, np.ndarray, int], None]
     compress: bool = True
 
     def encode(self, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray], columns: Mapping[str, int]) -> bytes:
         """The payload of a delta: compare, then encode what changed."""
-        parts = []
+        streams: list[bytes] = []
         for name, old_N in old.items():
             index_K, step_K = cpu.diff(old_N, new[name])
-            body = b""
+            body: tuple[bytes, ...] = ()
             if index_K.size:
                 body = self.encode_tensor(Change(old_N, new[name], index_K, step_K, columns[name]))
-            parts += [_HEADER.pack(index_K.size, len(body)), body]
-        payload = b"".join(parts)
-        return zstandard.ZstdCompressor(level=1).compress(payload) if self.compress else payload
+            streams += [_HEADER.pack(index_K.size, sum(map(len, body))), *body]
+        return _zstd_frame(streams) if self.compress else b"".join(streams)
 
     def apply(self, payload: bytes, live: Mapping[str, np.ndarray], columns: Mapping[str, int]) -> None:
         """Bring the old bit patterns in `live` to the new ones, in place."""
@@ -83,19 +84,32 @@ class Peer:
             at += size
 
 
-def _encode_raw(change: Change) -> bytes:
-    return change.index_K.astype(np.int32).tobytes() + change.new_N[change.index_K].tobytes()
+def _zstd_frame(streams: list[bytes]) -> bytes:
+    compressor = zstandard.ZstdCompressor(level=1).compressobj(size=sum(map(len, streams)))
+    parts = []
+    for stream in streams:
+        large = len(stream) >= _OWN_BLOCK_BYTES
+        if large:
+            parts.append(compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+        parts.append(compressor.compress(stream))
+        if large:
+            parts.append(compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    return b"".join([*parts, compressor.flush()])
+
+
+def _encode_raw(change: Change) -> tuple[bytes, ...]:
+    return change.index_K.astype(np.int32).tobytes(), change.new_N[change.index_K].tobytes()
 
 
 def _apply_raw(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
     live_N[np.frombuffer(body, np.int32, changed)] = np.frombuffer(body, np.uint16, changed, 4 * changed)
 
 
-def _encode_gap_xor(change: Change) -> bytes:
+def _encode_gap_xor(change: Change) -> tuple[bytes, ...]:
     gap_K = np.diff(change.index_K, prepend=-1) - 1
     width = next(width for width in (2, 4, 8) if int(gap_K.max()) < 1 << 8 * width)
     xor_K = change.new_N[change.index_K] ^ change.old_N[change.index_K]
-    return bytes([width]) + gap_K.astype(f"u{width}").tobytes() + xor_K.tobytes()
+    return bytes([width]), gap_K.astype(f"u{width}").tobytes(), xor_K.tobytes()
 
 
 def _apply_gap_xor(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
@@ -104,7 +118,7 @@ def _apply_gap_xor(body: bytes, changed: int, live_N: np.ndarray, columns: int) 
     live_N[index_K] ^= np.frombuffer(body, np.uint16, changed, 1 + width * changed)
 
 
-def _encode_coo(change: Change) -> bytes:
+def _encode_coo(change: Change) -> tuple[bytes, ...]:
     row_K, column_K = np.divmod(change.index_K, change.columns)
     row_gap_K = np.diff(row_K, prepend=0)
     row_width = 1 if int(row_gap_K.max()) < 1 << 8 else 4
@@ -112,7 +126,7 @@ def _encode_coo(change: Change) -> bytes:
     column_gap_K = np.where(row_gap_K == 0, np.diff(column_K, prepend=0), column_K)
     column_width = 2 if change.columns <= 1 << 16 else 4
     rows, columns = row_gap_K.astype(f"u{row_width}"), column_gap_K.astype(f"u{column_width}")
-    return bytes([row_width, column_width]) + rows.tobytes() + columns.tobytes() + change.new_N[change.index_K].tobytes()
+    return bytes([row_width, column_width]), rows.tobytes(), columns.tobytes(), change.new_N[change.index_K].tobytes()
 
 
 def _apply_coo(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
@@ -126,8 +140,8 @@ def _apply_coo(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> N
     live_N[index_K] = np.frombuffer(body, np.uint16, changed, 2 + (row_width + column_width) * changed)
 
 
-def _encode_dense_xor(change: Change) -> bytes:
-    return (change.old_N ^ change.new_N).tobytes()
+def _encode_dense_xor(change: Change) -> tuple[bytes, ...]:
+    return ((change.old_N ^ change.new_N).tobytes(),)
 
 
 def _apply_dense_xor(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
@@ -148,11 +162,11 @@ def _decode_zigzag(data: bytes, changed: int) -> np.ndarray:
     return (zigzag_K >> 1) ^ np.negative((zigzag_K & 1).view(np.int16)).view(np.uint16)
 
 
-def _encode_rice(change: Change) -> bytes:
+def _encode_rice(change: Change) -> tuple[bytes, ...]:
     gap_K = np.diff(change.index_K, prepend=-1) - 1
     k = rice.best_k(gap_K)
     stream = rice.encode([(gap_K, k)])
-    return struct.pack("<BQ", k, len(stream)) + stream + _encode_zigzag(change.step_K)
+    return struct.pack("<BQ", k, len(stream)), stream, _encode_zigzag(change.step_K)
 
 
 def _apply_rice(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
@@ -161,7 +175,7 @@ def _apply_rice(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> 
     live_N[np.cumsum(gap_K + 1) - 1] += _decode_zigzag(body[9 + size :], changed)
 
 
-def _encode_class_rice(change: Change) -> bytes:
+def _encode_class_rice(change: Change) -> tuple[bytes, ...]:
     gap_L, start_C, complement_C = rice.class_gaps(change.old_N, change.index_K)
     classes, parts = [], []
     for c in np.flatnonzero((np.diff(start_C) > 0) | complement_C).tolist():
@@ -170,7 +184,8 @@ def _encode_class_rice(change: Change) -> bytes:
         parts.append((part, k))
         classes.append(_CLASS.pack(c, k | int(complement_C[c]) << 7, part.size))
     stream = rice.encode(parts)
-    return struct.pack("<HQ", len(classes), len(stream)) + b"".join(classes) + stream + _encode_zigzag(change.step_K)
+    header = struct.pack("<HQ", len(classes), len(stream)) + b"".join(classes)
+    return header, stream, _encode_zigzag(change.step_K)
 
 
 def _apply_class_rice(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:

@@ -15,7 +15,7 @@ _CLASSES = 256
 
 
 @njit(nogil=True, cache=True)
-def _code_bits(gap_K, k):  # type: ignore[no-untyped-def]
+def _code_bits(gap_K, k):
     total = 0
     for gap in gap_K:
         quotient = gap >> k
@@ -24,7 +24,17 @@ def _code_bits(gap_K, k):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _encode(gap_K, k, out, position):  # type: ignore[no-untyped-def]
+def _best_k(gap_K):
+    best, least = 0, _code_bits(gap_K, 0)
+    for k in range(1, _MAX_K):
+        bits = _code_bits(gap_K, k)
+        if bits < least:
+            best, least = k, bits
+    return best
+
+
+@njit(nogil=True, cache=True)
+def _encode(gap_K, k, out, position):
     at = position >> 3
     held = position & 7
     bits = np.uint64(out[at])
@@ -53,7 +63,7 @@ def _encode(gap_K, k, out, position):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _decode(stream, k, gap_K, position):  # type: ignore[no-untyped-def]
+def _decode(stream, k, gap_K, position):
     for i in range(gap_K.size):
         ones = 0
         while ones < _UNARY_CAP and (stream[position >> 3] >> (position & 7)) & 1:
@@ -72,7 +82,7 @@ def _decode(stream, k, gap_K, position):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _classes(old_N, index_K):  # type: ignore[no-untyped-def]
+def _classes(old_N, index_K):
     size_C = np.zeros(_CLASSES, np.int64)
     changed_C = np.zeros(_CLASSES, np.int64)
     for bits in old_N:
@@ -83,7 +93,7 @@ def _classes(old_N, index_K):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _class_gaps(old_N, index_K, complement_C, start_C, gap_L):  # type: ignore[no-untyped-def]
+def _class_gaps(old_N, index_K, complement_C, start_C, gap_L):
     rank_C = np.zeros(_CLASSES, np.int64)
     last_C = np.full(_CLASSES, -1, np.int64)
     fill_C = start_C.copy()
@@ -100,7 +110,7 @@ def _class_gaps(old_N, index_K, complement_C, start_C, gap_L):  # type: ignore[n
 
 
 @njit(nogil=True, cache=True)
-def _class_indices(old_N, gap_L, complement_C, start_C, index_K):  # type: ignore[no-untyped-def]
+def _class_indices(old_N, gap_L, complement_C, start_C, index_K):
     rank_C = np.zeros(_CLASSES, np.int64)
     fill_C = start_C[:-1].copy()
     next_C = np.full(_CLASSES, -1, np.int64)
@@ -122,7 +132,7 @@ def _class_indices(old_N, gap_L, complement_C, start_C, index_K):  # type: ignor
 
 def best_k(gap_K: np.ndarray) -> int:
     """The parameter that makes the shortest code."""
-    return min(range(_MAX_K), key=lambda k: int(_code_bits(gap_K, k)))
+    return int(_best_k(gap_K))
 
 
 def encode(parts: list[tuple[np.ndarray, int]]) -> bytes:
@@ -162,7 +172,9 @@ def class_gaps(old_N: np.ndarray, index_K: np.ndarray) -> tuple[np.ndarray, np.n
     return gap_L, start_C, complement_C
 
 
-def class_indices(old_N: np.ndarray, gap_L: np.ndarray, start_C: np.ndarray, complement_C: np.ndarray, changed: int) -> np.ndarray:
+def class_indices(
+    old_N: np.ndarray, gap_L: np.ndarray, start_C: np.ndarray, complement_C: np.ndarray, changed: int
+) -> np.ndarray:
     """The inverse of `class_gaps`; `changed` is K."""
     index_K = np.empty(changed, np.int64)
     _class_indices(old_N, gap_L, complement_C, start_C, index_K)

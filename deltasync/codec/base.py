@@ -3,7 +3,7 @@
 The payload is a safetensors file. Its `__metadata__` holds strings only:
 
     format        "deltasync/1"
-    codec         "raw" | "packed"
+    codec         "raw" | "packed" | "context"
     version, base_version   decimal
     patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta, ...codec's own fields}}
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,16 +30,18 @@ from deltasync.types import Patch, TensorSpec
 
 FORMAT = "deltasync/1"
 
+OldBits = Callable[[str], np.ndarray]
+
 
 class DeltaEncoder(Protocol):
     """Collects the patches of one delta."""
 
     def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
-        """Encode one changed tensor; the arguments are read before the call returns and not kept.
+        """Take one changed tensor; the arrays must not change before `finish`.
 
         Args:
             spec: The tensor.
-            index_K: int64, flat, ascending, not empty.
+            index_K: Flat, ascending, not empty.
             step_K: New minus old bit patterns, modulo 2**width.
             new_N: New bit patterns of the whole tensor.
             fingerprint: Of the tensor after the delta, 16 hex digits.
@@ -55,19 +57,22 @@ class Codec(Protocol):
     """One encoding."""
 
     name: str
+    needs_old: bool
 
     def encoder(self) -> DeltaEncoder:
         """A fresh encoder for one delta."""
         ...
 
-    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec]) -> Iterator[Patch]:
+    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
         """The patches in file order.
 
         Args:
             payload: An opened payload of this codec.
             specs: The channel's tensor table.
+            old: Gives the bits of a tensor before the delta, flat and unsigned; only `context` needs them.
 
         Raises:
+            StageError: the codec needs `old`.
             CorruptDataError: anything in the payload contradicts itself or the table.
         """
         ...

@@ -14,13 +14,9 @@ import numpy as np
 import torch
 
 from deltasync.bits import tensor_of
-from deltasync.codec.base import Payload, Table, spec_for, take
+from deltasync.codec.base import OldBits, Payload, Table, spec_for, take
 from deltasync.errors import CorruptDataError
-from deltasync.types import Patch, TensorSpec
-
-
-def _index_dtype(spec: TensorSpec) -> str:
-    return "int32" if spec.element_count < 1 << 31 else "int64"
+from deltasync.types import Patch, TensorSpec, index_dtype
 
 
 class RawEncoder:
@@ -34,7 +30,7 @@ class RawEncoder:
     def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
         """See `DeltaEncoder.add`."""
         values = TensorSpec(spec.name, spec.dtype, (index_K.size,))
-        self._table.arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(_index_dtype(spec)))
+        self._table.arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(index_dtype(spec.element_count)))
         self._table.arrays[f"{spec.name}.values"] = tensor_of(new_N[index_K], values)
         self._table.rows[spec.name] = {"changed": index_K.size, "fingerprint": fingerprint}
         self._element_count += spec.element_count
@@ -56,17 +52,18 @@ class RawCodec:
     """See `Codec`."""
 
     name = "raw"
+    needs_old = False
 
     def encoder(self) -> RawEncoder:
         """See `Codec.encoder`."""
         return RawEncoder()
 
-    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec]) -> Iterator[Patch]:
+    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
         """See `Codec.decode`."""
         for name, row in payload.patches.items():
             spec = spec_for(specs, name, row["changed"])
-            index_dtype = _index_dtype(spec)
-            index_K = take(payload, f"{name}.indices", index_dtype, row["changed"]).view(index_dtype).astype(np.int64)
+            dtype = index_dtype(spec.element_count)
+            index_K = take(payload, f"{name}.indices", dtype.name, row["changed"]).view(dtype)
             if index_K[0] < 0 or index_K[-1] >= spec.element_count or (np.diff(index_K) <= 0).any():
                 raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
             data_K = take(payload, f"{name}.values", spec.dtype, row["changed"])

@@ -90,7 +90,7 @@ def warm_up(
     model.train()
     loss_nats = float("nan")
     for step in range(1, WARMUP_STEPS + 1):
-        tokens, labels = _batch(tokenizer, rng)
+        tokens, labels = demonstration_batch(tokenizer, rng)
         logits = model(input_ids=tokens).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
         torch.autograd.backward(loss)
@@ -124,7 +124,7 @@ def build_checkpoint(out: Path, seed: int, on_progress: ProgressCallback | None 
     return {"parameter_count": model.num_parameters(), "warmup_loss": loss_nats}
 
 
-def _batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, both (batch, length). All rows have the same length, as every number has two digits."""
     rows, labels = [], []
     for _ in range(WARMUP_BATCH_SIZE):

@@ -1,5 +1,41 @@
 """The loops over elements: diff, scatter and fingerprint, one module per machine.
 
 `reference` is plain numpy and the truth; `cpu` is numba, compiled once per machine (the cache lies beside the module)
-and free of the GIL. All modules have the same functions and are property-tested against each other.
+and free of the GIL; `gpu` is Triton; `torch_ops` serves any other device. What a module has of them equals the reference,
+against which all are property-tested.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceKernels(Protocol):
+    """What memory on a device needs of a module of kernels."""
+
+    def scatter(
+        self,
+        key: int,
+        dest: torch.Tensor,
+        dest_index_K: torch.Tensor,
+        data_K: torch.Tensor,
+        absolute: bool,
+        index_K: torch.Tensor,
+    ) -> tuple[torch.Tensor, int]:
+        """As `reference.scatter`, on signed views; all tensors on the device of `dest`, which is mutated."""
+
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compile what `scatter` needs on this device for signed views of this dtype, so that no commit waits for it."""
+
+
+@functools.cache
+def device_kernels(device: torch.device) -> DeviceKernels:
+    """The kernels for tensors of a device other than the CPU: `gpu` for CUDA where triton is installed, else `torch_ops`."""
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return cast(DeviceKernels, importlib.import_module(f"deltasync.kernels.{'gpu' if has_triton else 'torch_ops'}"))

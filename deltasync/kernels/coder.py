@@ -5,7 +5,7 @@ Shapes: K changed elements of a tensor, B blocks of it, N its elements, W words.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import numpy as np
 from llvmlite import ir
@@ -13,6 +13,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from deltasync.kernels import coder_reference as reference
+from deltasync.kernels.cpu import threads
 
 _STATE_MIN = np.uint64(reference.STATE_MIN)
 _TABLE_BITS = np.uint64(reference.TABLE_BITS)
@@ -20,6 +21,7 @@ _TIME_BITS = np.uint64(reference.TIME_BITS)
 _TIME_SLOTS = np.uint64(1 << reference.TIME_BITS)
 _SEGMENT_BITS = reference.SEGMENT_BITS
 _TIME_END = reference.TIME_END
+_TIME_END_BITS = _TIME_END.bit_length() - 1
 _TIME_START = reference.TIME_START
 _LAST_SLOT = int(_TIME_START[-1])
 # Segment of the first slot of each 256th of the distribution: where the search for a slot's segment begins.
@@ -29,17 +31,21 @@ _U0, _U1, _U3, _U4, _U16, _U24, _U32, _U63, _U64 = (np.uint64(n) for n in (0, 1,
 _U2 = np.uint64(2)
 _WORD = np.uint64(0xFFFFFFFF)
 
+# Changed elements are counted in at most so many parts, of at least so many elements.
+_PARTS, _PART = 4, 1 << 13
+_PACKED = 1 << 17  # words
+
 
 @intrinsic
-def _leading_zeros(_context, _value):  # type: ignore[no-untyped-def]
-    def generate(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+def _leading_zeros(_context, _value):
+    def generate(_context, builder, _signature, arguments):
         return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
 
 
 @njit(inline="always")
-def _bucket(value):  # type: ignore[no-untyped-def]
+def _bucket(value):
     if value < _U16:
         return value, _U0
     exponent = _U63 - _leading_zeros(value)
@@ -48,7 +54,7 @@ def _bucket(value):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _zigzag(step, top):  # type: ignore[no-untyped-def]
+def _zigzag(step, top):
     """`top` is 2**(width - 1) as uint64."""
     value = np.uint64(step)
     if value & top:
@@ -57,7 +63,7 @@ def _zigzag(step, top):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _push(out, at, x, start, freq, bits):  # type: ignore[no-untyped-def]
+def _push(out, at, x, start, freq, bits):
     if (x >> (_U64 - bits)) >= freq:
         at -= 1
         out[at] = np.uint32(x & _WORD)
@@ -67,7 +73,7 @@ def _push(out, at, x, start, freq, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _push_bits(out, at, x, value, bits):  # type: ignore[no-untyped-def]
+def _push_bits(out, at, x, value, bits):
     if (x >> (_U64 - bits)) != _U0:
         at -= 1
         out[at] = np.uint32(x & _WORD)
@@ -76,7 +82,7 @@ def _push_bits(out, at, x, value, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _push_number(out, at, x, value, freq_S, start_S):  # type: ignore[no-untyped-def]
+def _push_number(out, at, x, value, freq_S, start_S):
     symbol, extra = _bucket(value)
     if extra != _U0:
         # Groups of 24 bits from the top, in decoding order: the last one is the shortest.
@@ -91,14 +97,14 @@ def _push_number(out, at, x, value, freq_S, start_S):  # type: ignore[no-untyped
 
 
 @njit(inline="always")
-def _push_state(out, at, x):  # type: ignore[no-untyped-def]
+def _push_state(out, at, x):
     out[at - 1] = np.uint32(x >> _U32)
     out[at - 2] = np.uint32(x & _WORD)
     return at - 2
 
 
 @njit(inline="always")
-def _pull(words, at, end, x):  # type: ignore[no-untyped-def]
+def _pull(words, at, end, x):
     """Renormalise; beyond the end of the stream `at` goes on without reading, so that it ends up wrong."""
     if x < _STATE_MIN:
         if at < end:
@@ -108,7 +114,7 @@ def _pull(words, at, end, x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):  # type: ignore[no-untyped-def]
+def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
     slot = x & ((_U1 << _TABLE_BITS) - _U1)
     symbol = np.uint64(symbol_L[slot])
     x = np.uint64(freq_S[symbol]) * (x >> _TABLE_BITS) + slot - np.uint64(start_S[symbol])
@@ -127,13 +133,13 @@ def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):  # type: ignore[
 
 
 @njit(inline="always")
-def _unzigzag(value):  # type: ignore[no-untyped-def]
+def _unzigzag(value):
     magnitude = (value >> _U1) + _U1
     return magnitude if value & _U1 else _U0 - magnitude
 
 
 @njit(inline="always")
-def _time_slot(time):  # type: ignore[no-untyped-def]
+def _time_slot(time):
     segment = time >> _SEGMENT_BITS
     if time >= _TIME_END:
         return _LAST_SLOT
@@ -143,7 +149,7 @@ def _time_slot(time):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _time_after(slot):  # type: ignore[no-untyped-def]
+def _time_after(slot):
     """The least time that has more than `slot` slots below it; `slot` is below _LAST_SLOT."""
     segment = _SEGMENT_AT[slot >> _LOOKUP_BITS]
     while _TIME_START[segment + 1] <= slot:
@@ -155,7 +161,7 @@ def _time_after(slot):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):  # type: ignore[no-untyped-def]
+def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
     for b in prange(base_B.size):
         before = base_B[b] - 1
         for k in range(bound_B[b], bound_B[b + 1]):
@@ -167,10 +173,10 @@ def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):  # type: ign
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _encode_packed(base_B, bound_B, index_K, step_K, top, freq_S, start_S, room, out, first_B):  # type: ignore[no-untyped-def]
+def _encode_packed(base_B, bound_B, index_K, step_K, top, freq_S, start_S, room_B, out, first_B):
     for b in prange(base_B.size):
         low, high = bound_B[b], bound_B[b + 1]
-        at = room * high + 2 * (b + 1)
+        at = room_B[b + 1]
         x = _STATE_MIN
         for k in range(high - 1, low - 1, -1):
             before = np.int64(index_K[k - 1]) if k > low else base_B[b] - 1
@@ -180,9 +186,7 @@ def _encode_packed(base_B, bound_B, index_K, step_K, top, freq_S, start_S, room,
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _decode_packed(
-    words, word_B, base_B, end_B, bound_B, symbol_L, freq_S, start_S, top, index_K, step_K, good_B
-):  # type: ignore[no-untyped-def]
+def _decode_packed(words, word_B, base_B, end_B, bound_B, symbol_L, freq_S, start_S, top, index_K, step_K, good_B):
     gap_symbol, gap_freq, gap_start = symbol_L[0], freq_S[0], start_S[0]
     step_symbol, step_freq, step_start = symbol_L[1], freq_S[1], start_S[1]
     limit = (top - _U1) + (top - _U1)
@@ -211,7 +215,7 @@ def _decode_packed(
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _count_classes(base_B, end_B, bits_N, shift, mask, run, period, count_BC):  # type: ignore[no-untyped-def]
+def _count_classes(base_B, end_B, bits_N, shift, mask, run, period, count_BC):
     for b in prange(base_B.size):
         for start in range(base_B[b], end_B[b], period):
             for i in range(start, min(start + run, end_B[b])):
@@ -219,42 +223,57 @@ def _count_classes(base_B, end_B, bits_N, shift, mask, run, period, count_BC):  
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _count_context(bound_B, bits_N, index_K, step_K, shift, mask, top, count_BC, step_BCS):  # type: ignore[no-untyped-def]
-    for b in prange(bound_B.size - 1):
-        for k in range(bound_B[b], bound_B[b + 1]):
-            old = bits_N[index_K[k]]
-            old -= step_K[k]
-            at = (old >> shift) & mask
-            step, _ = _bucket(_zigzag(step_K[k], top))
-            count_BC[b, at] += 1
-            step_BCS[b, at, step] += 1
-
-
-@njit(parallel=True, nogil=True, cache=True)
-def _encode_context(
-    base_B, bound_B, bits_N, index_K, step_K, shift, mask, top, hazard_BC, table_C, freq_S, start_S, time_K, room, out, first_B
-):  # type: ignore[no-untyped-def]
-    for b in prange(base_B.size):
-        low, high = bound_B[b], bound_B[b + 1]
-        hazard_C = hazard_BC[b]
-        after = base_B[b]
-        for k in range(low, high):
-            time = np.int64(0)
-            index = np.int64(index_K[k])
-            for i in range(after, index):
-                time += hazard_C[(bits_N[i] >> shift) & mask]
-            time_K[k] = time
-            after = index + 1
-        at = out.size if b == base_B.size - 1 else room[b + 1]
-        x = _STATE_MIN
-        for k in range(high - 1, low - 1, -1):
+def _count_context(part_P, bits_N, index_K, step_K, shift, mask, top, class_K, step_PCS):
+    for p in prange(part_P.size - 1):
+        for k in range(part_P[p], part_P[p + 1]):
             old = bits_N[index_K[k]]
             old -= step_K[k]
             c = (old >> shift) & mask
+            step, _ = _bucket(_zigzag(step_K[k], top))
+            class_K[k] = c
+            step_PCS[p, c, step] += 1
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _times(base_B, bound_B, bits_N, index_K, shift, mask, hazard_BC, time_K, wait_B):
+    """Time between the changes; `bits_N` may be old or new, it is read only where nothing changed."""
+    for b in prange(base_B.size):
+        hazard_C = hazard_BC[b]
+        # Unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
+        i = np.uint64(base_B[b])
+        waits = np.int64(0)
+        for k in range(bound_B[b], bound_B[b + 1]):
+            index = np.uint64(index_K[k])
+            t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+            while i + _U4 <= index:
+                t0 += hazard_C[(bits_N[i] >> shift) & mask]
+                t1 += hazard_C[(bits_N[i + _U1] >> shift) & mask]
+                t2 += hazard_C[(bits_N[i + _U2] >> shift) & mask]
+                t3 += hazard_C[(bits_N[i + _U3] >> shift) & mask]
+                i += _U4
+            while i < index:
+                t0 += hazard_C[(bits_N[i] >> shift) & mask]
+                i += _U1
+            time = t0 + t1 + t2 + t3
+            time_K[k] = time
+            waits += time >> _TIME_END_BITS
+            i = index + _U1
+        wait_B[b] = waits
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _encode_context(bound_B, step_K, class_K, top, hazard_BC, table_C, freq_TS, start_TS, time_K, room_B, out, first_B):
+    for b in prange(first_B.size):
+        low, high = bound_B[b], bound_B[b + 1]
+        at = room_B[b + 1]
+        x = _STATE_MIN
+        hazard_C = hazard_BC[b]
+        for k in range(high - 1, low - 1, -1):
+            c = class_K[k]
             table = table_C[c]
-            at, x = _push_number(out, at, x, _zigzag(step_K[k], top), freq_S[table], start_S[table])
-            waits = time_K[k] // _TIME_END
-            time = time_K[k] - waits * _TIME_END
+            at, x = _push_number(out, at, x, _zigzag(step_K[k], top), freq_TS[table], start_TS[table])
+            waits = time_K[k] >> _TIME_END_BITS
+            time = time_K[k] - (waits << _TIME_END_BITS)
             start = _time_slot(time)
             freq = _time_slot(time + hazard_C[c]) - start
             at, x = _push(out, at, x, np.uint64(start), np.uint64(freq), _TIME_BITS)
@@ -265,9 +284,24 @@ def _encode_context(
 
 @njit(parallel=True, nogil=True, cache=True)
 def _decode_context(
-    words, word_B, base_B, end_B, bound_B, old_N, shift, mask, hazard_BC, table_C, symbol_L, freq_S, start_S, top,
-    index_K, step_K, good_B,
-):  # fmt: skip  # type: ignore[no-untyped-def]
+    words,
+    word_B,
+    base_B,
+    end_B,
+    bound_B,
+    old_N,
+    shift,
+    mask,
+    hazard_BC,
+    table_C,
+    symbol_L,
+    freq_S,
+    start_S,
+    top,
+    index_K,
+    step_K,
+    good_B,
+):
     limit = (top - _U1) + (top - _U1)
     for b in prange(base_B.size):
         low, high = bound_B[b], bound_B[b + 1]
@@ -294,15 +328,15 @@ def _decode_context(
                 good = False
                 break
             wanted = _time_after(np.int64(slot))
-            c = np.int64(0)
             hazard = np.int64(0)
-            while index < last:
-                c = np.int64((old_N[index] >> shift) & mask)
-                hazard = hazard_C[c]
+            i = np.uint64(index)
+            while i < np.uint64(last):
+                hazard = hazard_C[(old_N[i] >> shift) & mask]
                 if begin + hazard >= wanted:
                     break
                 begin += hazard
-                index += 1
+                i += _U1
+            index = np.int64(i)
             if index == last or begin < 0:
                 good = False
                 break
@@ -310,7 +344,7 @@ def _decode_context(
             freq = _time_slot(begin + hazard) - start
             x = np.uint64(freq) * (x >> _TIME_BITS) + slot - np.uint64(start)
             at, x = _pull(words, at, end, x)
-            table = table_C[c]
+            table = table_C[(old_N[i] >> shift) & mask]
             at, x, step = _pull_number(words, at, end, x, symbol_L[table], freq_S[table], start_S[table])
             if step > limit:
                 good = False
@@ -319,3 +353,259 @@ def _decode_context(
             step_K[k] = _unzigzag(step)
             index += 1
         good_B[b] = good and at == end and x == _STATE_MIN
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _pack(out, first_B, room_B, word_B, words):
+    for b in prange(first_B.size):
+        words[word_B[b] : word_B[b + 1]] = out[first_B[b] : room_B[b + 1]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blocks:
+    """A tensor cut into blocks.
+
+    Attributes:
+        base_B, end_B: First element of each block, and the one behind its last.
+        bound_B: First change of each block in the tensor's, and how many there are; shape B + 1.
+    """
+
+    base_B: np.ndarray
+    end_B: np.ndarray
+    bound_B: np.ndarray
+
+    @classmethod
+    def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray) -> Blocks:
+        """The blocks of a tensor whose changes are counted by `bound_B`."""
+        base_B = np.arange(0, element_count, block_elements, dtype=np.int64)
+        return cls(base_B, np.minimum(base_B + block_elements, element_count), bound_B)
+
+    @classmethod
+    def around(cls, element_count: int, block_elements: int, index_K: np.ndarray) -> Blocks:
+        """The blocks of a tensor that changes at these indices."""
+        edges = np.arange(0, element_count + block_elements, block_elements, dtype=np.int64)
+        edges[-1] = element_count
+        return cls(edges[:-1], edges[1:], np.searchsorted(index_K, edges).astype(np.int64))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tables:
+    """Static tables of numbers: slots of each symbol, slots below it, and the symbol of each slot.
+
+    Attributes:
+        freq_TS: uint32[T, 256], each row sums to 2**12.
+    """
+
+    freq_TS: np.ndarray
+    start_TS: np.ndarray
+    symbol_TL: np.ndarray
+
+    @classmethod
+    def of(cls, freq_TS: np.ndarray) -> Tables:
+        """Tables of these frequencies."""
+        symbols = np.arange(freq_TS.shape[1], dtype=np.uint8)
+        start_TS = np.cumsum(freq_TS, axis=1, dtype=np.uint32) - freq_TS
+        return cls(freq_TS, start_TS, np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Classes:
+    """Class of a bit pattern: (bits >> shift) & mask."""
+
+    shift: int
+    mask: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.mask + 1
+
+    def arguments(self, dtype: np.dtype) -> tuple[np.generic, np.generic]:
+        """Shift and mask in the dtype of the bit patterns."""
+        return dtype.type(self.shift), dtype.type(self.mask)
+
+
+def _top(step_K: np.ndarray) -> np.uint64:
+    return np.uint64(1 << (8 * step_K.itemsize - 1))
+
+
+def _tasks(blocks: Blocks, index_K: np.ndarray) -> int:
+    """How many threads are worth starting for work on the changes."""
+    return min(blocks.base_B.size, index_K.size // _PART)
+
+
+def _room(blocks: Blocks, item_bytes: int, extra_B: np.ndarray | int = 0) -> np.ndarray:
+    """Where the room for each block's words ends, first that of the first begins; enough for the rarest symbols."""
+    words_per_change = -(-(2 * reference.TABLE_BITS + 30 + 8 * item_bytes) // 32)
+    room_B = np.zeros(blocks.bound_B.size, np.int64)
+    np.cumsum(words_per_change * np.diff(blocks.bound_B) + extra_B + 4, out=room_B[1:])
+    return room_B
+
+
+def _packed_words(out: np.ndarray, first_B: np.ndarray, room_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    count_B = room_B[1:] - first_B
+    word_B = np.concatenate(([0], np.cumsum(count_B)))
+    words = np.empty(word_B[-1], np.uint32)
+    with threads(words.size // _PACKED):
+        _pack(out, first_B, room_B, word_B, words)
+    return words, count_B
+
+
+def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.ndarray:
+    """How often each bucket occurs among gaps (row 0) and steps (row 1), int64[2, 256]."""
+    count_BS = np.zeros((blocks.base_B.size, 2, 256), np.int64)
+    with threads(_tasks(blocks, index_K)):
+        _count_packed(blocks.base_B, blocks.bound_B, index_K, step_K, _top(step_K), count_BS)
+    return count_BS.sum(axis=0)
+
+
+def encode_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, tables: Tables) -> tuple[np.ndarray, np.ndarray]:
+    """Words of all blocks and how many each has; as `coder_reference.encode_packed`, none for a block without changes."""
+    room_B = _room(blocks, step_K.itemsize)
+    out = np.empty(room_B[-1], np.uint32)
+    first_B = np.empty(blocks.base_B.size, np.int64)
+    with threads(_tasks(blocks, index_K)):
+        _encode_packed(
+            blocks.base_B,
+            blocks.bound_B,
+            index_K,
+            step_K,
+            _top(step_K),
+            tables.freq_TS,
+            tables.start_TS,
+            room_B,
+            out,
+            first_B,
+        )
+    return _packed_words(out, first_B, room_B)
+
+
+def decode_packed(
+    blocks: Blocks, words: np.ndarray, word_B: np.ndarray, tables: Tables, index_K: np.ndarray, step_K: np.ndarray
+) -> bool:
+    """Fill `index_K` and `step_K`; False if a block is malformed.
+
+    Args:
+        blocks: Of the tensor.
+        words: uint32, of the whole payload.
+        word_B: Where the words of each block begin, and end, shape B + 1; inside `words`.
+        tables: Of gaps and steps.
+        index_K: Output.
+        step_K: Output.
+    """
+    good_B = np.zeros(blocks.base_B.size, np.bool_)
+    with threads(_tasks(blocks, index_K)):
+        _decode_packed(
+            words,
+            word_B,
+            blocks.base_B,
+            blocks.end_B,
+            blocks.bound_B,
+            tables.symbol_TL,
+            tables.freq_TS,
+            tables.start_TS,
+            _top(step_K),
+            index_K,
+            step_K,
+            good_B,
+        )
+    return bool(good_B.all())
+
+
+def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int, period: int) -> np.ndarray:
+    """Elements of each class in the first `run` of every `period` elements, int64[B, C]."""
+    count_BC = np.zeros((blocks.base_B.size, classes.count), np.int64)
+    shift, mask = classes.arguments(bits_N.dtype)
+    with threads(blocks.base_B.size):
+        _count_classes(blocks.base_B, blocks.end_B, bits_N, shift, mask, run, period, count_BC)
+    return count_BC
+
+
+def count_context(
+    new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, classes: Classes
+) -> tuple[np.ndarray, np.ndarray]:
+    """Class of each changed element's old value, uint8[K], and steps by class and bucket, int64[C, 256]."""
+    part_count = max(1, min(_PARTS, index_K.size // _PART))
+    part_P = np.linspace(0, index_K.size, part_count + 1).astype(np.int64)
+    class_K = np.empty(index_K.size, np.uint8)
+    step_PCS = np.zeros((part_count, classes.count, 256), np.uint32)
+    shift, mask = classes.arguments(new_N.dtype)
+    with threads(part_count):
+        _count_context(part_P, new_N, index_K, step_K, shift, mask, _top(step_K), class_K, step_PCS)
+    return class_K, step_PCS.sum(axis=0, dtype=np.int64)
+
+
+def encode_context(
+    blocks: Blocks,
+    new_N: np.ndarray,
+    index_K: np.ndarray,
+    step_K: np.ndarray,
+    class_K: np.ndarray,
+    classes: Classes,
+    hazard_BC: np.ndarray,
+    table_C: np.ndarray,
+    tables: Tables,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `encode_packed`, given the hazard of each class in each block and the step table of each class."""
+    shift, mask = classes.arguments(new_N.dtype)
+    time_K = np.empty(index_K.size, np.int64)
+    wait_B = np.empty(blocks.base_B.size, np.int64)
+    with threads(blocks.base_B.size):
+        _times(blocks.base_B, blocks.bound_B, new_N, index_K, shift, mask, hazard_BC, time_K, wait_B)
+    room_B = _room(blocks, step_K.itemsize, wait_B // 7 + 1)
+    out = np.empty(room_B[-1], np.uint32)
+    first_B = np.empty(blocks.base_B.size, np.int64)
+    with threads(_tasks(blocks, index_K)):
+        _encode_context(
+            blocks.bound_B,
+            step_K,
+            class_K,
+            _top(step_K),
+            hazard_BC,
+            table_C,
+            tables.freq_TS,
+            tables.start_TS,
+            time_K,
+            room_B,
+            out,
+            first_B,
+        )
+    return _packed_words(out, first_B, room_B)
+
+
+def decode_context(
+    blocks: Blocks,
+    words: np.ndarray,
+    word_B: np.ndarray,
+    old_N: np.ndarray,
+    classes: Classes,
+    hazard_BC: np.ndarray,
+    table_C: np.ndarray,
+    tables: Tables,
+    index_K: np.ndarray,
+    step_K: np.ndarray,
+) -> bool:
+    """As `decode_packed`, given the old bits of the tensor."""
+    shift, mask = classes.arguments(old_N.dtype)
+    good_B = np.zeros(blocks.base_B.size, np.bool_)
+    with threads(blocks.base_B.size):
+        _decode_context(
+            words,
+            word_B,
+            blocks.base_B,
+            blocks.end_B,
+            blocks.bound_B,
+            old_N,
+            shift,
+            mask,
+            hazard_BC,
+            table_C,
+            tables.symbol_TL,
+            tables.freq_TS,
+            tables.start_TS,
+            _top(step_K),
+            index_K,
+            step_K,
+            good_B,
+        )
+    return bool(good_B.all())

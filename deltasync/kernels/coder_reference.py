@@ -209,7 +209,8 @@ def encode_context(
 
     Args:
         class_R: Class of the old value of each element of the block.
-        index_K, step_K: The changes; indices count from the block's start.
+        index_K: Indices of the changes, counted from the block's start.
+        step_K: Their steps.
         hazard_C: Hazard of each class in this block.
         freq_C: Step table of each class, shape [C, 256].
     """

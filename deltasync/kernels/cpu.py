@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
-from numba import njit, prange
+from llvmlite import ir
+from numba import get_num_threads, njit, prange, set_num_threads, types
+from numba.extending import intrinsic
 
 from deltasync.kernels import reference
+from deltasync.types import index_dtype
 
 _I = reference.INDEX_STEP
 _V = reference.VALUE_STEP
@@ -15,10 +21,20 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 # Elements per parallel task: large enough to hide the scheduling, small enough for both cores to share one tensor.
 _CHUNK = 1 << 18
+_SCATTER_CHUNK = 1 << 12
+_JOINED = 1 << 17
+
+
+@intrinsic
+def _trailing_zeros(_context, _value):
+    def generate(_context, builder, _signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
 
 
 @njit(inline="always")
-def _cell(key, index, bits):  # type: ignore[no-untyped-def]
+def _cell(key, index, bits):
     z = key + np.uint64(index) * _I + np.uint64(bits) * _V
     z = (z ^ (z >> _S30)) * _M1
     z = (z ^ (z >> _S27)) * _M2
@@ -26,7 +42,7 @@ def _cell(key, index, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _fingerprint(key, bits_N):  # type: ignore[no-untyped-def]
+def _fingerprint(key, bits_N):
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
@@ -38,55 +54,103 @@ def _fingerprint(key, bits_N):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _count(old_N, new_N, count_C):  # type: ignore[no-untyped-def]
-    for chunk in prange(count_C.size):
+def _diff(old_N, new_N, part, room, index_R, step_R, count_P):
+    """Each part of the tensor into its own room; counts on where that is full."""
+    one = np.uint64(1)
+    for p in prange(count_P.size):
+        first = p * part
+        last = min(first + part, old_N.size)
         found = 0
-        for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, old_N.size)):
-            found += old_N[i] != new_N[i]
-        count_C[chunk] = found
+        i = first
+        while i + 64 <= last:
+            old, new = old_N[i : i + 64], new_N[i : i + 64]
+            changed = np.uint64(0)
+            for j in range(64):
+                changed |= np.uint64(old[j] != new[j]) << np.uint64(j)
+            while changed:
+                at = i + np.int64(_trailing_zeros(changed))
+                if found < room:
+                    index_R[p, found] = at
+                    step_R[p, found] = new_N[at] - old_N[at]
+                found += 1
+                changed &= changed - one
+            i += 64
+        while i < last:
+            if old_N[i] != new_N[i]:
+                if found < room:
+                    index_R[p, found] = i
+                    step_R[p, found] = new_N[i] - old_N[i]
+                found += 1
+            i += 1
+        count_P[p] = found
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _compact(old_N, new_N, start_C, index_K, step_K):  # type: ignore[no-untyped-def]
-    for chunk in prange(start_C.size - 1):
-        k = start_C[chunk]
-        if k == start_C[chunk + 1]:
-            continue
-        for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, old_N.size)):
-            if old_N[i] != new_N[i]:
-                index_K[k] = i
-                step_K[k] = new_N[i] - old_N[i]
-                k += 1
+def _join(index_R, step_R, start_P, index_K, step_K):
+    for p in prange(start_P.size - 1):
+        low, high = start_P[p], start_P[p + 1]
+        index_K[low:high] = index_R[p, : high - low]
+        step_K[low:high] = step_R[p, : high - low]
 
 
-@njit(nogil=True, cache=True)
-def _scatter(key, dest, dest_index_K, data_K, absolute, index_K, old_K):  # type: ignore[no-untyped-def]
+@njit(parallel=True, nogil=True, cache=True)
+def _scatter(key, dest, dest_index_K, data_K, absolute, index_K, old_K):
     added = np.uint64(0)
-    for k in range(data_K.size):
-        at = dest_index_K[k]
-        old = dest[at]
-        new = data_K[k]
-        if not absolute:
-            new += old
-        dest[at] = new
-        old_K[k] = old
-        added += _cell(key, index_K[k], dest[at]) - _cell(key, index_K[k], old)
+    chunks = (data_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
+    for chunk in prange(chunks):
+        part = np.uint64(0)
+        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, data_K.size)
+        # Nothing but loads first: many of them miss the cache, and so they wait together.
+        for k in range(first, last):
+            old_K[k] = dest[dest_index_K[k]]
+        for k in range(first, last):
+            at = dest_index_K[k]
+            old = old_K[k]
+            new = data_K[k]
+            if not absolute:
+                new += old
+            dest[at] = new
+            part += _cell(key, index_K[k], dest[at]) - _cell(key, index_K[k], old)
+        added += part
     return added
+
+
+@contextlib.contextmanager
+def threads(task_count: int) -> Iterator[None]:
+    """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
+    before = get_num_threads()
+    set_num_threads(max(1, min(before, task_count)))
+    try:
+        yield
+    finally:
+        set_num_threads(before)
 
 
 def fingerprint(key: int, bits_N: np.ndarray) -> int:
     """As `reference.fingerprint`."""
-    return int(_fingerprint(np.uint64(key), bits_N))
+    with threads(bits_N.size // _CHUNK):
+        return int(_fingerprint(np.uint64(key), bits_N))
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `reference.diff`; two passes over the chunks that changed, one over the others."""
-    count_C = np.empty((old_N.size + _CHUNK - 1) // _CHUNK, np.int64)
-    _count(old_N, new_N, count_C)
-    start_C = np.concatenate(([0], np.cumsum(count_C)))
-    index_K = np.empty(start_C[-1], np.int64)
-    step_K = np.empty(start_C[-1], old_N.dtype)
-    _compact(old_N, new_N, start_C, index_K, step_K)
+    """As `reference.diff`; reads both once, and again where more than one element in eight changed."""
+    part = min(_CHUNK, max(64, old_N.size))
+    count_P = np.zeros((old_N.size + part - 1) // part, np.int64)
+    room = part // 8 + 64
+    while True:
+        index_R = np.empty((count_P.size, room), index_dtype(old_N.size))
+        step_R = np.empty((count_P.size, room), old_N.dtype)
+        with threads(count_P.size):
+            _diff(old_N, new_N, part, room, index_R, step_R, count_P)
+        most = int(count_P.max(initial=0))
+        if most <= room:
+            break
+        room = most
+    start_P = np.concatenate(([0], np.cumsum(count_P)))
+    index_K = np.empty(start_P[-1], index_R.dtype)
+    step_K = np.empty(start_P[-1], old_N.dtype)
+    with threads(index_K.size // _JOINED):
+        _join(index_R, step_R, start_P, index_K, step_K)
     return index_K, step_K
 
 
@@ -95,5 +159,6 @@ def scatter(
 ) -> tuple[np.ndarray, int]:
     """As `reference.scatter`."""
     old_K = np.empty_like(data_K)
-    added = _scatter(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, old_K)
+    with threads(data_K.size // _SCATTER_CHUNK):
+        added = _scatter(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, old_K)
     return old_K, int(added)

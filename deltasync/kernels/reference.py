@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from deltasync.types import index_dtype
+
 # Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 # Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.
 INDEX_STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -28,8 +30,8 @@ def fingerprint(key: int, bits_N: np.ndarray) -> int:
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices (int64, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
-    index_K = np.flatnonzero(old_N != new_N)
+    """Flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
+    index_K = np.flatnonzero(old_N != new_N).astype(index_dtype(old_N.size))
     return index_K, new_N[index_K] - old_N[index_K]
 
 

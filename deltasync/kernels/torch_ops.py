@@ -30,7 +30,7 @@ def cell_hash(key: int, index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Te
     """As `reference.cell_hash`, int64; `bits_K` is a signed view of the bit patterns."""
     width = 8 * bits_K.element_size()
     unsigned_K = bits_K.to(torch.int64) & ((1 << width) - 1 if width < 64 else -1)
-    z = _as_signed(key) + index_K * _INDEX_STEP + unsigned_K * _VALUE_STEP
+    z = _as_signed(key) + index_K.to(torch.int64) * _INDEX_STEP + unsigned_K * _VALUE_STEP
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     return z ^ _shift(z, 31)
@@ -45,3 +45,7 @@ def scatter(
     dest[dest_index_K] = new_K
     added = (cell_hash(key, index_K, new_K) - cell_hash(key, index_K, old_K)).sum()
     return old_K, int(added) & MASK
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Nothing to compile."""

@@ -6,26 +6,32 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec, fingerprint
-from deltasync.codec import packed
-from deltasync.errors import UnsupportedFormatError
-from deltasync.kernels import reference
+from deltasync.bits import bits_of
+from deltasync.codec import blocks
+from deltasync.codec.context import ContextModel, classes_of
+from deltasync.codec.packed import PackedModel
+from deltasync.codec.tables import Cursor
+from deltasync.errors import CorruptDataError, StageError, UnsupportedFormatError
+from deltasync.kernels import coder_reference, reference
 from deltasync.types import TensorSpec
 from tests import strategies as our
 
 Model = tuple[dict[str, TensorSpec], dict[str, np.ndarray], dict[str, np.ndarray]]
 
-CODECS = pytest.mark.parametrize("codec_name", ["raw", "packed"])
+CODECS = pytest.mark.parametrize("codec_name", ["raw", "packed", "context"])
+BLOCK_CODECS = pytest.mark.parametrize("codec_name", ["packed", "context"])
 
 
 @pytest.fixture(params=[1, 7, 64, 1 << 20], ids="block={}".format, scope="module")
 def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "BLOCK", request.param)
+        patch.setattr(blocks, "BLOCK", request.param)
+        patch.setattr(blocks, "OWN_GROUP", 100)
         yield request.param
 
 
@@ -46,7 +52,7 @@ def _assert_leads_from_old_to_new(data: bytes, model: Model) -> None:
     assert (payload.version, payload.base_version) == (8, 7)
     assert list(payload.patches) == [name for name in specs if (old[name] != new[name]).any()]
     reached = {name: bits.copy() for name, bits in old.items()}
-    for patch in codec.get(payload.codec).decode(payload, specs):
+    for patch in codec.get(payload.codec).decode(payload, specs, old.__getitem__):
         if patch.index_K is None:
             assert patch.absolute
             reached[patch.name] = patch.data
@@ -65,9 +71,141 @@ def test_raw_round_trip(model: Model) -> None:
     _assert_leads_from_old_to_new(_encode("raw", model), model)
 
 
+@BLOCK_CODECS
 @given(model=our.model_pairs())
-def test_packed_round_trip_in_blocks_of_any_size(block_elements: int, model: Model) -> None:
-    _assert_leads_from_old_to_new(_encode("packed", model), model)
+def test_round_trip_in_blocks_of_any_size(codec_name: str, block_elements: int, model: Model) -> None:
+    _assert_leads_from_old_to_new(_encode(codec_name, model), model)
+
+
+def _like_training(dtype: str, element_count: int, density: float) -> Model:
+    """Changes by a few steps, more of them where the exponent is small."""
+    random = np.random.default_rng(0)
+    values = torch.from_numpy(random.standard_t(5, element_count)) * (20 if dtype in our.INTEGERS else 0.02)
+    old_N = bits_of(values.to(getattr(torch, dtype)))
+    weight_N = 1 / np.maximum(np.abs(values.numpy()), 1e-3)
+    probability_N = np.minimum(weight_N * (density / weight_N.mean()), 1.0)
+    step_N = random.choice(np.array([1, 1, -1, -1, 2, -2, 7], f"i{old_N.itemsize}"), element_count).view(old_N.dtype)
+    new_N = np.where(random.random(element_count) < probability_N, old_N + step_N, old_N)
+    return {"w": TensorSpec("w", dtype, (element_count,))}, {"w": old_N}, {"w": new_N}
+
+
+@BLOCK_CODECS
+@pytest.mark.parametrize("density", [1e-5, 1e-3, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_round_trip_at_every_density(codec_name: str, density: float, dtype: str) -> None:
+    model = _like_training(dtype, (1 << 19) + 12_345, density)
+    _assert_leads_from_old_to_new(_encode(codec_name, model), model)
+
+
+@BLOCK_CODECS
+@pytest.mark.parametrize("dtype", our.DTYPES)
+def test_round_trip_of_every_dtype(codec_name: str, dtype: str) -> None:
+    model = _like_training(dtype, 40_000, 0.05)
+    _assert_leads_from_old_to_new(_encode(codec_name, model), model)
+
+
+@BLOCK_CODECS
+def test_a_single_change_anywhere_in_a_large_tensor(codec_name: str) -> None:
+    old_N = np.zeros(2_000_000, np.uint8)
+    for index in (0, (1 << 19) - 1, 1 << 19, old_N.size - 1):
+        new_N = old_N.copy()
+        new_N[index] = 0x80
+        model = ({"w": TensorSpec("w", "float8_e5m2", (2000, 1000))}, {"w": old_N}, {"w": new_N})
+        data = _encode(codec_name, model)
+        _assert_leads_from_old_to_new(data, model)
+        assert len(data) < 1000
+
+
+@BLOCK_CODECS
+@pytest.mark.parametrize("density", [1e-3, 0.01, 0.1, 0.5])
+def test_size_is_near_the_entropy(codec_name: str, density: float) -> None:
+    model = _like_training("bfloat16", 1 << 20, density)
+    old_N, new_N = model[1]["w"], model[2]["w"]
+    class_N = (old_N >> 7 & 0xFF) if codec_name == "context" else np.zeros(old_N.size, np.uint16)
+    bound_bits = 0.0
+    for c in np.unique(class_N):
+        step_N = (new_N - old_N)[class_N == c]
+        _, count = np.unique(step_N, return_counts=True)  # unchanged elements are the step 0
+        bound_bits -= float((count * np.log2(count / count.sum())).sum())
+    assert 8 * len(_encode(codec_name, model)) < (1.02 if density < 0.5 else 1.04) * bound_bits + 8 * 1000
+
+
+@BLOCK_CODECS
+@given(model=our.model_pairs())
+def test_a_block_decodes_alone_by_the_reference(codec_name: str, model: Model) -> None:
+    specs, old, new = model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 100)
+        payload = codec.open_payload(_encode(codec_name, model))
+    arrays = {key: value.numpy() for key, value in payload.arrays.items() if key.startswith(".")}
+    words = arrays[".words"].view(np.uint32)
+    word_B = np.concatenate(([0], np.cumsum(arrays[".blocks"][:, 1])))
+    block = 0
+    for name, row in payload.patches.items():
+        if row.get("dense"):
+            continue
+        spec = specs[name]
+        index_K, step_K = reference.diff(old[name], new[name])
+        for start in range(0, spec.element_count, 100):
+            count, _, *level = arrays[".blocks"][block].tolist()
+            stream = words[word_B[block] : word_B[block + 1]]
+            block += 1
+            low, high = np.searchsorted(index_K, (start, start + 100))
+            assert count == high - low
+            assert (stream.size == 0) == (count == 0)
+            if count == 0:
+                continue
+            cursor = Cursor(arrays[".tables"].tobytes())
+            if codec_name == "packed":
+                packed = [PackedModel.read(cursor) for _ in range(row["group"] + 1)][-1]
+                tables = packed.tables.freq_TS
+                found = coder_reference.decode_packed(stream, count, spec.bits_dtype, *tables)
+                again = coder_reference.encode_packed(*found, *tables)
+            else:
+                context = [ContextModel.read(cursor) for _ in range(row["group"] + 1)][-1]
+                classes = classes_of(spec)
+                class_R = (old[name][start : start + 100].astype(np.uint64) >> np.uint64(classes.shift)).astype(
+                    int
+                ) & classes.mask
+                coding = (context.hazards(np.array(level))[0], context.tables.freq_TS[context.table_C])
+                found = coder_reference.decode_context(stream, count, spec.bits_dtype, class_R, *coding)
+                again = coder_reference.encode_context(class_R, *found, *coding)
+            np.testing.assert_array_equal(found[0] + start, index_K[low:high])
+            np.testing.assert_array_equal(found[1], step_K[low:high])
+            np.testing.assert_array_equal(again, stream)
+    assert block == len(arrays[".blocks"])
+
+
+@BLOCK_CODECS
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_streams_never_crash(codec_name: str, seed: int) -> None:
+    model = _like_training("bfloat16", 3000, 0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 500)
+        data = _encode(codec_name, model)
+    body = 8 + int.from_bytes(data[:8], "little")
+    random = np.random.default_rng(seed)
+    refused = 0
+    for _ in range(500):
+        damaged = bytearray(data)
+        for _ in range(random.integers(1, 4)):
+            damaged[random.integers(body, len(data))] = random.integers(256)
+        try:
+            (found,) = codec.get(codec_name).decode(codec.open_payload(bytes(damaged)), model[0], model[1].__getitem__)
+        except CorruptDataError:
+            refused += 1
+            continue
+        assert found.index_K is not None
+        assert found.index_K[0] >= 0 and found.index_K[-1] < 3000
+        assert (np.diff(found.index_K) > 0).all() and (found.data != 0).all()
+    assert refused > 450
+
+
+def test_context_without_the_old_bits_says_what_is_missing() -> None:
+    model = _like_training("bfloat16", 1000, 0.1)
+    payload = codec.open_payload(_encode("context", model))
+    with pytest.raises(StageError, match="needs the old"):
+        list(codec.get("context").decode(payload, model[0]))
 
 
 @CODECS
@@ -100,45 +238,6 @@ def test_raw_has_the_layout_and_the_fields_of_the_blog_format(model: Model) -> N
     assert payload.metadata["model_version"] == "8"
     assert 0.0 <= float(payload.metadata["sparsity"]) <= 1.0
     assert payload.arrays.keys() == {f"{name}.{part}" for name in changed for part in ("indices", "values")}
-
-
-_ascending = st.lists(st.integers(0, 2000), min_size=1, max_size=60, unique=True).map(sorted)
-
-
-@given(_ascending)
-def test_gap_stream_round_trip(indices: list[int]) -> None:
-    local_K = np.array(indices, np.int64)
-    stream = packed.encode_gaps(local_K)
-    np.testing.assert_array_equal(packed.decode_gaps(stream, local_K.size), local_K)
-
-
-@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 100_000])
-def test_gap_escapes(gap: int) -> None:
-    stream = packed.encode_gaps(np.array([gap, 2 * gap + 1], np.int64))
-    assert stream.tolist() == 2 * ([255] * (gap // 255) + [gap % 255])
-    assert packed.decode_gaps(stream, 2).tolist() == [gap, 2 * gap + 1]
-
-
-@given(st.data(), our.widths)
-def test_step_stream_round_trip(data: st.DataObject, width: int) -> None:
-    top = (1 << (8 * width)) - 1
-    near = st.integers(-200, 200).filter(bool).map(lambda step: step & top)
-    steps = data.draw(st.lists((near | st.integers(1, top)).filter(bool), min_size=1, max_size=60))
-    step_K = np.array(steps, f"u{width}")
-    stream = np.frombuffer(packed.encode_steps(step_K), np.uint8)
-    np.testing.assert_array_equal(packed.decode_steps(stream, step_K.size, step_K.dtype), step_K)
-
-
-def test_step_escapes_start_at_zigzag_256() -> None:
-    step_K = np.array([1, -1, 127, -128, 128, -129], np.int16).view(np.uint16)
-    # zigzag - 1:       1,  0, 253,  254, 255,  256
-    stream = packed.encode_steps(step_K)
-    assert stream == bytes([1, 0, 253, 254, 255, 255]) + bytes([255, 0, 0, 1])
-
-
-def test_steps_of_one_byte_never_escape() -> None:
-    step_K = np.arange(1, 256, dtype=np.uint8)
-    assert len(packed.encode_steps(step_K)) == 255
 
 
 def test_a_tensor_that_changed_everywhere_at_random_goes_dense() -> None:

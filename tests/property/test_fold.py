@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.fold import fold
+from deltasync.fold import fold, fold_all
 from deltasync.kernels import reference
 from deltasync.types import Patch
 from tests import strategies as our
@@ -61,3 +61,42 @@ def test_the_arguments_are_not_changed(pair: tuple[np.ndarray, np.ndarray]) -> N
     fold(first, second)
     for patch in (first, second):
         _assert_is_the_diff(patch if patch.changed else None, *pair)
+
+
+@given(st.data(), our.dtypes)
+def test_a_fold_of_steps_values_and_whole_tensors_does_what_they_do(data: st.DataObject, dtype: str) -> None:
+    states = list(data.draw(our.bit_pairs(dtype, max_size=40)))
+    for _ in range(data.draw(st.integers(0, 4))):
+        states.append(data.draw(our.new_bits(states[-1], dtype)))
+    patches, written_N = [], np.zeros(states[0].size, bool)
+    for old_N, new_N in itertools.pairwise(states):
+        patch = _patch(old_N, new_N)
+        assert patch.index_K is not None
+        kind = data.draw(st.sampled_from(["steps", "values", "dense"]))
+        if kind == "values":
+            patch = Patch("w", patch.index_K, new_N[patch.index_K], absolute=True)
+        elif kind == "dense":
+            patch = Patch("w", None, new_N.copy(), absolute=True)
+        written_N[patch.index_K if patch.index_K is not None else slice(None)] |= kind != "steps"
+        patches.append(patch)
+    before = [(None if p.index_K is None else p.index_K.copy(), p.data.copy()) for p in patches]
+    reached_N, touched_N = states[0].copy(), np.zeros(states[0].size, int)
+    folded = fold_all(patches)
+    for patch in folded:
+        at = slice(None) if patch.index_K is None else patch.index_K
+        touched_N[at] += 1
+        assert patch.index_K is None or (np.diff(patch.index_K) > 0).all()
+        if patch.absolute:
+            reached_N[at] = patch.data
+        else:
+            assert (patch.data != 0).all()
+            reached_N[at] += patch.data
+        assert patch.data.dtype == states[0].dtype
+    np.testing.assert_array_equal(reached_N, states[-1])
+    np.testing.assert_array_equal(touched_N, ((states[0] != states[-1]) | written_N).astype(int))
+    assert [patch.absolute for patch in folded] in ([], [False], [True], [False, True])
+    for (index_K, values), patch in zip(before, patches, strict=True):
+        np.testing.assert_array_equal(values, patch.data)
+        assert (index_K is None) == (patch.index_K is None)
+        if index_K is not None:
+            np.testing.assert_array_equal(index_K, patch.index_K)

@@ -297,7 +297,7 @@ def _file(store: Store, version: int, part: str) -> bytes:
     return store.read(file.key)
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
 def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str, codec: str, mask: int) -> None:
     scene = _scene(memory_url, codec)
@@ -317,7 +317,7 @@ def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url:
             assert_same_bits(replica.state_dict(), _second())
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 def test_every_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
     scene = _scene(memory_url, codec)
     original = _file(scene.store.inner, 2, "delta")
@@ -396,11 +396,14 @@ def _set_row(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
         _set_row("a.weight", fingerprint=1),
         _set_row("a.weight", fingerprint="nothing"),
         _set_row("a.weight", dense=True),
+        _set_row("a.weight", group=-1),
+        _set_row("a.weight", group=9),
+        _set_row("a.weight", group=None),
         lambda header: header.pop("__metadata__"),
-        lambda header: header[".gaps"].update(dtype="I8"),
+        lambda header: header[".tables"].update(dtype="I8"),
         lambda header: header[".blocks"].update(dtype="F32"),
         lambda header: header.update({"other": header.pop(".blocks")}),
-        lambda header: header.update({"other": header.pop(".gaps")}),
+        lambda header: header.update({"other": header.pop(".words")}),
     ],
 )
 def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
@@ -416,7 +419,7 @@ def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "I16", "F8_E4M3", "BOOL"])
 def test_streams_of_another_dtype_are_a_format_error(scene: Scene, dtype: str) -> None:
     def change(header: dict[str, Any]) -> None:
-        for key in (".gaps", ".steps", ".blocks"):
+        for key in (".words", ".tables", ".blocks"):
             start, end = header[key]["data_offsets"]
             width = 1 if dtype in ("F8_E4M3", "BOOL") else 2
             if (end - start) % width == 0:
@@ -482,6 +485,16 @@ def test_a_bad_delta_without_a_reachable_anchor_keeps_the_version(scene: Scene) 
 def test_rotten_memory_under_a_delta_is_noticed_and_loaded_anew(scene: Scene) -> None:
     # The element that version 2 moves by a step.
     scene.replica.state_dict()["a.weight"].view(torch.int16)[2, 3] += 5
+    assert scene.replica.sync() == 2
+    scene.assert_at(2)
+
+
+def test_a_context_delta_on_rotten_memory_is_loaded_anew_at_the_second_attempt(memory_url: str) -> None:
+    scene = _scene(memory_url, "context")
+    # So many elements of another exponent that the delta's positions make no sense any more.
+    scene.replica.state_dict()["a.weight"].view(torch.int16)[:2] = 0
+    with pytest.raises(CorruptDataError):
+        scene.replica.sync()
     assert scene.replica.sync() == 2
     scene.assert_at(2)
 

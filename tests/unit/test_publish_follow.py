@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Receipt, Replica, layout, manifest, open_store
-from deltasync.codec.packed import PackedEncoder
+from deltasync.codec.blocks import BlockEncoder
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -82,7 +82,7 @@ def store(memory_url: str) -> FaultyStore:
     return FaultyStore(open_store(memory_url))
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: str) -> None:
     states = [_weights()]
     states += [_trained(states[-1], 1)]
@@ -363,12 +363,13 @@ def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
     assert open_store(channel_url).read(layout.CHANNEL).count(str(first.run_id).encode()) == 1
 
 
-def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore) -> None:
+@pytest.mark.parametrize("codec", ["packed", "context"])
+def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, codec: str) -> None:
     states = [_weights()]
     states += [_trained(states[-1], seed) for seed in range(1, 7)]
     for number in range(2, 7):
         states[number] = _trained(states[number - 1], number)
-    publisher = Publisher(store)
+    publisher = Publisher(store, codec=codec)
     _publish(publisher, states[0])
     gate = store.hold_at("create")
     receipts = [publisher.publish(states[1].items(), step=1)]
@@ -500,7 +501,7 @@ def test_an_encoder_that_fails_takes_nothing_along(store: FaultyStore, monkeypat
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(PackedEncoder, "finish", fail)
+        patch.setattr(BlockEncoder, "finish", fail)
         with pytest.raises(MemoryError):
             publisher.publish(states[2].items())
     gate.opened.set()

@@ -1,0 +1,209 @@
+"""What `packed` and `context` share: tensors cut into blocks, tables per group of tensors, one array of words.
+
+    .words   int32[W]      the streams of all blocks: of all tensors in table order, of each tensor's blocks in their order;
+                           bit patterns of unsigned words (`kernels.coder_reference` describes a stream)
+    .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors
+    .tables  uint8[T]      the tables of all groups, one after the other, without gaps
+
+A block is `block_elements` (metadata) elements of a tensor, its last one what is left; one without changes has no words.
+A tensor's row in the table of patches names its group by number. A tensor for which all that is larger than its plain bits
+is stored as `{name}` in the served dtype and shape, marked `"dense": true`.
+
+Tensors with many changes have a group of their own; the others share one with those that are alike, so that tables cost
+little next to what they describe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import ClassVar, Protocol, Self
+
+import numpy as np
+import torch
+
+from deltasync.bits import tensor_of
+from deltasync.codec.base import OldBits, Payload, Table, spec_for, take
+from deltasync.codec.tables import Cursor
+from deltasync.errors import CorruptDataError
+from deltasync.kernels.coder import Blocks
+from deltasync.types import Patch, TensorSpec, index_dtype
+
+BLOCK = 1 << 19
+OWN_GROUP = 1 << 15  # changed elements from which on a tensor has tables of its own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """One changed tensor, as `DeltaEncoder.add` was given it."""
+
+    spec: TensorSpec
+    index_K: np.ndarray
+    step_K: np.ndarray
+    new_N: np.ndarray
+    fingerprint: str
+    blocks: Blocks
+
+
+class Model(Protocol):
+    """The tables of one group and the coding by them."""
+
+    codec: ClassVar[str]
+    block_fields: ClassVar[int]
+
+    @classmethod
+    def group(cls, change: Change) -> Hashable:
+        """Changes that are equal in this share their tables if they are small."""
+        ...
+
+    @classmethod
+    def fit(cls, changes: Sequence[Change]) -> Self:
+        """The tables that suit these changes."""
+        ...
+
+    @classmethod
+    def read(cls, cursor: Cursor) -> Self:
+        """The tables at the cursor."""
+        ...
+
+    def to_bytes(self) -> bytes:
+        """What `read` reads."""
+        ...
+
+    def encode(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
+        """Words, uint32[W], and rows of `.blocks`, int32[B, F]."""
+        ...
+
+    def decode(
+        self,
+        spec: TensorSpec,
+        blocks: Blocks,
+        row_BF: np.ndarray,
+        words: np.ndarray,
+        word_B: np.ndarray,
+        old: OldBits | None,
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Indices and steps, or None if a block is malformed."""
+        ...
+
+
+class BlockEncoder:
+    """See `DeltaEncoder`."""
+
+    def __init__(self, model: type[Model]) -> None:
+        self._model = model
+        self._changes: list[Change] = []
+
+    def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
+        """See `DeltaEncoder.add`."""
+        blocks = Blocks.around(spec.element_count, BLOCK, index_K)
+        self._changes.append(Change(spec, index_K, step_K, new_N, fingerprint, blocks))
+
+    def finish(self, version: int, base_version: int) -> bytes:
+        """See `DeltaEncoder.finish`."""
+        table = Table()
+        models, group_of = self._fit()
+        words, blocks = [np.empty(0, np.uint32)], [np.empty((0, self._model.block_fields), np.int32)]
+        used: dict[int, int] = {}
+        for change, group in zip(self._changes, group_of, strict=True):
+            row = table.rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
+            coded, row_BF = models[group].encode(change)
+            if coded.nbytes + row_BF.nbytes >= change.new_N.nbytes:
+                row["dense"] = True
+                table.arrays[change.spec.name] = tensor_of(change.new_N.copy(), change.spec)
+                continue
+            row["group"] = used.setdefault(group, len(used))
+            words.append(coded)
+            blocks.append(row_BF)
+        tables = b"".join(models[group].to_bytes() for group in used)
+        table.arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
+        table.arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
+        table.arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
+        return table.save(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
+
+    def _fit(self) -> tuple[list[Model], list[int]]:
+        """The models, and which of them each change has."""
+        members: dict[Hashable, list[Change]] = {}
+        keys: list[Hashable] = []
+        for change in self._changes:
+            own = change.index_K.size >= OWN_GROUP
+            keys.append(change.spec.name if own else self._model.group(change))
+            members.setdefault(keys[-1], []).append(change)
+        number = {key: at for at, key in enumerate(members)}
+        return [self._model.fit(changes) for changes in members.values()], [number[key] for key in keys]
+
+
+def decode(model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> Iterator[Patch]:
+    """See `Codec.decode`."""
+    declared = payload.metadata.get("block_elements", "")
+    if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= (block_elements := int(declared)) <= 1 << 30:
+        raise CorruptDataError(f"Payload has blocks of {declared!r} elements.")
+    streams = _Streams(model, payload, block_elements)
+    for name, row in payload.patches.items():
+        spec = spec_for(specs, name, row["changed"])
+        if row.get("dense"):
+            yield Patch(name, None, take(payload, name, spec.dtype, spec.element_count), absolute=True)
+        else:
+            yield streams.next_patch(spec, row["changed"], row.get("group"), old)
+    streams.check_exhausted()
+
+
+class _Streams:
+    """Reads the blocks of a payload from front to back."""
+
+    def __init__(self, model: type[Model], payload: Payload, block_elements: int) -> None:
+        self._model = model
+        self._block_elements = block_elements
+        table = payload.arrays.get(".blocks")
+        wanted = (model.block_fields,)
+        if table is None or table.dtype != torch.int32 or table.shape[1:] != wanted or (table[:, :2] < 0).any():
+            raise CorruptDataError(f"Payload block table is not int32[B, {wanted[0]}] of non-negative numbers.")
+        self._row_BF = table.numpy()
+        self._word_B = np.concatenate(([0], np.cumsum(self._row_BF[:, 1], dtype=np.int64)))
+        self._words = take(payload, ".words", "int32", int(self._word_B[-1]))
+        self._next = 0
+        tables = payload.arrays.get(".tables")
+        if tables is None or tables.dtype != torch.uint8:
+            raise CorruptDataError("Payload has no tables.")
+        # Only where each group's tables begin: built, they are much larger than their bytes.
+        cursor = Cursor(tables.numpy().tobytes())
+        self._groups: list[int] = []
+        while cursor.at < len(cursor.data):
+            self._groups.append(cursor.at)
+            model.read(cursor)
+        self._tables = cursor.data
+        self._group: tuple[int, Model] | None = None
+
+    def next_patch(self, spec: TensorSpec, changed: int, group: object, old: OldBits | None) -> Patch:
+        first, self._next = self._next, self._next - (-spec.element_count // self._block_elements)
+        row_BF = self._row_BF[first : self._next]
+        if self._next > len(self._row_BF):
+            raise CorruptDataError(f"Payload ends within {spec.name!r}.")
+        bound_B = np.concatenate(([0], np.cumsum(row_BF[:, 0], dtype=np.int64)))
+        if bound_B[-1] != changed:
+            raise CorruptDataError(f"Payload changes {bound_B[-1]} elements of {spec.name!r}, its table says {changed}.")
+        blocks = Blocks.of(spec.element_count, self._block_elements, bound_B)
+        if (row_BF[:, 0] > blocks.end_B - blocks.base_B).any():
+            raise CorruptDataError(f"Payload changes more elements of {spec.name!r} than a block has.")
+        found = self._tables_of(group).decode(spec, blocks, row_BF, self._words, self._word_B[first : self._next + 1], old)
+        if found is None:
+            raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
+        return Patch(spec.name, *found, absolute=False)
+
+    def check_exhausted(self) -> None:
+        if self._next != len(self._row_BF):
+            raise CorruptDataError("Payload has more blocks than its table of patches.")
+
+    def _tables_of(self, group: object) -> Model:
+        if not isinstance(group, int) or not 0 <= group < len(self._groups):
+            raise CorruptDataError(f"Payload has no tables of group {group!r}.")
+        if self._group is None or self._group[0] != group:
+            self._group = group, self._model.read(Cursor(self._tables, self._groups[group]))
+        return self._group[1]
+
+
+def outputs(spec: TensorSpec, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Room for the indices and steps of a tensor."""
+    changed = int(blocks.bound_B[-1])
+    return np.empty(changed, index_dtype(spec.element_count)), np.empty(changed, spec.bits_dtype)

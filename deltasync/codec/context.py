@@ -1,0 +1,219 @@
+"""`context`: as `packed`, but which elements change and by how much is coded given the exponents of the old values.
+
+Both ends hold the old bits. The class of an element is the exponent field of its old bit pattern, (bits >> shift) & mask
+(`CLASSES`). Each class c of a block has a hazard level q(c) = clip(level of the class + level of the block, 0, 176), which
+stands for H(c) = floor(2**(q / 8)) units of time. Time goes on by H(class) with each element, and the next change comes
+after t units with probability density proportional to 2**-(t / 2**20), whatever lies in between: a change in the element
+that takes the time from t to t + H, counted from the end of the last changed element or the start of the block, owns the
+slots [S(t), S(min(t + H, 2**22))) of 2**28. S is linear between the multiples of 2**16,
+
+    S(j * 2**16) = 2**28 - (R[j % 16] >> j // 16),  R[i] = the largest integer with R[i]**16 <= 2**(448 - i),  j = 0 ... 64
+    S(t) = S(j * 2**16) + ((t - j * 2**16) * (S((j + 1) * 2**16) - S(j * 2**16)) >> 16)
+
+and the slots from S(2**22) on say that nothing has changed for 2**22 units: t then counts from there (such symbols come as
+often as needed, before that of the element). The step follows, by the table of its class, as in `packed`.
+
+The arrays are those of `blocks`; the third column of `.blocks` is the level of the block, signed. The tables of a group are
+
+    first class, number of classes less one (bytes)
+    level of each of these classes (bytes, at most 176); others have level 0
+    number of step tables (byte, 1 to 64)
+    step table of each of these classes (bytes, numbers of tables); others have table 0
+    the step tables (`tables`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from deltasync.codec import blocks as shared
+from deltasync.codec import tables
+from deltasync.codec.base import OldBits, Payload
+from deltasync.codec.blocks import BlockEncoder, Change
+from deltasync.errors import CorruptDataError, StageError
+from deltasync.kernels import coder
+from deltasync.kernels.coder import Blocks, Classes, Tables
+from deltasync.kernels.coder_reference import HAZARD, LEVELS
+from deltasync.types import Patch, TensorSpec
+
+CLASSES = {
+    "bfloat16": Classes(7, 0xFF),
+    "float16": Classes(10, 0x1F),
+    "float32": Classes(23, 0xFF),
+    "float64": Classes(55, 0xFF),  # the upper 8 bits of the exponent
+    "float8_e4m3fn": Classes(3, 0x0F),
+    "float8_e5m2": Classes(2, 0x1F),
+}
+ONE_CLASS = Classes(0, 0)
+_CLASS_COUNT = 256
+_STEP_TABLES = 64
+_STEP_TABLE_CHANGES = 512  # changed elements that justify one more step table
+# Classes of large tensors are sampled: runs of 32 elements, about 2**17 in all, but at least one element in 64.
+_SAMPLE_RUN, _SAMPLE_COUNT, _SAMPLE_PERIOD = 32, 1 << 17, 64
+
+
+def classes_of(spec: TensorSpec) -> Classes:
+    """The classes of a tensor's elements."""
+    return CLASSES.get(spec.dtype, ONE_CLASS)
+
+
+def _class_counts(change: Change) -> np.ndarray:
+    """About how many elements each class has in each block, float64[B, C]; of the new values, which hardly differ."""
+    period = _SAMPLE_RUN * max(1, min(change.new_N.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
+    count_BC = coder.count_classes(change.blocks, change.new_N, classes_of(change.spec), _SAMPLE_RUN, period)
+    size_B = change.blocks.end_B - change.blocks.base_B
+    return count_BC * (size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
+
+
+class ContextModel:
+    """See `blocks.Model`."""
+
+    codec: ClassVar[str] = "context"
+    block_fields: ClassVar[int] = 3
+
+    def __init__(self, level_C: np.ndarray, table_C: np.ndarray, freq_TS: np.ndarray) -> None:
+        self._level_C = level_C
+        self.table_C = table_C
+        self.tables = Tables.of(freq_TS)
+        # By tensor, for its encoding: class of each changed element, and how many of each class there are.
+        self._seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    @classmethod
+    def group(cls, change: Change) -> Hashable:
+        """The dtype: densities differ by the level of the block."""
+        return change.spec.dtype
+
+    @classmethod
+    def fit(cls, changes: Sequence[Change]) -> ContextModel:
+        """See `blocks.Model.fit`."""
+        total_C = np.zeros(_CLASS_COUNT)
+        step_CS = np.zeros((_CLASS_COUNT, tables.SYMBOLS), np.int64)
+        seen = {}
+        for change in changes:
+            classes = classes_of(change.spec)
+            class_K, steps = coder.count_context(change.new_N, change.index_K, change.step_K, classes)
+            count_BC = _class_counts(change)
+            seen[change.spec.name] = class_K, count_BC
+            total_C[: classes.count] += count_BC.sum(axis=0)
+            step_CS[: classes.count] += steps
+        changed_C = step_CS.sum(axis=1)
+        # Totals may be samples, and are of the new values: a class can seem to have fewer elements than changed.
+        probability_C = ((changed_C + 0.1) / (np.maximum(total_C, changed_C) + 0.2)).clip(max=1 - 2**-4)
+        level_C = np.rint(8 * np.log2(-np.log2(1 - probability_C) * (1 << 20))).clip(0, LEVELS).astype(np.int64)
+        level_C[changed_C == 0] = np.minimum(level_C[changed_C == 0], level_C[changed_C > 0].min())
+        table_C, count_TS = _merge(step_CS)
+        model = cls(level_C, table_C, np.stack([tables.fit(count_S) for count_S in count_TS]))
+        model._seen = seen
+        return model
+
+    @classmethod
+    def read(cls, cursor: tables.Cursor) -> ContextModel:
+        """See `blocks.Model.read`."""
+        level_C, table_C = np.zeros(_CLASS_COUNT, np.int64), np.zeros(_CLASS_COUNT, np.int64)
+        first = cursor.byte()
+        count = cursor.byte() + 1
+        if first + count > _CLASS_COUNT:
+            raise CorruptDataError("Payload tables have more classes than there are.")
+        level_C[first : first + count] = cursor.bytes(count)
+        table_count = cursor.byte()
+        table_C[first : first + count] = cursor.bytes(count)
+        if not 1 <= table_count <= _STEP_TABLES or table_C.max() >= table_count or level_C.max() > LEVELS:
+            raise CorruptDataError("Payload tables name a level or a step table that does not exist.")
+        return cls(level_C, table_C, np.stack([cursor.table() for _ in range(table_count)]))
+
+    def to_bytes(self) -> bytes:
+        """See `blocks.Model.to_bytes`."""
+        used = np.flatnonzero((self._level_C > 0) | (self.table_C > 0))
+        first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
+        encoded = bytearray([first, last - first])
+        encoded += self._level_C[first : last + 1].astype(np.uint8).tobytes()
+        encoded.append(len(self.tables.freq_TS))
+        encoded += self.table_C[first : last + 1].astype(np.uint8).tobytes()
+        return bytes(encoded) + b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
+
+    def encode(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
+        """See `blocks.Model.encode`."""
+        changed_B = np.diff(change.blocks.bound_B)
+        class_K, count_BC = self._seen[change.spec.name]
+        expected_B = count_BC @ -np.expm1(HAZARD[self._level_C[: count_BC.shape[1]]] * (-np.log(2) / (1 << 20)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            level_B = np.rint(8 * np.log2(changed_B / expected_B))
+        level_B = np.where(changed_B > 0, level_B, 0).clip(-LEVELS, LEVELS).astype(np.int32)
+        words, count_B = coder.encode_context(
+            change.blocks,
+            change.new_N,
+            change.index_K,
+            change.step_K,
+            class_K,
+            classes_of(change.spec),
+            self.hazards(level_B),
+            self.table_C,
+            self.tables,
+        )
+        return words, np.stack([changed_B, count_B, level_B], axis=1).astype(np.int32)
+
+    def decode(
+        self,
+        spec: TensorSpec,
+        blocks: Blocks,
+        row_BF: np.ndarray,
+        words: np.ndarray,
+        word_B: np.ndarray,
+        old: OldBits | None,
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """See `blocks.Model.decode`."""
+        if old is None:
+            raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
+        index_K, step_K = shared.outputs(spec, blocks)
+        good = coder.decode_context(
+            blocks,
+            words,
+            word_B,
+            old(spec.name),
+            classes_of(spec),
+            self.hazards(row_BF[:, 2]),
+            self.table_C,
+            self.tables,
+            index_K,
+            step_K,
+        )
+        return (index_K, step_K) if good else None
+
+    def hazards(self, level_B: np.ndarray) -> np.ndarray:
+        """Units of time of each class in each block, int64[B, 256]."""
+        level_BC = self._level_C[None, :] + level_B[:, None].astype(np.int64)
+        return HAZARD[level_BC.clip(0, LEVELS)]
+
+
+def _merge(step_CS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Step table of each class, int64[C], and the counts of each table: neighbours share one until it has enough changes."""
+    count_C = step_CS.sum(axis=1)
+    enough = max(_STEP_TABLE_CHANGES, int(count_C.sum()) // (_STEP_TABLES - 1))
+    table_C = np.zeros(len(step_CS), np.int64)
+    table, found = 0, 0
+    for c in np.flatnonzero(count_C):
+        if found >= enough:
+            table, found = table + 1, 0
+        table_C[c] = table
+        found += count_C[c]
+    count_TS = np.zeros((table + 1, step_CS.shape[1]), np.int64)
+    np.add.at(count_TS, table_C, step_CS)
+    return table_C, count_TS
+
+
+class ContextCodec:
+    """See `Codec`."""
+
+    name = "context"
+    needs_old = True
+
+    def encoder(self) -> BlockEncoder:
+        """See `Codec.encoder`."""
+        return BlockEncoder(ContextModel)
+
+    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
+        """See `Codec.decode`."""
+        return shared.decode(ContextModel, payload, specs, old)

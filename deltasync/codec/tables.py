@@ -1,0 +1,74 @@
+"""Static symbol tables: from counts to frequencies, and to and from bytes.
+
+A table has 2**12 slots over 256 symbols. In bytes: the highest symbol that occurs, one byte, then for each symbol from 0
+up to it the number of its slots as LEB128 (7 bits a byte, low ones first, the top bit set where another byte follows; at
+most two bytes). They add up to 2**12, and the last is not 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deltasync.errors import CorruptDataError
+from deltasync.kernels.coder_reference import TABLE_BITS
+
+SYMBOLS = 256
+SLOTS = 1 << TABLE_BITS
+
+
+def fit(count_S: np.ndarray) -> np.ndarray:
+    """Slots of each symbol, uint32[256]: about proportional to its count, at least one where it occurs."""
+    total = int(count_S.sum())
+    if not total:
+        count_S, total = np.eye(1, SYMBOLS, dtype=np.int64)[0], 1
+    freq_S = np.maximum(np.rint(count_S * (SLOTS / total)).astype(np.int64), count_S > 0)
+    while excess := int(freq_S.sum()) - SLOTS:
+        largest = int(freq_S.argmax())
+        freq_S[largest] -= min(excess, int(freq_S[largest]) // 2)
+    return freq_S.astype(np.uint32)
+
+
+def to_bytes(freq_S: np.ndarray) -> bytes:
+    """The table's bytes."""
+    slots = freq_S[: int(np.flatnonzero(freq_S)[-1]) + 1].tolist()
+    encoded = bytearray([len(slots) - 1])
+    for slot_count in slots:
+        encoded += bytes([slot_count]) if slot_count < 128 else bytes([slot_count & 127 | 128, slot_count >> 7])
+    return bytes(encoded)
+
+
+class Cursor:
+    """Reads the bytes of tables from front to back.
+
+    Raises:
+        CorruptDataError: (any method) too short or malformed.
+    """
+
+    def __init__(self, data: bytes, at: int = 0) -> None:
+        self.data = data
+        self.at = at
+
+    def byte(self) -> int:
+        """The next byte."""
+        if self.at >= len(self.data):
+            raise CorruptDataError("Payload tables are too short.")
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def bytes(self, count: int) -> np.ndarray:
+        """The next bytes."""
+        if count > len(self.data) - self.at:
+            raise CorruptDataError("Payload tables are too short.")
+        self.at += count
+        return np.frombuffer(self.data, np.uint8, count, self.at - count)
+
+    def table(self) -> np.ndarray:
+        """The next table's slots of each symbol, uint32[256]."""
+        freq_S = np.zeros(SYMBOLS, np.uint32)
+        highest = self.byte()
+        for symbol in range(highest + 1):
+            low = self.byte()
+            freq_S[symbol] = low if low < 128 else low & 127 | (self.byte() & 127) << 7
+        if int(freq_S.sum()) != SLOTS or not freq_S[highest]:
+            raise CorruptDataError(f"Payload table has {int(freq_S.sum())} slots instead of {SLOTS}.")
+        return freq_S

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from deltasync.bench import bounds, codec, data, report, rice, simulate
+from deltasync.bench.peers import PEERS, Peer
+from deltasync.cli import main
+from deltasync.config import CODECS
+
+ELEMENTS = 1 << 16
+
+
+def _model(changed_fraction: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, int]]:
+    """Tensors of every awkward kind: changed everywhere, nowhere, only in its first, only in its last element; NaNs; 0-d."""
+    old_N, new_N = simulate.delta(changed_fraction, ELEMENTS)
+    random = np.random.default_rng(0)
+    anything = random.integers(0, 1 << 16, 3000).astype(np.uint16)
+    first, last = anything.copy(), anything.copy()
+    first[0] ^= 0x8000
+    last[-1] += 0x7FFF
+    old = {"w": old_N, "same": old_N[:100], "first": anything, "last": anything, "all": anything, "scalar": anything[:1]}
+    new = {
+        "w": new_N,
+        "same": old_N[:100],
+        "first": first,
+        "last": last,
+        "all": anything + random.integers(1, 1 << 16, 3000, np.uint16),
+    }
+    new["scalar"] = anything[:1] + np.uint16(1)
+    return old, new, {"w": 256, "same": 10, "first": 3000, "last": 3, "all": 60, "scalar": 1}
+
+
+@pytest.mark.parametrize("changed_fraction", [1e-4, 0.01, 0.4])
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peers_bytes_bring_old_bits_to_the_new_ones(peer: Peer, changed_fraction: float) -> None:
+    old, new, columns = _model(changed_fraction)
+    live = {name: bits.copy() for name, bits in old.items()}
+    peer.apply(peer.encode(old, new, columns), live, columns)
+    for name, bits in new.items():
+        np.testing.assert_array_equal(live[name], bits, err_msg=name)
+
+
+@pytest.mark.parametrize("k", [0, 3, 20])
+def test_rice_codes_every_gap_and_escapes_the_large_ones(k: int) -> None:
+    gap_K = np.array([0, 1, 31, 32, 33, 255, 1 << 20, (1 << 32) - 1, 0], np.int64)
+    stream = np.frombuffer(rice.encode([(gap_K, k), (gap_K[:2], 1)]), np.uint8)
+    np.testing.assert_array_equal(rice.decode(stream, [(gap_K.size, k), (2, 1)]), [*gap_K, 0, 1])
+
+
+def test_rice_takes_the_parameter_of_the_shortest_code() -> None:
+    gap_K = np.random.default_rng(0).geometric(0.01, 1000) - 1
+    lengths = [len(rice.encode([(gap_K, k)])) for k in range(12)]
+    assert lengths[rice.best_k(gap_K)] == min(lengths)
+
+
+def _by_context(found: list[bounds.Bound]) -> dict[str, bounds.Bound]:
+    return {bound.context: bound for bound in found}
+
+
+def test_bounds_of_a_case_counted_by_hand() -> None:
+    # Two classes of four: of the first two change, one up and one down; of the second all, up.
+    low, high = 0x3F80, 0x4000
+    old_N = np.array([low] * 4 + [high] * 4, np.uint16)
+    new_N = old_N + np.array([1, 0, 65535, 0, 1, 1, 1, 1], np.uint16)
+    found = _by_context(bounds.bounds(old_N, new_N))
+    assert found["none"].index_bits == pytest.approx(math.log2(math.comb(8, 6)) / 6)
+    assert found["none"].step_bits == pytest.approx((5 * math.log2(6 / 5) + math.log2(6)) / 6)
+    assert found["exponent"].index_bits == pytest.approx(math.log2(math.comb(4, 2)) / 6)
+    assert found["exponent"].step_bits == pytest.approx(2 / 6)
+    assert found["exponent"].total_bits == pytest.approx((math.log2(6) + 2) / 6)
+    assert found["exponent"].model_bits == pytest.approx((math.log2(5) / 2 + math.log2(2) / 2) / 6)
+
+
+def test_knowing_what_changed_before_leaves_nothing_to_say_about_it() -> None:
+    old_N = np.full(8, 0x3F80, np.uint16)
+    new_N = old_N + np.array([1, 1, 0, 0, 0, 0, 0, 0], np.uint16)
+    history_N = np.array([1, 1, 0, 0, 0, 0, 0, 0], np.int8)
+    found = _by_context(bounds.bounds(old_N, new_N, history_N))
+    assert found["exponent"].index_bits == pytest.approx(math.log2(28) / 2)
+    assert found["exponent, changed before"].total_bits == 0
+
+
+def test_bounds_refuse_a_delta_without_changes() -> None:
+    with pytest.raises(ValueError, match="Nothing changed"):
+        bounds.bounds(np.zeros(3, np.uint16), np.zeros(3, np.uint16))
+
+
+def test_the_simulation_changes_as_much_as_asked_and_has_the_published_bound() -> None:
+    old_N, new_N, history_N = simulate.delta_with_history(0.0107, 1 << 21)
+    assert (old_N != new_N).mean() == pytest.approx(0.0107, rel=0.1)
+    found = _by_context(bounds.bounds(old_N, new_N, history_N))
+    assert found["exponent"].total_bits == pytest.approx(6.77, abs=0.1)
+    assert found["exponent, changed before"].total_bits == pytest.approx(6.71, abs=0.1)
+
+
+def test_the_simulation_is_determined_by_its_seed() -> None:
+    first, second = simulate.delta(0.01, 1000, seed=3), simulate.delta(0.01, 1000, seed=3)
+    np.testing.assert_array_equal(first[1], second[1])
+    assert (simulate.delta(0.01, 1000, seed=4)[0] != first[0]).any()
+
+
+def test_history_counts_steps_since_the_last_change_and_keeps_its_direction() -> None:
+    history_N = np.array([0, 0, 0, 5, -5, 127, -127], np.int8)
+    old_N = np.full(7, 100, np.uint16)
+    new_N = np.array([100, 101, 98, 100, 100, 100, 100], np.uint16)
+    np.testing.assert_array_equal(simulate.update_history(history_N, old_N, new_N), [0, 1, -1, 6, -6, 127, -127])
+
+
+def test_ours_is_measured_beside_the_peers_and_the_plot_is_drawn(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    result = codec.run([data.simulation(0.01, 1 << 16), data.simulation(0.05, 1 << 16)])
+    names = [row["name"] for row in result["samples"][0]["encodings"]]
+    assert names == [*CODECS, *(peer.name for peer in PEERS)]
+    assert any("PULSEPT v3" in line for line in report.table(result))
+    result["samples"][1]["source"] = "demo"
+    report.plot(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_command_prints_json() -> None:
+    ran = CliRunner().invoke(main, ["bench", "codec", "--elements", "200000", "--changed", "0.01", "--json"])
+    assert ran.exit_code == 0, ran.output
+    result = json.loads(ran.stdout)
+    assert result.keys() == {"machine", "memcpy_gb_s", "samples"}
+    (sample,) = result["samples"]
+    assert {"source", "label", "changed_fraction", "encodings", "bounds"} <= sample.keys()
+    for row in sample["encodings"]:
+        assert {
+            "name",
+            "systems",
+            "bits_per_changed",
+            "encode_gb_s",
+            "encode_of_memcpy",
+            "apply_changed_per_s",
+        } <= row.keys()
+    raw = next(row for row in sample["encodings"] if row["name"] == "int32 + bf16")
+    assert raw["bits_per_changed"] == pytest.approx(48, rel=0.01)
+
+
+def test_command_needs_a_channel_for_the_demo() -> None:
+    ran = CliRunner().invoke(main, ["bench", "codec", "--data", "demo"])
+    assert ran.exit_code == 2
+    assert "--channel" in ran.stderr
+
+
+def test_the_deltas_of_a_channel_are_read_back(memory_url: str) -> None:
+    torch = pytest.importorskip("torch")
+    from deltasync import Publisher
+
+    with Publisher(memory_url) as publisher:
+        for step in range(3):
+            publisher.publish({"w": torch.arange(12.0).reshape(3, 4) + step}.items())
+            publisher.flush(timeout_s=60)  # otherwise waiting versions are folded into one
+    sample = data.demo(memory_url)
+    assert sample.element_count == 12
+    assert len(sample.deltas) == 2
+    old_N, new_N, history_N = sample.flat()
+    assert (old_N != new_N).sum() == sample.changed == 24
+    assert (history_N[12:] == 1).all()
