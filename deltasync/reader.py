@@ -1,8 +1,7 @@
 """FOLLOW: read a channel. Everything that leaves here was checked against the digest that refers to it.
 
-The chain of trust: head names the newest manifest's sha256, a manifest names those of its files and of the manifest it builds
-on, and the fingerprint of the
-resulting bits is checked after commit. Nothing here touches weights.
+The chain of trust: head names the newest manifest's sha256, a manifest names those of its files and of the manifest that it
+builds on, and the fingerprint of the resulting bits is checked after commit. Nothing here touches weights.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class Patch:
 
     Attributes:
         name: Checkpoint name of the tensor.
-        index_K: int32 or int64 (`index_dtype`), flat checkpoint indices, strictly ascending; None when `data` covers the whole tensor.
+        index_K: int32 or int64 (`index_dtype`), flat checkpoint indices, strictly ascending; None when `data` covers the
+            whole tensor.
         data: Unsigned bit patterns, of shape K, or of shape N where `index_K` is None.
         absolute: `data` holds new bit patterns; otherwise steps, new minus old modulo 2**width.
     """

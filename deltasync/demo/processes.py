@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,13 +41,17 @@ class Child:
         command: Program and arguments.
         env: Its whole environment.
         log: File for stdout and stderr.
+        cores: The CPU cores that it and its children may use; None leaves them all.
     """
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, cores: Collection[int] | None = None
+    ) -> None:
         self._name = name
         self._command = command
         self._env = env
         self._log = log
+        self._cores = cores
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -55,6 +59,8 @@ class Child:
             self._process = subprocess.Popen(
                 self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+        if self._cores is not None:
+            os.sched_setaffinity(self._process.pid, self._cores)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -48,7 +48,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
         "versions_published": len(published),
         "versions_committed": len(commits),
         "bit_exact": bits_proven(published, proofs),
-        "bit_exact_versions": [proof["version"] for proof in proofs],
+        "bit_exact_versions": sorted({proof["version"] for proof in proofs}),
         "full_bytes": published[0]["payload_bytes"],
         "payload_bytes_mean": _mean([line["payload_bytes"] for line in deltas]),
         "changed_fraction_mean": _mean([line["changed_fraction"] for line in deltas]),

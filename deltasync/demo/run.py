@@ -147,20 +147,25 @@ def _server(environ: dict[str, str], out: Path, model: Path, channel: str, port:
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "demo",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores it is given are enough of a bound
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the rollout worker keeps its connections between steps
     }
-    return Child("The vLLM server", command, env, out / "server.log")
+    return Child("The vLLM server", command, env, out / "server.log", _cores()[0])
 
 
-def _trainer(
-    environ: dict[str, str], settings: DemoSettings, out: Path, model: Path, channel: str, url: str
-) -> Child:
+def _trainer(environ: dict[str, str], settings: DemoSettings, out: Path, model: Path, channel: str, url: str) -> Child:
     command = [sys.executable, "-m", "deltasync.demo.train", "--model", str(model), "--channel", channel]
     command += ["--server-url", url, "--steps", str(settings.steps), "--seed", str(settings.seed)]
     command += ["--metrics", str(out / "metrics.jsonl"), "--published", str(out / "published.jsonl")]
     env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": settings.codec}
-    return Child("The trainer", command, env, out / "trainer.log")
+    return Child("The trainer", command, env, out / "trainer.log", _cores()[1])
+
+
+def _cores() -> tuple[list[int], list[int]]:
+    """Cores of the server and of the trainer. vLLM's processes spin while they wait, and would take the trainer's too."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    return cores[:half], cores[-half:]
 
 
 def _watch(settings: DemoSettings, out: Path, url: str, server: Child, trainer: Child, say: Say) -> list[dict[str, Any]]:

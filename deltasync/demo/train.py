@@ -34,7 +34,7 @@ GENERATIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 32
 MAX_COMPLETION_TOKENS = 3 * task.NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
 MAX_STALENESS_STEPS = 4
-MAX_INFLIGHT_REQUESTS = 4  # TRL's choice of 128 makes the answers stale before they are used, with two cores
+MAX_INFLIGHT_REQUESTS = 16  # TRL's choice of 128 makes the answers stale before they are used, with two cores
 
 _LOGGED = {
     "reward": "reward",

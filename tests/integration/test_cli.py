@@ -42,7 +42,11 @@ def test_every_command_has_help(command: str) -> None:
 
 def test_log_lists_versions(channel: str) -> None:
     rows = [json.loads(line) for line in run("log", channel, "--json").stdout.splitlines()]
-    assert [(row["version"], row["kind"], row["step"]) for row in rows] == [(1, "anchor", 0), (2, "delta", 10), (3, "delta", 20)]
+    assert [(row["version"], row["kind"], row["step"]) for row in rows] == [
+        (1, "anchor", 0),
+        (2, "delta", 10),
+        (3, "delta", 20),
+    ]
     assert rows[1]["changed_fraction"] == pytest.approx(1 / 1100)
     assert "version" in run("log", channel).stdout
     assert len(run("log", channel, "--last", "1", "--json").stdout.splitlines()) == 1
@@ -71,9 +75,7 @@ def test_follow_goes_to_the_newest_version(channel: str) -> None:
         (["nonsense"], 2, "No such command"),
     ],
 )
-def test_bad_input_gets_one_sentence_and_an_exit_code(
-    channel: str, arguments: list[str], exit_code: int, said: str
-) -> None:
+def test_bad_input_gets_one_sentence_and_an_exit_code(channel: str, arguments: list[str], exit_code: int, said: str) -> None:
     done = run(*[channel if argument == "CHANNEL" else argument for argument in arguments])
     assert done.returncode == exit_code
     assert said in done.stderr

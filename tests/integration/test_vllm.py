@@ -1,4 +1,4 @@
-"""A real vLLM server on the CPU that follows a directory. One server for the whole module: it takes half a minute to start."""
+"""A real vLLM server on the CPU that follows a directory. One server for the module: it takes half a minute to start."""
 
 from __future__ import annotations
 

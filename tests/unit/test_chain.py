@@ -19,7 +19,9 @@ def _version(version: int, *, delta_bytes: int | None = None, base: int | None =
     delta = None
     if delta_bytes is not None:
         base_version = version - 1 if base is None else base
-        delta = Delta(base_version=base_version, base_manifest_sha256="0" * 64, codec="packed", changed=1, files=_files(delta_bytes))
+        delta = Delta(
+            base_version=base_version, base_manifest_sha256="0" * 64, codec="packed", changed=1, files=_files(delta_bytes)
+        )
     return Manifest(
         format=manifest.FORMAT,
         run_id="run",
