@@ -104,6 +104,7 @@ class ContextModel:
         probability_C = ((changed_C + 0.1) / (np.maximum(total_C, changed_C) + 0.2)).clip(max=1 - 2**-4)
         level_C = np.rint(8 * np.log2(-np.log2(1 - probability_C) * (1 << 20))).clip(0, LEVELS).astype(np.int64)
         level_C[changed_C == 0] = np.minimum(level_C[changed_C == 0], level_C[changed_C > 0].min())
+        level_C[(changed_C == 0) & (total_C == 0)] = 0  # costs no byte in the table
         table_C, count_TS = _merge(step_CS)
         model = cls(level_C, table_C, np.stack([tables.fit(count_S) for count_S in count_TS]))
         model._seen = seen

@@ -68,7 +68,10 @@ class Cursor:
         highest = self.byte()
         for symbol in range(highest + 1):
             low = self.byte()
-            freq_S[symbol] = low if low < 128 else low & 127 | (self.byte() & 127) << 7
+            high = self.byte() if low >= 128 else 0
+            if high >= 128:
+                raise CorruptDataError("Payload table has a number of more than two bytes.")
+            freq_S[symbol] = low & 127 | high << 7
         if int(freq_S.sum()) != SLOTS or not freq_S[highest]:
             raise CorruptDataError(f"Payload table has {int(freq_S.sum())} slots instead of {SLOTS}.")
         return freq_S
