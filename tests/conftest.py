@@ -18,7 +18,8 @@ for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
 
 # No deadline: the first call of a numba kernel compiles it.
 settings.register_profile("deltasync", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("deltasync")
+settings.register_profile("long", settings.get_profile("deltasync"), max_examples=10_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deltasync"))
 
 
 def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
