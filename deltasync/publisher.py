@@ -373,7 +373,7 @@ class Publisher:
             base, coalesced, uploaded = self._tip, 1, Future[None]()
         else:
             base, coalesced, uploaded = waiting.base, waiting.manifest.coalesced + 1, waiting.uploaded
-            changes = _fold_all(waiting.patches, changes)
+            changes = _fold_changes(waiting.patches, changes)
         assert self._channel is not None
         total = sum(spec.element_count for spec in self._specs.values())
         weight_bytes = sum(bits.nbytes for bits in self._shadow.values())
@@ -452,7 +452,7 @@ class Publisher:
         )
 
 
-def _fold_all(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dict[str, Patch]:
+def _fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dict[str, Patch]:
     """Fold two sets of steps, tensor by tensor."""
     folded = dict(first)
     for name, patch in second.items():

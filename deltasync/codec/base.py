@@ -26,9 +26,8 @@ from safetensors.torch import save as safetensors_save
 
 from deltasync.bits import bits_of
 from deltasync.errors import CorruptDataError, UnsupportedFormatError
+from deltasync.manifest import FORMAT
 from deltasync.types import Patch, TensorSpec
-
-FORMAT = "deltasync/1"
 
 OldBits = Callable[[str], np.ndarray]
 
