@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, Store
+from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
 
 FOREVER = 1 << 30
 
@@ -116,8 +116,15 @@ class FaultyStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._perform("list", prefix, lambda: self.inner.list(prefix))
 
-    def delete(self, key: str) -> None:
-        self._perform("delete", key, lambda: self.inner.delete(key))
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        return self._perform("read", key, lambda: self.inner.read_range(key, start, end))
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._perform("delete", key, lambda key=key: self.inner.delete(key))  # type: ignore[misc]
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
+        return self.inner.watch(key, on_change)
 
     def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
         for gate in list(self._gates):

@@ -6,16 +6,21 @@ Every store passes the contract in `tests/contract/store_contract.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One listed object."""
+    """One listed object.
+
+    Attributes:
+        modified_s: When it was stored, seconds since the epoch by the store's clock.
+    """
 
     key: str
     bytes: int
+    modified_s: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,10 +28,26 @@ class Capabilities:
     """What a store can do beyond the minimum.
 
     Attributes:
-        conditional_put: `create` is decided by the store itself, so that exactly one of two racing writers wins.
+        conditional_put: `create` is decided by the store itself, so that exactly one of two racing writers wins. Without
+            it `create` only looks first, and racing writers must be found out afterwards.
+        watch: `watch` tells of changes at once; without it there is only polling.
     """
 
     conditional_put: bool
+    watch: bool = False
+
+
+class Watch(Protocol):
+    """A running `Store.watch`."""
+
+    @property
+    def live(self) -> bool:
+        """Whether changes are being told right now. While not, poll."""
+        ...
+
+    def close(self) -> None:
+        """End it; its callback is not called any more once this returns."""
+        ...
 
 
 class Store(Protocol):
@@ -68,10 +89,27 @@ class Store(Protocol):
         """
         ...
 
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, the latter excluded, of an object that has at least so many; `0 <= start < end`.
+
+        Raises:
+            ObjectMissingError: no such key.
+            StoreError: anything else, also an object that is shorter.
+        """
+        ...
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with `prefix`, in ascending key order; unfinished ones are never listed."""
         ...
 
-    def delete(self, key: str) -> None:
-        """Remove an object; removing a missing one is no error."""
+    def delete(self, *keys: str) -> None:
+        """Remove objects; removing a missing one is no error. If it raised: any of them may be gone."""
+        ...
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
+        """Call `on_change` whenever the object at `key` may have changed, from a thread of the store's own.
+
+        Returns:
+            None where the store cannot (`Capabilities.watch`).
+        """
         ...

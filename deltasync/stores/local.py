@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltasync import layout
@@ -47,6 +47,20 @@ class LocalStore:
         except OSError as error:
             raise StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.") from error
 
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """See `Store.read_range`."""
+        try:
+            with self._path(key).open("rb") as file:
+                file.seek(start)
+                data = file.read(end - start)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
+        except OSError as error:
+            raise StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.") from error
+        if len(data) < end - start:
+            raise StoreError(f"{self.url}/{key} ends before byte {end}.")
+        return data
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`."""
         found = []
@@ -56,15 +70,20 @@ class LocalStore:
                 key = path.relative_to(self._root).as_posix()
                 if key.startswith(prefix) and not name.startswith("."):
                     with contextlib.suppress(FileNotFoundError):
-                        found.append(ObjectInfo(key, path.stat().st_size))
+                        status = path.stat()
+                        found.append(ObjectInfo(key, status.st_size, status.st_mtime))
         yield from sorted(found, key=lambda info: info.key)
 
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
         """See `Store.delete`."""
-        try:
-            self._path(key).unlink(missing_ok=True)
-        except OSError as error:
-            raise StoreError(f"{self.url}/{key} cannot be deleted: {error.strerror}.") from error
+        for key in keys:
+            try:
+                self._path(key).unlink(missing_ok=True)
+            except OSError as error:
+                raise StoreError(f"{self.url}/{key} cannot be deleted: {error.strerror}.") from error
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> None:
+        """See `Store.watch`; looking at a file costs nothing worth saving."""
 
     def _path(self, key: str) -> Path:
         return self._root / layout.check_key(key)

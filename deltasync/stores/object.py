@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import obstore
 from obstore import exceptions as obstore_errors
@@ -38,22 +38,34 @@ class ObstoreStore:
         with self._mapped(key):
             return bytes(obstore.get(self._client, layout.check_key(key)).bytes())
 
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """See `Store.read_range`."""
+        with self._mapped(key):
+            data = bytes(obstore.get_range(self._client, layout.check_key(key), start=start, end=end))
+        if len(data) < end - start:
+            raise StoreError(f"{self.url}/{key} ends before byte {end}.")
+        return data
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`. obstore lists whole path parts only, so the last part of `prefix` is matched here."""
         folder = prefix.rpartition("/")[0]
         with self._mapped(prefix):
             found = [
-                ObjectInfo(meta["path"], meta["size"])
+                ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for page in obstore.list(self._client, prefix=folder or None)
                 for meta in page
                 if meta["path"].startswith(prefix)
             ]
         yield from sorted(found, key=lambda info: info.key)
 
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
         """See `Store.delete`."""
-        with contextlib.suppress(ObjectMissingError), self._mapped(key):
-            obstore.delete(self._client, layout.check_key(key))
+        for key in keys:
+            with contextlib.suppress(ObjectMissingError), self._mapped(key):
+                obstore.delete(self._client, layout.check_key(key))
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> None:
+        """See `Store.watch`; object stores have nothing to wait for."""
 
     @contextlib.contextmanager
     def _mapped(self, key: str) -> Iterator[None]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError
+from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError
 from deltasync.stores import ObjectInfo, Store
 
 BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
@@ -105,6 +106,31 @@ class StoreContract:
         store.create("large", data)
         assert store.read("large") == data
         assert list(store.list("")) == [ObjectInfo("large", len(data))]
+
+    def test_ranges(self, store: Store) -> None:
+        data = bytes(range(256)) * 100
+        store.create("ranged", data)
+        for start, end in ((0, 1), (0, len(data)), (255, 257), (len(data) - 1, len(data))):
+            assert store.read_range("ranged", start, end) == data[start:end]
+        for start, end in ((0, len(data) + 1), (len(data), len(data) + 1)):
+            with pytest.raises(StoreError):
+                store.read_range("ranged", start, end)
+        with pytest.raises(ObjectMissingError):
+            store.read_range("missing", 0, 1)
+
+    def test_many_are_deleted_at_once(self, store: Store) -> None:
+        for key in ("a", "b/c", "d"):
+            store.create(key, b"")
+        store.delete("a", "missing", "b/c")
+        store.delete()
+        assert [info.key for info in store.list("")] == ["d"]
+
+    def test_listing_tells_when_an_object_was_stored(self, store: Store) -> None:
+        store.create("first", b"")
+        time.sleep(1.1)  # some stores count in seconds
+        store.create("second", b"")
+        first, second = store.list("")
+        assert 0.5 < second.modified_s - first.modified_s < 60
 
     def test_of_many_threads_creating_one_key_exactly_one_wins(self, store: Store) -> None:
         if not store.capabilities.conditional_put:
