@@ -3,60 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from deltasync.errors import MissingVersionError
-from deltasync.manifest import Manifest
+
+STEP_BYTES = 1 << 15
+"""What a step costs beside its payload, in bytes that could be fetched meanwhile: two requests and a commit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One move of a replica.
+    """One move of a replica, to `version`: by an anchor, by the version's delta, or by a fold.
 
     Attributes:
-        manifest: The version it leads to.
-        use_anchor: Load the full weights; otherwise apply the delta.
+        manifest_sha256: Of the manifest of `version`, None if it is not known.
+        base_version: The version it starts from, None for an anchor, which starts from nothing.
+        payload_bytes: Bytes to download.
+        fold: Key of the fold's document; None for anchors and the versions' own deltas.
     """
 
-    manifest: Manifest
-    use_anchor: bool
+    version: int
+    manifest_sha256: str | None
+    base_version: int | None
+    payload_bytes: int
+    fold: str | None = None
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes to download for it."""
-        part = self.manifest.anchor if self.use_anchor else self.manifest.delta
-        assert part is not None
-        return part.payload_bytes
+    def use_anchor(self) -> bool:
+        """Whether the full weights are loaded; otherwise a delta or fold is applied."""
+        return self.base_version is None
 
 
-def plan(current: int | None, target: int, manifests: Mapping[int, Manifest]) -> list[Step]:
-    """The cheapest sequence of steps, in bytes, from `current` to `target`.
+def plan(current: int | None, target: int, steps: Iterable[Step]) -> list[Step]:
+    """The cheapest sequence of these steps from `current` to `target`.
 
     Args:
         current: Version the replica's bits have, None if they are of no version.
         target: Version to reach.
-        manifests: Those that were read: at least the target's chain back to `current` or to an anchor.
+        steps: What there is to choose from.
 
     Raises:
         MissingVersionError: nothing leads there.
     """
     # Cheapest way to each version; a delta only leads forward, so ascending order settles every base first.
-    best: dict[int, tuple[int, list[Step]]] = {}
+    cost: dict[int, int] = {}
+    last: dict[int, Step] = {}
     if current is not None:
-        best[current] = (0, [])
-    for version in sorted(v for v in manifests if v <= target):
-        manifest = manifests[version]
-        ways = [best[version]] if version in best else []
-        if manifest.anchor is not None:
-            step = Step(manifest, use_anchor=True)
-            ways.append((step.payload_bytes, [step]))
-        if manifest.delta is not None and manifest.delta.base_version in best:
-            step = Step(manifest, use_anchor=False)
-            cost, steps = best[manifest.delta.base_version]
-            ways.append((cost + step.payload_bytes, [*steps, step]))
-        if ways:
-            best[version] = min(ways, key=lambda way: way[0])
-    if target not in best:
+        cost[current] = 0
+    for step in sorted((step for step in steps if step.version <= target), key=lambda step: step.version):
+        before = 0 if step.base_version is None else cost.get(step.base_version)
+        if before is None:
+            continue
+        total = before + step.payload_bytes + STEP_BYTES
+        if step.version not in cost or total < cost[step.version]:
+            cost[step.version], last[step.version] = total, step
+    if target not in cost:
         start = "nothing" if current is None else f"version {current}"
         raise MissingVersionError(f"No chain of deltas leads from {start} to version {target}, and no anchor does.")
-    return best[target][1]
+    way: list[Step] = []
+    version: int | None = target
+    while version is not None and version in last:
+        way.append(last[version])
+        version = last[version].base_version
+    return way[::-1]

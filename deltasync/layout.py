@@ -9,6 +9,8 @@ from deltasync.errors import ConfigError
 CHANNEL = "channel.json"
 HEAD = "head.json"
 MANIFESTS = "manifests/"
+FOLDS = "folds/"
+FORGOTTEN = "forgotten/"
 REPLICAS = "replicas/"
 
 # Rules of the strictest store (the Hub's S3 gateway), applied to all of them.
@@ -16,6 +18,7 @@ REPLICAS = "replicas/"
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
 _MANIFEST = re.compile(r"manifests/(\d{10,})\.json")
+_FOLD = re.compile(r"folds/(\d{10,})-(\d{10,})(\.\d+)?/fold\.json")
 
 
 def check_key(key: str) -> str:
@@ -48,6 +51,27 @@ def anchor_dir(version: int, attempt: int = 0) -> str:
 def delta_dir(version: int, attempt: int = 0) -> str:
     """Folder of a delta's payload; `attempt` as in `anchor_dir`."""
     return f"deltas/{version:010d}" + (f".{attempt}" if attempt else "")
+
+
+def fold_dir(base_version: int, version: int, attempt: int = 0) -> str:
+    """Folder of a fold; `attempt` as in `anchor_dir`."""
+    return f"folds/{base_version:010d}-{version:010d}" + (f".{attempt}" if attempt else "")
+
+
+def fold_document(directory: str) -> str:
+    """Key of the document of the fold in `directory`, whose existence makes the fold one."""
+    return f"{directory}/fold.json"
+
+
+def fold_span(key: str) -> tuple[int, int] | None:
+    """Base version and version of the key of a fold's document, or None for any other key."""
+    match = _FOLD.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def forgotten(name: str) -> str:
+    """Key of a list of forgotten versions."""
+    return check_key(f"{FORGOTTEN}{name}.json")
 
 
 def delta_part(part: int, part_count: int) -> str:

@@ -1,4 +1,4 @@
-"""The three JSON objects of a channel: channel, head and manifest. Encoded, parsed and checked here and nowhere else.
+"""The JSON documents of a channel. Encoded, parsed and checked here and nowhere else.
 
 Readers ignore fields they do not know and refuse features named in `requires` that they do not know.
 """
@@ -17,6 +17,8 @@ from deltasync.types import ITEM_BYTES, TensorSpec
 
 FORMAT = "deltasync/1"
 FEATURES: frozenset[str] = frozenset()
+CHAIN_LINKS = 128
+"""Most links that a manifest names."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Version = Annotated[int, msgspec.Meta(ge=1)]
@@ -67,6 +69,21 @@ class Anchor:
         return sum(file.bytes for file in self.files)
 
 
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """A version that a later one rests on, in short; written as an array.
+
+    Attributes:
+        manifest_sha256: Of its manifest.
+        fingerprint: Of the model at this version.
+        delta_bytes: Bytes of its delta, 0 if it has none.
+    """
+
+    version: _Version
+    manifest_sha256: _Sha256
+    fingerprint: _Fingerprint
+    delta_bytes: _Count
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """One version. It has a delta, an anchor, or both (an anchor after the first also carries the delta to it).
@@ -80,6 +97,8 @@ class Manifest:
         fingerprint: Of the model at this version.
         anchor_version: Newest version up to this one that has an anchor.
         coalesced: Number of publishes that this version covers.
+        chain: The versions before, each the base of the next and the last one the base of this: from the last one before it
+            that has an anchor, but at most the last `CHAIN_LINKS`. So that a reader can plan without reading each manifest.
         requires: Features a reader must know.
     """
 
@@ -95,6 +114,52 @@ class Manifest:
     delta: Delta | None = None
     anchor: Anchor | None = None
     coalesced: _Version = 1
+    chain: list[Link] = dataclasses.field(default_factory=list)
+    requires: list[str] = dataclasses.field(default_factory=list)
+
+    def chain_onward(self, manifest_sha256: str) -> list[Link]:
+        """The `chain` of a version whose delta builds on this one, whose manifest has this digest."""
+        delta_bytes = 0 if self.delta is None else self.delta.payload_bytes
+        link = Link(self.version, manifest_sha256, self.fingerprint, delta_bytes)
+        return [link] if self.anchor is not None else [*self.chain, link][-CHAIN_LINKS:]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fold:
+    """A delta over several versions, for catching up. It exists when its document does.
+
+    Attributes:
+        base_version, base_manifest_sha256: The version it builds on, and its manifest.
+        version, manifest_sha256: The version it leads to, and its manifest.
+        changed: Elements that differ between the two.
+    """
+
+    format: str
+    run_id: str
+    base_version: _Version
+    base_manifest_sha256: _Sha256
+    version: _Version
+    manifest_sha256: _Sha256
+    codec: str
+    changed: _Count
+    files: list[FileRef]
+    created_at: str
+    requires: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Forgotten:
+    """Versions whose manifests were deleted; what they referred to is deleted some time after this document appeared."""
+
+    format: str
+    run_id: str
+    versions: list[_Version]
+    created_at: str
     requires: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -133,7 +198,8 @@ class Channel:
         return {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in self.tensors.items()}
 
 
-_Document = TypeVar("_Document", Channel, Head, Manifest)
+Document = Channel | Head | Manifest | Fold | Forgotten
+_Document = TypeVar("_Document", Channel, Head, Manifest, Fold, Forgotten)
 
 
 def table_sha256(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> str:
@@ -141,7 +207,7 @@ def table_sha256(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> str:
     return sha256_hex(msgspec.json.encode(tensors, order="deterministic"))
 
 
-def encode(document: Channel | Head | Manifest) -> bytes:
+def encode(document: Document) -> bytes:
     """Canonical UTF-8 JSON, one line."""
     return msgspec.json.encode(document) + b"\n"
 
@@ -151,7 +217,7 @@ def decode(data: bytes, kind: type[_Document], key: str) -> _Document:
 
     Args:
         data: The object's bytes.
-        kind: `Channel`, `Head` or `Manifest`.
+        kind: Of document.
         key: Its key, for messages.
 
     Raises:
@@ -178,7 +244,7 @@ def decode(data: bytes, kind: type[_Document], key: str) -> _Document:
     return document
 
 
-def _problem(document: Channel | Head | Manifest) -> str | None:
+def _problem(document: Document) -> str | None:
     if isinstance(document, Channel):
         unknown = {dtype for dtype, _ in document.tensors.values()} - ITEM_BYTES.keys()
         if unknown:
@@ -194,10 +260,31 @@ def _problem(document: Channel | Head | Manifest) -> str | None:
             return f"base version {document.delta.base_version} is not before version {document.version}"
         if document.anchor_version > document.version:
             return f"anchor version {document.anchor_version} is after version {document.version}"
-        parts = (part for part in (document.delta, document.anchor) if part is not None)
-        try:
-            for file in (file for part in parts for file in part.files):
-                layout.check_key(file.key)
-        except ConfigError as error:
-            return str(error)
+        if (problem := _chain_problem(document)) is not None:
+            return problem
+    if isinstance(document, Fold) and document.base_version >= document.version:
+        return f"base version {document.base_version} is not before version {document.version}"
+    try:
+        for file in _files(document):
+            layout.check_key(file.key)
+    except ConfigError as error:
+        return str(error)
     return None
+
+
+def _chain_problem(document: Manifest) -> str | None:
+    if not document.chain:
+        return None
+    base, last = document.delta, document.chain[-1]
+    if base is None or (base.base_version, base.base_manifest_sha256) != (last.version, last.manifest_sha256):
+        return "its chain does not end at its base"
+    versions = [link.version for link in document.chain]
+    return None if versions == sorted(set(versions)) else "its chain does not ascend"
+
+
+def _files(document: Document) -> list[FileRef]:
+    if isinstance(document, Fold):
+        return document.files
+    if isinstance(document, Manifest):
+        return [file for part in (document.delta, document.anchor) if part is not None for file in part.files]
+    return []

@@ -27,13 +27,15 @@ from deltasync.config import PublisherSettings
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
+    FormatError,
+    MissingVersionError,
     ModelMismatchError,
     NotPublishedError,
     PublishError,
 )
 from deltasync.fold import fold
 from deltasync.kernels import cpu
-from deltasync.manifest import Anchor, Channel, Delta, Head, Manifest
+from deltasync.manifest import Anchor, Channel, Delta, Head, Link, Manifest
 from deltasync.reader import ChannelReader
 from deltasync.replica import Replica
 from deltasync.stores import Store, open_store
@@ -152,8 +154,9 @@ class Publisher:
         self._tip = Tip()
         self._last: Receipt | None = None
         self._closed = False
-        head = self._open(resume)
-        self._uploader = Uploader(self.store, self.settings, None if head is None else head.manifest_sha256)
+        self._channel_stored = False
+        head, links = self._open(resume)
+        self._uploader = Uploader(self.store, self.settings, head, links)
 
     @property
     def run_id(self) -> str | None:
@@ -243,13 +246,13 @@ class Publisher:
                 raise
             logger.exception("The last version was not published.")
 
-    def _open(self, resume: bool) -> Head | None:
-        """Look at the channel; continue it if asked to. Returns its head, None in a channel without versions."""
+    def _open(self, resume: bool) -> tuple[Head | None, list[Link]]:
+        """Look at the channel; continue it if asked to. Returns its head, None if there is no version yet, and the chain."""
         reader = ChannelReader(self.store)
         try:
             channel = reader.channel()
         except NotPublishedError:
-            return None
+            return None, []
         if not resume:
             raise ChannelInUseError(
                 f"{self.store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
@@ -259,15 +262,22 @@ class Publisher:
         self._channel, self._specs = channel, reader.specs
         head = self._roll_forward(reader)
         if head is None:
-            return None
-        replica = Replica(self.store)
-        replica.sync(head.version)
+            return None, []
+        self._channel_stored = True
+        try:
+            replica = Replica(self.store)
+            replica.sync(head.version)
+        except (FormatError, MissingVersionError) as error:
+            logger.warning("Version %d cannot be read: %s The next version has full weights.", head.version, error)
+            self._tip = Tip(head.version)
+            return head, []
         self._shadow = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
         self._fingerprints = replica.fingerprints
         chain_bytes = sum(step.payload_bytes for step in reader.plan(None, head) if not step.use_anchor)
-        self._tip = Tip(head.version, reader.manifest(head.version).anchor_version, chain_bytes)
+        newest = reader.manifest(head.version)
+        self._tip = Tip(head.version, newest.anchor_version, chain_bytes)
         logger.info("resumed run=%s version=%d", channel.run_id, head.version)
-        return head
+        return head, newest.chain_onward(head.manifest_sha256)
 
     def _roll_forward(self, reader: ChannelReader) -> Head | None:
         """Head, moved to the newest version whose manifest is stored, where a publisher died before moving it.
@@ -398,7 +408,7 @@ class Publisher:
         return Job(
             base=base,
             patches=changes,
-            channel=self._channel if full else None,
+            channel=self._channel if full and not self._channel_stored else None,
             manifest=Manifest(
                 format=manifest.FORMAT,
                 run_id=self._channel.run_id,

@@ -6,7 +6,11 @@ builds on, and the fingerprint of the resulting bits is checked after commit. No
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors import SafetensorError
@@ -20,9 +24,12 @@ from deltasync.errors import (
     ObjectMissingError,
     RunMismatchError,
 )
-from deltasync.manifest import Channel, FileRef, Head, Manifest
+from deltasync.manifest import Channel, Delta, FileRef, Fold, Head, Manifest
 from deltasync.stores.base import Store
 from deltasync.types import Patch, TensorSpec
+
+_FOLDS_FROM = 4  # steps from which on a listing of the folds is likely to save more than it costs
+_FETCH_AHEAD = 2
 
 
 class ChannelReader:
@@ -34,6 +41,8 @@ class ChannelReader:
         self._specs: dict[str, TensorSpec] = {}
         # Immutable, and small next to weights: kept to plan without reading them again.
         self._manifests: dict[int, tuple[Manifest, str]] = {}
+        self._folds: tuple[int, list[chain.Step]] = 0, []
+        self._distrusted: set[chain.Step] = set()
 
     def channel(self) -> Channel:
         """The channel's description.
@@ -109,7 +118,10 @@ class ChannelReader:
         return sorted(version for version in found if version is not None)
 
     def plan(self, current: int | None, head: Head, version: int | None = None) -> list[chain.Step]:
-        """The cheapest steps from `current` to `version` (default: head's), reading the manifests in between.
+        """The cheapest steps from `current` to `version` (default: head's).
+
+        Costs one manifest for every anchor it looks back to, one for every delta where manifests name no chain, and a
+        listing of the folds for a replica that is more than a few versions behind.
 
         Raises:
             MissingVersionError: version is not published, or nothing leads to it.
@@ -117,22 +129,94 @@ class ChannelReader:
         target = head.version if version is None else version
         if target > head.version or target < 1:
             raise MissingVersionError(f"Version {target} is not published; head is at version {head.version}.")
-        manifests: dict[int, Manifest] = {}
+        if target == current:
+            return []
+        known = self._steps_back(target, head.manifest_sha256 if target == head.version else None, current)
+        steps = self._plan(current, target, known)
+        if current is None or len(steps) < _FOLDS_FROM:
+            return steps
+        sha256 = {step.version: step.manifest_sha256 for step in known}
+        folds = [
+            dataclasses.replace(fold, manifest_sha256=sha256[fold.version])
+            for fold in self._list_folds(head)
+            if fold.version in sha256
+        ]
+        return self._plan(current, target, [*known, *folds])
+
+    def _plan(self, current: int | None, target: int, steps: list[chain.Step]) -> list[chain.Step]:
+        """The cheapest way without the steps that failed, or with them if there is no other."""
+        try:
+            return chain.plan(current, target, [step for step in steps if step not in self._distrusted])
+        except MissingVersionError:
+            return chain.plan(current, target, steps)
+
+    def _steps_back(self, target: int, sha256: str | None, current: int | None) -> list[chain.Step]:
+        """Anchors and deltas from the target back to `current`, or to the last anchor that a replica without it can use."""
+        steps: list[chain.Step] = []
         wanted: int | None = target
-        sha256 = head.manifest_sha256 if target == head.version else None
         while wanted is not None and wanted != current:
             try:
-                found = manifests[wanted] = self.manifest(wanted, sha256)
+                found = self.manifest(wanted, sha256)
             except MissingVersionError:
                 # Pruned: the deltas before an anchor are only the cheaper way.
-                if not any(document.anchor for document in manifests.values()):
+                if not any(step.use_anchor for step in steps):
                     raise
                 break
-            past_current = current is None or wanted < current
-            if found.delta is None or (found.anchor and past_current):
+            sha256 = self._manifests[wanted][1]
+            if found.anchor is not None:
+                steps.append(chain.Step(wanted, sha256, None, found.anchor.payload_bytes))
+            if found.delta is None:
                 break
-            wanted, sha256 = found.delta.base_version, found.delta.base_manifest_sha256
-        return chain.plan(current, target, manifests)
+            base = found.delta.base_version
+            steps.append(chain.Step(wanted, sha256, base, found.delta.payload_bytes))
+            if found.anchor is not None and (current is None or wanted < current):
+                break
+            wanted, sha256 = base, found.delta.base_manifest_sha256
+            for link, before in itertools.pairwise(reversed(found.chain)):
+                if wanted == current:
+                    break
+                steps.append(chain.Step(link.version, link.manifest_sha256, before.version, link.delta_bytes))
+                wanted, sha256 = before.version, before.manifest_sha256
+        return steps
+
+    def _list_folds(self, head: Head) -> list[chain.Step]:
+        """Every fold there is, by a listing that is made once for each head."""
+        if self._folds[0] != head.version:
+            infos = list(self.store.list(layout.FOLDS))
+            sizes: dict[str, int] = {}
+            for info in infos:
+                folder = info.key.rpartition("/")[0]
+                sizes[folder] = sizes.get(folder, 0) + info.bytes
+            folds = []
+            for info in infos:
+                span = layout.fold_span(info.key)
+                if span is not None:
+                    folds.append(chain.Step(span[1], None, span[0], sizes[info.key.rpartition("/")[0]], info.key))
+            self._folds = head.version, folds
+        return self._folds[1]
+
+    def distrust(self, step: chain.Step) -> None:
+        """Plan without this step from now on where another way leads on."""
+        self._distrusted.add(step)
+
+    def fold(self, step: chain.Step) -> Fold:
+        """The document of a fold.
+
+        Raises:
+            MissingVersionError: it is gone.
+            CorruptDataError: it is not the fold that the step names.
+        """
+        assert step.fold is not None
+        try:
+            document = manifest.decode(self.store.read(step.fold), Fold, step.fold)
+        except ObjectMissingError:
+            raise MissingVersionError(f"{self.store.url} has no fold {step.fold} any more.") from None
+        found = document.run_id, document.base_version, document.version, document.manifest_sha256
+        if found != (self.channel().run_id, step.base_version, step.version, step.manifest_sha256):
+            raise CorruptDataError(
+                f"{step.fold} is not a fold of versions {step.base_version} to {step.version} of this channel."
+            )
+        return document
 
     def fetch(self, file: FileRef) -> bytes:
         """The bytes of one file.
@@ -151,6 +235,19 @@ class ChannelReader:
             raise CorruptDataError(f"{file.key} does not have the sha256 that its manifest names.")
         return data
 
+    def _fetch_all(self, files: Sequence[FileRef]) -> Iterator[tuple[FileRef, bytes]]:
+        """Files in order, the next ones being fetched while one is used; at most `_FETCH_AHEAD` + 1 are in memory."""
+        if len(files) == 1:
+            yield files[0], self.fetch(files[0])
+            return
+        with ThreadPoolExecutor(_FETCH_AHEAD, thread_name_prefix="deltasync-fetch") as pool:
+            waiting = deque(pool.submit(self.fetch, file) for file in files[:_FETCH_AHEAD])
+            for at, file in enumerate(files):
+                data = waiting.popleft().result()
+                if at + _FETCH_AHEAD < len(files):
+                    waiting.append(pool.submit(self.fetch, files[at + _FETCH_AHEAD]))
+                yield file, data
+
     def patches(self, step: chain.Step, old: codec.OldBits | None = None) -> Iterator[tuple[Patch, int]]:
         """Patches of one step and the fingerprint of each tensor after it, fetched and decoded tensor by tensor.
 
@@ -161,14 +258,19 @@ class ChannelReader:
         Raises:
             FormatError, MissingVersionError: as `fetch` and `Codec.decode`.
         """
-        return self._anchor_patches(step.manifest) if step.use_anchor else self._delta_patches(step.manifest, old)
+        version = self.manifest(step.version, step.manifest_sha256)
+        if step.use_anchor:
+            return self._anchor_patches(version)
+        delta = version.delta if step.fold is None else self.fold(step)
+        if delta is None or delta.base_version != step.base_version:
+            raise MissingVersionError(f"Version {step.version} has no delta from version {step.base_version}.")
+        return self._delta_patches(step.version, delta, old)
 
-    def _delta_patches(self, version: Manifest, old: codec.OldBits | None) -> Iterator[tuple[Patch, int]]:
-        assert version.delta is not None
-        for file in version.delta.files:
-            payload = codec.open_payload(self.fetch(file))
+    def _delta_patches(self, version: int, delta: Delta | Fold, old: codec.OldBits | None) -> Iterator[tuple[Patch, int]]:
+        for file, data in self._fetch_all(delta.files):
+            payload = codec.open_payload(data)
             names = (payload.codec, payload.version, payload.base_version)
-            if names != (version.delta.codec, version.version, version.delta.base_version):
+            if names != (delta.codec, version, delta.base_version):
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
             fingerprints = payload.fingerprints
             for patch in codec.get(payload.codec).decode(payload, self.specs, old):
@@ -177,8 +279,7 @@ class ChannelReader:
     def _anchor_patches(self, version: Manifest) -> Iterator[tuple[Patch, int]]:
         assert version.anchor is not None
         missing = dict(self.specs)
-        for file in version.anchor.files:
-            data = self.fetch(file)
+        for file, data in self._fetch_all(version.anchor.files):
             fingerprints = anchor.fingerprints(data)
             for name, tensor in _load(data, file.key).items():
                 # Not `spec_of`, for which a dtype that no channel carries is the caller's mistake.

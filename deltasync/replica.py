@@ -14,7 +14,13 @@ from collections.abc import Mapping
 import torch
 
 from deltasync import chain, codec, fingerprint
-from deltasync.errors import CorruptDataError, FingerprintMismatchError, HeadRewindError, NotPublishedError
+from deltasync.errors import (
+    CorruptDataError,
+    FingerprintMismatchError,
+    HeadRewindError,
+    MissingVersionError,
+    NotPublishedError,
+)
 from deltasync.manifest import Head, Manifest
 from deltasync.memory import CommitReport, LiveMemory, Staged
 from deltasync.reader import ChannelReader
@@ -22,14 +28,16 @@ from deltasync.stores import Store, open_store
 
 logger = logging.getLogger(__name__)
 
+_DETOURS = 8  # taken in one go; the next call may take more
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedVersion:
     """A version that is ready to commit, with what it takes to check it."""
 
     manifest: Manifest
+    step: chain.Step
     staged: Staged
-    use_anchor: bool
     stage_s: float
 
 
@@ -63,13 +71,13 @@ class Follower:
     def identify(self, head: Head) -> int | None:
         """Find out which version the bits in live memory are, so that nothing needs to be loaded (costs an audit).
 
-        Looks at the versions from head back to its newest anchor; sets and returns `version`.
+        Looks at head's version and those that its manifest names; sets and returns `version`.
         """
         self.memory.audit()
         total = fingerprint.to_hex(self.memory.total_fingerprint)
-        steps = self.reader.plan(None, head)
-        matches = [step.manifest.version for step in steps if step.manifest.fingerprint == total]
-        self.version = matches[-1] if matches else None
+        newest = self.reader.manifest(head.version, head.manifest_sha256)
+        fingerprints = {link.fingerprint: link.version for link in newest.chain} | {newest.fingerprint: newest.version}
+        self.version = fingerprints.get(total)
         return self.version
 
     def plan(self, head: Head, version: int | None = None) -> list[chain.Step]:
@@ -90,9 +98,9 @@ class Follower:
         if not self._settled:
             self._settle()
         steps = self.reader.plan(self.version, head, version)
-        if self.suspect is not None and any(step.manifest.version == self.suspect for step in steps):
+        if self.suspect is not None and any(step.version == self.suspect for step in steps):
             steps = self.reader.plan(None, head, version)
-            if any(step.manifest.version == self.suspect for step in steps):
+            if any(step.version == self.suspect for step in steps):
                 raise FingerprintMismatchError(
                     f"Version {self.suspect} does not give the bits that it promises; version {self.version} stays live "
                     "until an anchor after it is published."
@@ -115,14 +123,19 @@ class Follower:
         """
         before = time.perf_counter()
         try:
+            version = self.reader.manifest(step.version, step.manifest_sha256)
             staged = self.memory.stage(self.reader.patches(step, self.memory.gather))
+        except MissingVersionError:
+            self.reader.distrust(step)
+            raise
         except CorruptDataError:
+            if step.fold is not None:
+                self.reader.distrust(step)
             # Decoding by the old bits also fails if those are not what they are taken for; the next plan finds out.
-            delta = step.manifest.delta
-            if not step.use_anchor and delta is not None and codec.get(delta.codec).needs_old:
+            elif not step.use_anchor and version.delta is not None and codec.get(version.delta.codec).needs_old:
                 self._settled = False
             raise
-        return StagedVersion(step.manifest, staged, step.use_anchor, time.perf_counter() - before)
+        return StagedVersion(version, step, staged, time.perf_counter() - before)
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:
         """Write a staged version; follow it by `confirm` or `rollback`."""
@@ -141,7 +154,11 @@ class Follower:
         manifest = committed.staged.manifest
         if wrong or fingerprint.to_hex(self.memory.total_fingerprint) != manifest.fingerprint:
             self.rollback(committed)
-            self.suspect, self._settled = manifest.version, False
+            self._settled = False
+            if committed.staged.step.fold is None:
+                self.suspect = manifest.version
+            else:
+                self.reader.distrust(committed.staged.step)
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             raise FingerprintMismatchError(
                 f"Version {manifest.version} did not give the published bits {where}; rolled back to version {self.version}."
@@ -158,34 +175,41 @@ class Follower:
     def advance(self, head: Head, version: int | None = None) -> int:
         """Stage, commit and confirm every step to `version` (default: head's).
 
-        A delta that does not give the published bits is rolled back and the version is loaded from its anchor instead.
+        A step that does not give the published bits or whose objects are gone is left out where another way leads on.
 
         Raises:
             DeltaSyncError: the last confirmed version stays live.
         """
+        target = head.version if version is None else version
         steps = self.plan(head, version)
-        try:
-            self._run(steps)
-        except FingerprintMismatchError as error:
-            if self.version is None:
-                raise
-            logger.warning("%s Loading an anchor instead.", error)
-            self._run(self.plan(head, version))
-        return head.version if version is None else version
+        detours = 0
+        while steps:
+            step = steps[0]
+            try:
+                self._take(step)
+            except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
+                detours += 1
+                steps = self.plan(head, version)
+                if detours > _DETOURS or (steps and steps[0] == step):
+                    raise
+                logger.warning("%s Taking another way.", error)
+            else:
+                # With bits of some version there may be folds to go on by.
+                steps = self.plan(head, version) if step.use_anchor else steps[1:]
+        return target
 
-    def _run(self, steps: list[chain.Step]) -> None:
-        for step in steps:
-            staged = self.stage(step)
-            committed = self.commit(staged)
-            self.confirm(committed)
-            logger.info(
-                "committed version=%d anchor=%s changed=%d stage_s=%.3f scatter_s=%.4f",
-                step.manifest.version,
-                step.use_anchor,
-                staged.staged.changed,
-                staged.stage_s,
-                committed.report.scatter_s,
-            )
+    def _take(self, step: chain.Step) -> None:
+        staged = self.stage(step)
+        committed = self.commit(staged)
+        self.confirm(committed)
+        logger.info(
+            "committed version=%d anchor=%s changed=%d stage_s=%.3f scatter_s=%.4f",
+            step.version,
+            step.use_anchor,
+            staged.staged.changed,
+            staged.stage_s,
+            committed.report.scatter_s,
+        )
 
 
 class Replica:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from deltasync import layout, manifest
 from deltasync.config import PublisherSettings
@@ -23,18 +24,22 @@ from deltasync.errors import (
     DeltaSyncError,
     HeadConflictError,
     ObjectExistsError,
+    ObjectMissingError,
     PublishError,
     PublishLostError,
     PublishStateUnknownError,
     TransientStoreError,
 )
-from deltasync.manifest import Channel, FileRef, Head, Manifest
+from deltasync.manifest import Channel, FileRef, Head, Link, Manifest
 from deltasync.stores.base import Store
 from deltasync.types import Patch
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 30.0
+_STALL_S = 5.0  # between manifest and head; after that, another publisher may have gone on from the manifest
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,9 +84,10 @@ class Job:
 class Uploader:
     """Uploads jobs one after the other. At most one job uploads and one waits."""
 
-    def __init__(self, store: Store, settings: PublisherSettings, manifest_sha256: str | None) -> None:
-        # Of the newest manifest that is stored; what the next delta builds on.
-        self._manifest_sha256 = manifest_sha256
+    def __init__(self, store: Store, settings: PublisherSettings, head: Head | None, chain: Sequence[Link]) -> None:
+        # What the next delta builds on: the last link is the newest manifest that is stored.
+        self._chain = list(chain)
+        self._head = head
         self._objects = store
         self._settings = settings
         self._lock = threading.Lock()
@@ -167,28 +173,65 @@ class Uploader:
         delta, anchor = job.manifest.delta, job.manifest.anchor
         if delta is not None:
             _, files = self._put_files(layout.delta_dir, version, job.delta_files)
-            assert self._manifest_sha256 is not None
-            delta = dataclasses.replace(delta, files=files, base_manifest_sha256=self._manifest_sha256)
+            delta = dataclasses.replace(delta, files=files, base_manifest_sha256=self._chain[-1].manifest_sha256)
         if anchor is not None:
             directory, files = self._put_files(layout.anchor_dir, version, job.anchor_files)
             weights = [file for file in files if file.key.endswith(".safetensors")]
             anchor = dataclasses.replace(anchor, directory=directory, files=weights)
-        data = manifest.encode(dataclasses.replace(job.manifest, delta=delta, anchor=anchor))
+        chain = [] if delta is None else self._chain
+        document = dataclasses.replace(job.manifest, delta=delta, anchor=anchor, chain=chain)
+        data = manifest.encode(document)
+        sha256 = manifest.sha256_hex(data)
+        if not self._objects.capabilities.conditional_put:
+            self._check_lease()
         job.manifest_attempted = True
+        created = time.monotonic()
         self._create_or_conflict(layout.manifest(version), data, f"wrote version {version}")
-        self._manifest_sha256 = manifest.sha256_hex(data)
-        head = Head(
-            format=manifest.FORMAT,
-            run_id=job.manifest.run_id,
-            version=version,
-            manifest_sha256=self._manifest_sha256,
-        )
+        self._chain = document.chain_onward(sha256)
+        head = Head(format=manifest.FORMAT, run_id=job.manifest.run_id, version=version, manifest_sha256=sha256)
         try:
+            if not self._objects.capabilities.conditional_put or time.monotonic() - created > _STALL_S:
+                self._check_lease()
+            self._head = head
             self._retry(lambda: self._objects.replace(layout.HEAD, manifest.encode(head)))
+        except HeadConflictError:
+            raise
         except DeltaSyncError as error:
             raise PublishStateUnknownError(
                 f"Version {version} is complete, but head may not name it yet: {error} The next publish repairs that."
             ) from error
+
+    def _check_lease(self) -> None:
+        """Find out another publisher, where the store does not decide who creates an object, or after a long wait.
+
+        Head must not be further than where this publisher left it, and the newest manifest must still be its own. An older
+        head is a stale reply, or a rewind that the next head ends.
+
+        Raises:
+            HeadConflictError: another publisher writes to this channel.
+        """
+        try:
+            head = manifest.decode(self._retry(lambda: self._objects.read(layout.HEAD)), Head, layout.HEAD)
+        except ObjectMissingError:
+            head = None
+        ours = self._head
+        if head is not None and (
+            ours is None
+            or head.run_id != ours.run_id
+            or head.version > ours.version
+            or (head != ours and head.version == ours.version)
+        ):
+            raise HeadConflictError(
+                f"Another publisher moved head to version {head.version} ({self._objects.url}); ours is not visible. "
+                "Stop one of the two."
+            )
+        if self._chain:
+            newest = self._chain[-1]
+            data = self._retry(lambda: self._objects.read(layout.manifest(newest.version)))
+            if manifest.sha256_hex(data) != newest.manifest_sha256:
+                raise HeadConflictError(
+                    f"Another publisher also wrote version {newest.version} ({self._objects.url}). Stop both, resume one."
+                )
 
     def _create_or_conflict(self, key: str, data: bytes, what: str) -> None:
         try:
@@ -227,7 +270,7 @@ class Uploader:
             if self._objects.read(key) != data:
                 raise
 
-    def _retry(self, action: Callable[[], None]) -> None:
+    def _retry(self, action: Callable[[], _Result]) -> _Result:
         """Run `action`, again after transient store errors."""
         delay_s = self._settings.retry_delay_s
         for left in range(self._settings.retries, -1, -1):
@@ -239,6 +282,7 @@ class Uploader:
                 logger.warning("%s Trying again in %.2f s (%d left).", error, delay_s, left)
                 time.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+        raise AssertionError("unreachable")
 
 
 def _builds_on_lost(job: Job, error: PublishError) -> PublishLostError:

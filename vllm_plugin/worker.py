@@ -117,13 +117,11 @@ class WorkerReplica:
             self._follower.confirm(committed)
         except FingerprintMismatchError as error:
             return {"version": self.version, "error": describe(error)}
-        part = staged.manifest.anchor if staged.use_anchor else staged.manifest.delta
-        assert part is not None
         return {
             "version": self.version,
-            "anchor": staged.use_anchor,
+            "anchor": staged.step.use_anchor,
             "changed": staged.staged.changed,
-            "payload_bytes": part.payload_bytes,
+            "payload_bytes": staged.step.payload_bytes,
             "created_at": staged.manifest.created_at,
             "stage_s": staged.stage_s,
             "commit_s": time.perf_counter() - before,

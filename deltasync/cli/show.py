@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import click
+import msgspec
 
 
 @click.command("show")
@@ -22,10 +23,10 @@ def command(channel: str, version: int | None, as_json: bool) -> None:
     reader = ChannelReader(open_store(channel))
     manifest = reader.manifest(reader.head().version if version is None else version)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(manifest), indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(manifest), indent=2))
         return
     for field, value in dataclasses.asdict(manifest).items():
-        if field not in ("delta", "anchor") and value not in (None, []):
+        if field not in ("delta", "anchor", "chain") and value not in (None, []):
             click.echo(f"{field:16} {value}")
     for part in (manifest.delta, manifest.anchor):
         for file in part.files if part is not None else []:

@@ -489,12 +489,10 @@ def test_rotten_memory_under_a_delta_is_noticed_and_loaded_anew(scene: Scene) ->
     scene.assert_at(2)
 
 
-def test_a_context_delta_on_rotten_memory_is_loaded_anew_at_the_second_attempt(memory_url: str) -> None:
+def test_a_context_delta_on_rotten_memory_is_loaded_anew(memory_url: str) -> None:
     scene = _scene(memory_url, "context")
     # So many elements of another exponent that the delta's positions make no sense any more.
     scene.replica.state_dict()["a.weight"].view(torch.int16)[:2] = 0
-    with pytest.raises(CorruptDataError):
-        scene.replica.sync()
     assert scene.replica.sync() == 2
     scene.assert_at(2)
 
