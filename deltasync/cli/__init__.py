@@ -17,6 +17,12 @@ _COMMANDS = {
     "follow": "Follow a channel with a replica in host memory.",
     "log": "List the versions of a channel.",
     "show": "Show one version.",
+    "check": "Check that everything that a channel promises is there.",
+    "forget": "Take versions out of a channel.",
+    "prune": "Delete the bytes that nothing refers to any more.",
+    "fold": "Store one delta over several versions.",
+    "export": "Write a version as a checkpoint directory.",
+    "cp": "Copy a channel to another store.",
     "bench": "Measure speed and size on this machine.",
 }
 
@@ -24,6 +30,13 @@ _EPILOG = """\b
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 wrong setting, 4 damaged or unknown format, 5 versions do not
 connect or nothing is published, 6 store failed, 7 not published, 8 model does not match, 9 version not
 applied, 10 not served in time, 130 interrupted."""
+
+
+def _tell_exit_codes(command: click.Command) -> None:
+    """At the end of its help, and of that of its subcommands."""
+    command.epilog = _EPILOG
+    for inner in command.commands.values() if isinstance(command, click.Group) else []:
+        _tell_exit_codes(inner)
 
 
 class _LazyGroup(click.Group):
@@ -36,6 +49,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"deltasync.cli.{cmd_name}").command
+        _tell_exit_codes(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

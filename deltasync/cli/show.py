@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -15,22 +14,30 @@ import msgspec
 @click.argument("version", type=click.IntRange(min=1), required=False)
 @click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
 def command(channel: str, version: int | None, as_json: bool) -> None:
-    """Show VERSION of CHANNEL (the newest by default): its manifest and its most changed tensors."""
-    from deltasync import codec
+    """Show VERSION of CHANNEL (the newest by default): its manifest, the folds that lead to it, its most changed tensors."""
+    from deltasync import codec, housekeeping
     from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
     reader = ChannelReader(open_store(channel))
     manifest = reader.manifest(reader.head().version if version is None else version)
+    document = msgspec.to_builtins(manifest)
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(manifest), indent=2))
+        click.echo(json.dumps(document, indent=2))
         return
-    for field, value in dataclasses.asdict(manifest).items():
+    for field, value in document.items():
         if field not in ("delta", "anchor", "chain") and value not in (None, []):
             click.echo(f"{field:16} {value}")
-    for part in (manifest.delta, manifest.anchor):
+    if manifest.chain:
+        click.echo(f"{'chain':16} {len(manifest.chain)} versions, from version {manifest.chain[0].version}")
+    parts: dict[str, Any] = {"delta": manifest.delta, "anchor": manifest.anchor}
+    for kind, part in parts.items():
+        if part is not None:
+            click.echo(f"{kind:16} {part.payload_bytes:,} bytes")
         for file in part.files if part is not None else []:
             click.echo(f"{'file':16} {file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:16]}...")
+    for fold in housekeeping.read_folds(reader, versions=[manifest.version]).values():
+        click.echo(f"{'fold':16} from version {fold.base_version}  {fold.payload_bytes:,} bytes  {fold.changed:,} changed")
     if manifest.delta is None:
         return
     click.echo(

@@ -201,7 +201,8 @@ def _merge(step_CS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         table_C[c] = table
         found += count_C[c]
     count_TS = np.zeros((table + 1, step_CS.shape[1]), np.int64)
-    np.add.at(count_TS, table_C, step_CS)
+    for c in np.flatnonzero(count_C):
+        count_TS[table_C[c]] += step_CS[c]
     return table_C, count_TS
 
 

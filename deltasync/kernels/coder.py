@@ -44,6 +44,18 @@ def _leading_zeros(_context, _value):
     return types.uint64(types.uint64), generate
 
 
+@intrinsic
+def _high_product(_context, _left, _right):
+    """The upper 64 bits of a product."""
+
+    def generate(_context, builder, _signature, arguments):
+        wide = ir.IntType(128)
+        left, right = (builder.zext(argument, wide) for argument in arguments)
+        return builder.trunc(builder.lshr(builder.mul(left, right), ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
 @njit(inline="always")
 def _bucket(value):
     if value < _U16:
@@ -63,37 +75,51 @@ def _zigzag(step, top):
 
 
 @njit(inline="always")
+def _flush(out, at, x, full):
+    """Move the lower word of the state out if it is full; without a branch, which would be mispredicted often."""
+    out[at - 1] = np.uint32(x & _WORD)
+    return at - np.int64(full), x >> (np.uint64(full) * _U32)
+
+
+@njit(inline="always")
 def _push(out, at, x, start, freq, bits):
-    if (x >> (_U64 - bits)) >= freq:
-        at -= 1
-        out[at] = np.uint32(x & _WORD)
-        x >>= _U32
+    at, x = _flush(out, at, x, (x >> (_U64 - bits)) >= freq)
     quotient = x // freq
     return at, (quotient << bits) + (x - quotient * freq) + start
 
 
 @njit(inline="always")
-def _push_bits(out, at, x, value, bits):
-    if (x >> (_U64 - bits)) != _U0:
-        at -= 1
-        out[at] = np.uint32(x & _WORD)
-        x >>= _U32
-    return at, (x << bits) | value
+def _push_symbol(out, at, x, symbol, freq_S, start_S, inverse_S):
+    """As `_push` by a table, whose inverses of the frequencies make the quotient, or one less."""
+    freq = np.uint64(freq_S[symbol])
+    at, x = _flush(out, at, x, (x >> (_U64 - _TABLE_BITS)) >= freq)
+    quotient = _high_product(x, inverse_S[symbol])
+    rest = x - quotient * freq
+    more = np.uint64(rest >= freq)
+    return at, ((quotient + more) << _TABLE_BITS) + (rest - more * freq) + np.uint64(start_S[symbol])
 
 
 @njit(inline="always")
-def _push_number(out, at, x, value, freq_S, start_S):
+def _push_bits(out, at, x, value, bits):
+    at, x = _flush(out, at, x, ((x >> _U1) >> (_U63 - bits)) != _U0)
+    return at, (x << bits) | (value & ((_U1 << bits) - _U1))
+
+
+@njit(inline="always")
+def _push_number(out, at, x, value, freq_S, start_S, inverse_S):
     symbol, extra = _bucket(value)
-    if extra != _U0:
-        # Groups of 24 bits from the top, in decoding order: the last one is the shortest.
-        done = _U0
+    # Groups of 24 bits from the top, in decoding order: the last one is the shortest.
+    done = _U0
+    if extra > _U24:
         while done < extra:
             bits = (extra - done) % _U24 if done == _U0 else _U24
             if bits == _U0:
                 bits = _U24
-            at, x = _push_bits(out, at, x, (value >> done) & ((_U1 << bits) - _U1), bits)
+            at, x = _push_bits(out, at, x, value >> done, bits)
             done += bits
-    return _push(out, at, x, np.uint64(start_S[symbol]), np.uint64(freq_S[symbol]), _TABLE_BITS)
+    else:
+        at, x = _push_bits(out, at, x, value, extra)
+    return _push_symbol(out, at, x, symbol, freq_S, start_S, inverse_S)
 
 
 @njit(inline="always")
@@ -172,17 +198,43 @@ def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
             before = np.int64(index_K[k])
 
 
+@njit(inline="always")
+def _push_change(out, at, x, gap, step, freq_TS, start_TS, inverse_TS):
+    at, x = _push_number(out, at, x, step, freq_TS[1], start_TS[1], inverse_TS[1])
+    return _push_number(out, at, x, np.uint64(gap), freq_TS[0], start_TS[0], inverse_TS[0])
+
+
 @njit(parallel=True, nogil=True, cache=True)
-def _encode_packed(base_B, bound_B, index_K, step_K, top, freq_S, start_S, room_B, out, first_B):
-    for b in prange(base_B.size):
-        low, high = bound_B[b], bound_B[b + 1]
-        at = room_B[b + 1]
-        x = _STATE_MIN
-        for k in range(high - 1, low - 1, -1):
-            before = np.int64(index_K[k - 1]) if k > low else base_B[b] - 1
-            at, x = _push_number(out, at, x, _zigzag(step_K[k], top), freq_S[1], start_S[1])
-            at, x = _push_number(out, at, x, np.uint64(index_K[k] - before - 1), freq_S[0], start_S[0])
-        first_B[b] = _push_state(out, at, x) if high > low else at
+def _encode_packed(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS, room_B, out, first_B):
+    """Two blocks at a time, because each symbol of one waits for the symbol before."""
+    for pair in prange((base_B.size + 1) // 2):
+        a, b = 2 * pair, min(2 * pair + 1, base_B.size - 1)
+        low_a, high_a, low_b, high_b = bound_B[a], bound_B[a + 1], bound_B[b], bound_B[b + 1]
+        if a == b:
+            low_b = high_b
+        at_a, at_b = room_B[a + 1], room_B[b + 1]
+        x_a, x_b = _STATE_MIN, _STATE_MIN
+        k_a, k_b = high_a - 1, high_b - 1
+        while k_a > low_a and k_b > low_b:
+            gap_a, gap_b = index_K[k_a] - index_K[k_a - 1] - 1, index_K[k_b] - index_K[k_b - 1] - 1
+            step_a, step_b = _zigzag(step_K[k_a], top), _zigzag(step_K[k_b], top)
+            at_a, x_a = _push_change(out, at_a, x_a, gap_a, step_a, freq_TS, start_TS, inverse_TS)
+            at_b, x_b = _push_change(out, at_b, x_b, gap_b, step_b, freq_TS, start_TS, inverse_TS)
+            k_a -= 1
+            k_b -= 1
+        while k_a >= low_a:
+            gap_a = index_K[k_a] - (np.int64(index_K[k_a - 1]) if k_a > low_a else base_B[a] - 1) - 1
+            step_a = _zigzag(step_K[k_a], top)
+            at_a, x_a = _push_change(out, at_a, x_a, gap_a, step_a, freq_TS, start_TS, inverse_TS)
+            k_a -= 1
+        while k_b >= low_b:
+            gap_b = index_K[k_b] - (np.int64(index_K[k_b - 1]) if k_b > low_b else base_B[b] - 1) - 1
+            step_b = _zigzag(step_K[k_b], top)
+            at_b, x_b = _push_change(out, at_b, x_b, gap_b, step_b, freq_TS, start_TS, inverse_TS)
+            k_b -= 1
+        first_B[a] = _push_state(out, at_a, x_a) if high_a > low_a else at_a
+        if a != b:
+            first_B[b] = _push_state(out, at_b, x_b) if high_b > low_b else at_b
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -225,13 +277,14 @@ def _count_classes(base_B, end_B, bits_N, shift, mask, run, period, count_BC):
 @njit(parallel=True, nogil=True, cache=True)
 def _count_context(part_P, bits_N, index_K, step_K, shift, mask, top, class_K, step_PCS):
     for p in prange(part_P.size - 1):
+        # Nothing but loads first: many of them miss the cache, and so they wait together.
         for k in range(part_P[p], part_P[p + 1]):
             old = bits_N[index_K[k]]
             old -= step_K[k]
-            c = (old >> shift) & mask
+            class_K[k] = (old >> shift) & mask
+        for k in range(part_P[p], part_P[p + 1]):
             step, _ = _bucket(_zigzag(step_K[k], top))
-            class_K[k] = c
-            step_PCS[p, c, step] += 1
+            step_PCS[p, class_K[k], step] += 1
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -262,7 +315,9 @@ def _times(base_B, bound_B, bits_N, index_K, shift, mask, hazard_BC, time_K, wai
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _encode_context(bound_B, step_K, class_K, top, hazard_BC, table_C, freq_TS, start_TS, time_K, room_B, out, first_B):
+def _encode_context(
+    bound_B, step_K, class_K, top, hazard_BC, table_C, freq_TS, start_TS, inverse_TS, time_K, room_B, out, first_B
+):
     for b in prange(first_B.size):
         low, high = bound_B[b], bound_B[b + 1]
         at = room_B[b + 1]
@@ -271,7 +326,8 @@ def _encode_context(bound_B, step_K, class_K, top, hazard_BC, table_C, freq_TS, 
         for k in range(high - 1, low - 1, -1):
             c = class_K[k]
             table = table_C[c]
-            at, x = _push_number(out, at, x, _zigzag(step_K[k], top), freq_TS[table], start_TS[table])
+            step = _zigzag(step_K[k], top)
+            at, x = _push_number(out, at, x, step, freq_TS[table], start_TS[table], inverse_TS[table])
             waits = time_K[k] >> _TIME_END_BITS
             time = time_K[k] - (waits << _TIME_END_BITS)
             start = _time_slot(time)
@@ -390,14 +446,16 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tables:
-    """Static tables of numbers: slots of each symbol, slots below it, and the symbol of each slot.
+    """Static tables of numbers: slots of each symbol, slots below it, the symbol of each slot.
 
     Attributes:
         freq_TS: uint32[T, 256], each row sums to 2**12.
+        inverse_TS: uint64, 2**64 / freq rounded down, which is 2**64 - 1 for a symbol of one slot or none.
     """
 
     freq_TS: np.ndarray
     start_TS: np.ndarray
+    inverse_TS: np.ndarray
     symbol_TL: np.ndarray
 
     @classmethod
@@ -405,7 +463,10 @@ class Tables:
         """Tables of these frequencies."""
         symbols = np.arange(freq_TS.shape[1], dtype=np.uint8)
         start_TS = np.cumsum(freq_TS, axis=1, dtype=np.uint32) - freq_TS
-        return cls(freq_TS, start_TS, np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS]))
+        inverse_TS = np.uint64(2**64 - 1) // np.maximum(freq_TS, 1).astype(np.uint64)
+        # Rounded down from 2**64, not from 2**64 - 1: they differ where freq is a power of two.
+        inverse_TS += (freq_TS > 1) & (freq_TS & (freq_TS - np.uint32(1)) == 0)
+        return cls(freq_TS, start_TS, inverse_TS, np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -473,6 +534,7 @@ def encode_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, table
             _top(step_K),
             tables.freq_TS,
             tables.start_TS,
+            tables.inverse_TS,
             room_B,
             out,
             first_B,
@@ -565,6 +627,7 @@ def encode_context(
             table_C,
             tables.freq_TS,
             tables.start_TS,
+            tables.inverse_TS,
             time_K,
             room_B,
             out,

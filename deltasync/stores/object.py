@@ -1,17 +1,40 @@
-"""Object stores through obstore: `memory://` today, `s3://` by the same adapter."""
+"""Object stores through obstore: the verbs, and its errors as ours. `memory://` is one; those of clouds are in `cloud`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import obstore
 from obstore import exceptions as obstore_errors
-from obstore.store import MemoryStore
+from obstore.store import ObjectStore
 
 from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import Capabilities, ObjectInfo
+
+LARGEST_BYTES = 5 << 30
+"""What S3 takes in one put. Multipart uploads take more, but not every server honours their precondition."""
+
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_RACE = ("ConditionalRequestConflict", "OperationAborted")
+_BUSY = ("RequestTimeout", "SlowDown", "ServerBusy")
+_HINTS = {
+    "ExpiredToken": "The session token has expired: renew the credentials.",
+    "ExpiredTokenException": "The session token has expired: renew the credentials.",
+    "InvalidToken": "The session token is not valid: renew the credentials.",
+    "TokenRefreshRequired": "The session token has expired: renew the credentials.",
+    "InvalidAccessKeyId": "The access key id is unknown there: check AWS_ACCESS_KEY_ID and the endpoint.",
+    "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY.",
+    "RequestTimeTooSkewed": "This machine's clock is off by too much: set it.",
+    "AuthorizationHeaderMalformed": "The region is not the bucket's: check region= and AWS_REGION.",
+}
+_DENIED = "Check the credentials, and that they may list the bucket and get, put and delete objects in it."
+
+_process: int | None = None
+"""The process in which obstore was used first. Its threads do not live on in forked children, where calls would hang."""
 
 
 class ObstoreStore:
@@ -19,31 +42,42 @@ class ObstoreStore:
 
     capabilities = Capabilities(conditional_put=True)
 
-    def __init__(self, url: str, client: MemoryStore) -> None:
+    def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
-        self._client = client
+        self._opened = client
+
+    def client(self, upload_bytes: int = 0) -> ObjectStore:
+        """The obstore store, for a request with a body of so many bytes."""
+        mark_process()
+        return self._opened
 
     def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`."""
+        """See `Store.create`: one put with If-None-Match, of whatever size."""
+        layout.check_key(key)
+        if len(data) > LARGEST_BYTES:
+            raise StoreError(f"{self._place(key)} has {len(data)} bytes, but one put takes 5 GiB; lower shard_bytes.")
         with self._mapped(key):
-            obstore.put(self._client, layout.check_key(key), data, mode="create")
+            obstore.put(self.client(len(data)), key, data, mode="create")
 
     def replace(self, key: str, data: bytes) -> None:
         """See `Store.replace`."""
+        layout.check_key(key)
         with self._mapped(key):
-            obstore.put(self._client, layout.check_key(key), data, mode="overwrite")
+            obstore.put(self.client(), key, data, mode="overwrite")
 
     def read(self, key: str) -> bytes:
         """See `Store.read`."""
+        layout.check_key(key)
         with self._mapped(key):
-            return bytes(obstore.get(self._client, layout.check_key(key)).bytes())
+            return bytes(obstore.get(self.client(), key).bytes())
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`."""
+        layout.check_key(key)
         with self._mapped(key):
-            data = bytes(obstore.get_range(self._client, layout.check_key(key), start=start, end=end))
+            data = bytes(obstore.get_range(self.client(), key, start=start, end=end))
         if len(data) < end - start:
-            raise StoreError(f"{self.url}/{key} ends before byte {end}.")
+            raise StoreError(f"{self._place(key)} ends before byte {end}.")
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -52,31 +86,91 @@ class ObstoreStore:
         with self._mapped(prefix):
             found = [
                 ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                for page in obstore.list(self._client, prefix=folder or None)
+                for page in obstore.list(self.client(), prefix=folder or None, chunk_size=1000)
                 for meta in page
                 if meta["path"].startswith(prefix)
             ]
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, *keys: str) -> None:
-        """See `Store.delete`."""
+        """See `Store.delete`: many in one request, where the store can."""
         for key in keys:
-            with contextlib.suppress(ObjectMissingError), self._mapped(key):
-                obstore.delete(self._client, layout.check_key(key))
+            layout.check_key(key)
+        if not keys:
+            return
+        try:
+            self._delete(keys)
+        except ObjectMissingError:
+            # Where they are deleted one by one, a missing one may have ended it.
+            for key in keys:
+                with contextlib.suppress(ObjectMissingError):
+                    self._delete([key])
 
     def watch(self, key: str, on_change: Callable[[], None]) -> None:
         """See `Store.watch`; object stores have nothing to wait for."""
 
+    def _delete(self, keys: Sequence[str]) -> None:
+        with self._mapped(keys[0]):
+            obstore.delete(self.client(), list(keys))
+
+    def _place(self, key: str) -> str:
+        """For messages: the key's URL without options."""
+        return f"{self.url.partition('?')[0]}/{key}"
+
     @contextlib.contextmanager
     def _mapped(self, key: str) -> Iterator[None]:
-        """obstore's errors as ours."""
+        """obstore's errors as ours. Theirs are not kept as causes: they hold whole requests, of credentials too."""
         try:
             yield
-        except obstore_errors.AlreadyExistsError:
-            raise ObjectExistsError(f"{self.url}/{key} already exists.") from None
-        except (FileNotFoundError, obstore_errors.NotFoundError):
-            raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
-        except obstore_errors.GenericError as error:
-            raise TransientStoreError(f"{self.url}/{key}: {error}.") from error
-        except obstore_errors.BaseError as error:
-            raise StoreError(f"{self.url}/{key}: {error}.") from error
+        except (obstore_errors.BaseError, FileNotFoundError) as error:
+            raise translate(error, self._place(key)) from None
+
+
+def mark_process(alone: bool = False) -> None:
+    """Note that this process uses obstore.
+
+    Args:
+        alone: Whether threads of the client will be needed.
+
+    Raises:
+        StoreError: they are needed, and stayed in the process that this one was forked from.
+    """
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif alone and _process != os.getpid():
+        raise StoreError(
+            "This process was forked from one that had used an object store, and its client would hang here. "
+            "Start processes by 'spawn' or 'forkserver', or use the store only after forking."
+        )
+
+
+def translate(error: Exception, place: str) -> StoreError:
+    """Our error for one of obstore's about the object at `place`."""
+    # What follows is a dump of their internals; queries may hold credentials.
+    text = re.sub(r"\?\S*", "", str(error).partition("\n\nDebug source")[0]).strip()
+    status = re.search(r"status code: ((\d+)[^:]*)", text)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    number, name = int(status[2]) if status else 0, code[1] if code else ""
+    answer = f"the store answered {status[1]}{f' ({name})' if name else ''}" if status else text.rpartition(" - ")[2]
+    if name in _NO_BUCKET:
+        return StoreError(f"{place}: there is no such bucket; create it, or check the name, the region and the endpoint.")
+    if isinstance(error, obstore_errors.AlreadyExistsError):
+        if name in _RACE:
+            return TransientStoreError(f"{place}: another request was writing it ({name}).")
+        return ObjectExistsError(f"{place} already exists.")
+    if isinstance(error, FileNotFoundError | obstore_errors.NotFoundError):
+        return ObjectMissingError(f"{place} does not exist.")
+    if name in _HINTS:
+        return StoreError(f"{place}: {answer}. {_HINTS[name]}")
+    if "/latest/api/token" in text or "/latest/meta-data" in text:
+        return TransientStoreError(f"{place}: no credentials are set, and no instance metadata to get them from: {answer}.")
+    if number in (401, 403):
+        return StoreError(f"{place}: {answer}. {_DENIED}")
+    if "redirect without LOCATION" in text:
+        return StoreError(f"{place}: the bucket is in another region; check region= and AWS_REGION.")
+    if 400 <= number < 500 and number not in (408, 429) and name not in _BUSY:
+        return StoreError(f"{place}: {answer}.")
+    if isinstance(error, obstore_errors.GenericError):
+        return TransientStoreError(f"{place}: {answer}.")
+    return StoreError(f"{place}: {answer}.")
