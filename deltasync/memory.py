@@ -47,6 +47,13 @@ class Segment:
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
         return self.live.as_strided((span if self.live.numel() else 0,), (1,))
 
+    def span(self) -> tuple[int, int]:
+        """Range of the flat checkpoint tensor that the segment lies in, gaps included."""
+        if not self.live.numel():
+            return self.offset, self.offset
+        last = sum((size - 1) * stride for size, stride in zip(self.live.shape, self.stride, strict=True))
+        return self.offset, self.offset + last + 1
+
     def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """Addresses of checkpoint elements.
 
@@ -174,6 +181,14 @@ class LiveMemory:
         for segment in segments:
             segment.source(flat_N).copy_(segment.live)
         return flat_N.numpy().view(spec.bits_dtype)
+
+    def held(self, name: str) -> np.ndarray | None:
+        """Ranges of a tensor outside which it has no element in live memory, as `codec.Wanted` gives them."""
+        if name not in self._segments:
+            return None  # for `stage` to refuse
+        spans = [segment.span() for segment in self._segments[name]]
+        whole = (0, self._specs[name].element_count)
+        return None if whole in spans else np.array(spans, np.int64).reshape(-1, 2)
 
     def audit(self) -> None:
         """Recompute `fingerprints` from every bit of live memory."""

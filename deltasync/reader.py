@@ -248,12 +248,15 @@ class ChannelReader:
                     waiting.append(pool.submit(self.fetch, files[at + _FETCH_AHEAD]))
                 yield file, data
 
-    def patches(self, step: chain.Step, old: codec.OldBits | None = None) -> Iterator[tuple[Patch, int]]:
+    def patches(
+        self, step: chain.Step, old: codec.OldBits | None = None, wanted: codec.Wanted | None = None
+    ) -> Iterator[tuple[Patch, int]]:
         """Patches of one step and the fingerprint of each tensor after it, fetched and decoded tensor by tensor.
 
         Args:
             step: Which.
             old: Gives the bits of a tensor before the step; some codecs need them.
+            wanted: As in `Codec.decode`.
 
         Raises:
             FormatError, MissingVersionError: as `fetch` and `Codec.decode`.
@@ -264,16 +267,18 @@ class ChannelReader:
         delta = version.delta if step.fold is None else self.fold(step)
         if delta is None or delta.base_version != step.base_version:
             raise MissingVersionError(f"Version {step.version} has no delta from version {step.base_version}.")
-        return self._delta_patches(step.version, delta, old)
+        return self._delta_patches(step.version, delta, old, wanted)
 
-    def _delta_patches(self, version: int, delta: Delta | Fold, old: codec.OldBits | None) -> Iterator[tuple[Patch, int]]:
+    def _delta_patches(
+        self, version: int, delta: Delta | Fold, old: codec.OldBits | None, wanted: codec.Wanted | None
+    ) -> Iterator[tuple[Patch, int]]:
         for file, data in self._fetch_all(delta.files):
             payload = codec.open_payload(data)
             names = (payload.codec, payload.version, payload.base_version)
             if names != (delta.codec, version, delta.base_version):
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
             fingerprints = payload.fingerprints
-            for patch in codec.get(payload.codec).decode(payload, self.specs, old):
+            for patch in codec.get(payload.codec).decode(payload, self.specs, old, wanted):
                 yield patch, fingerprints[patch.name]
 
     def _anchor_patches(self, version: Manifest) -> Iterator[tuple[Patch, int]]:

@@ -124,7 +124,7 @@ class Follower:
         before = time.perf_counter()
         try:
             version = self.reader.manifest(step.version, step.manifest_sha256)
-            staged = self.memory.stage(self.reader.patches(step, self.memory.gather))
+            staged = self.memory.stage(self.reader.patches(step, self.memory.gather, self.memory.held))
         except MissingVersionError:
             self.reader.distrust(step)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,8 +88,8 @@ def command(channel: str, last: int | None, as_json: bool) -> None:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for line in rows:
         table.add_row(
-            str(line["version"]),
-            line["kind"] if line["kind"] != "fold" else f"fold from {line['base_version']}",
+            str(line["version"]) if line["kind"] != "fold" else f"{line['base_version']}-{line['version']}",
+            line["kind"],
             _text(line.get("step")),
             line["created_at"][:19].replace("T", " "),
             f"{line['changed_fraction']:.4%}",
@@ -96,7 +97,8 @@ def command(channel: str, last: int | None, as_json: bool) -> None:
             _text(line["bits_per_changed"], ".2f"),
             _text(line.get("anchor_bytes"), ","),
         )
-    Console().print(table)
+    # Not to a terminal: nothing is cut off.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _totals(rows: Iterable[dict[str, Any]]) -> str:

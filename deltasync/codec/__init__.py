@@ -6,7 +6,7 @@ model, and decodes tensor by tensor, so that a replica never holds more than one
 
 from __future__ import annotations
 
-from deltasync.codec.base import Codec, DeltaEncoder, OldBits, open_payload
+from deltasync.codec.base import Codec, DeltaEncoder, OldBits, Wanted, open_payload
 from deltasync.codec.context import ContextCodec
 from deltasync.codec.packed import PackedCodec
 from deltasync.codec.raw import RawCodec
@@ -14,7 +14,7 @@ from deltasync.errors import UnsupportedFormatError
 
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in (PackedCodec(), ContextCodec(), RawCodec())}
 
-__all__ = ["Codec", "DeltaEncoder", "OldBits", "get", "open_payload"]
+__all__ = ["Codec", "DeltaEncoder", "OldBits", "Wanted", "get", "open_payload"]
 
 
 def get(name: str) -> Codec:

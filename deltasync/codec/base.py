@@ -30,6 +30,7 @@ from deltasync.manifest import FORMAT
 from deltasync.types import Patch, TensorSpec
 
 OldBits = Callable[[str], np.ndarray]
+Wanted = Callable[[str], np.ndarray | None]
 
 
 class DeltaEncoder(Protocol):
@@ -62,13 +63,22 @@ class Codec(Protocol):
         """A fresh encoder for one delta."""
         ...
 
-    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
+    def decode(
+        self,
+        payload: Payload,
+        specs: Mapping[str, TensorSpec],
+        old: OldBits | None = None,
+        wanted: Wanted | None = None,
+    ) -> Iterator[Patch]:
         """The patches in file order.
 
         Args:
             payload: An opened payload of this codec.
             specs: The channel's tensor table.
             old: Gives the bits of a tensor before the delta, flat and unsigned; only `context` needs them.
+            wanted: Gives the ranges of a tensor that the caller holds, as int64[R, 2] of first elements and those behind the
+                last, or None for all of it. Changes outside may be left out; whole blocks without a wanted element are
+                not decoded. Dense patches always hold the whole tensor.
 
         Raises:
             StageError: the codec needs `old`.

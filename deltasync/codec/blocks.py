@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from deltasync.bits import tensor_of
-from deltasync.codec.base import OldBits, Payload, Table, spec_for, take
+from deltasync.codec.base import OldBits, Payload, Table, Wanted, spec_for, take
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError
 from deltasync.kernels.coder import Blocks
@@ -134,7 +134,9 @@ class BlockEncoder:
         return [self._model.fit(changes) for changes in members.values()], [number[key] for key in keys]
 
 
-def decode(model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> Iterator[Patch]:
+def decode(
+    model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None, wanted: Wanted | None
+) -> Iterator[Patch]:
     """See `Codec.decode`."""
     declared = payload.metadata.get("block_elements", "")
     if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= (block_elements := int(declared)) <= 1 << 30:
@@ -145,7 +147,10 @@ def decode(model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec]
         if row.get("dense"):
             yield Patch(name, None, take(payload, name, spec.dtype, spec.element_count), absolute=True)
         else:
-            yield streams.next_patch(spec, row["changed"], row.get("group"), old)
+            ranges = None if wanted is None else wanted(name)
+            patch = streams.next_patch(spec, row["changed"], row.get("group"), old, ranges)
+            if patch.data.size:
+                yield patch
     streams.check_exhausted()
 
 
@@ -175,7 +180,9 @@ class _Streams:
         self._tables = cursor.data
         self._group: tuple[int, Model] | None = None
 
-    def next_patch(self, spec: TensorSpec, changed: int, group: object, old: OldBits | None) -> Patch:
+    def next_patch(
+        self, spec: TensorSpec, changed: int, group: object, old: OldBits | None, ranges: np.ndarray | None
+    ) -> Patch:
         first, self._next = self._next, self._next - (-spec.element_count // self._block_elements)
         row_BF = self._row_BF[first : self._next]
         if self._next > len(self._row_BF):
@@ -186,7 +193,14 @@ class _Streams:
         blocks = Blocks.of(spec.element_count, self._block_elements, bound_B)
         if (row_BF[:, 0] > blocks.end_B - blocks.base_B).any():
             raise CorruptDataError(f"Payload changes more elements of {spec.name!r} than a block has.")
-        found = self._tables_of(group).decode(spec, blocks, row_BF, self._words, self._word_B[first : self._next + 1], old)
+        words, word_B = self._words, self._word_B[first : self._next + 1]
+        if ranges is not None:
+            at = np.flatnonzero(_touched(blocks, ranges))
+            words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at] or [words[:0]])
+            row_BF = row_BF[at]
+            word_B, bound_B = (np.concatenate(([0], np.cumsum(row_BF[:, f], dtype=np.int64))) for f in (1, 0))
+            blocks = Blocks(blocks.base_B[at], blocks.end_B[at], bound_B)
+        found = self._tables_of(group).decode(spec, blocks, row_BF, words, word_B, old)
         if found is None:
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
         return Patch(spec.name, *found, absolute=False)
@@ -201,6 +215,13 @@ class _Streams:
         if self._group is None or self._group[0] != group:
             self._group = group, self._model.read(Cursor(self._tables, self._groups[group]))
         return self._group[1]
+
+
+def _touched(blocks: Blocks, range_R2: np.ndarray) -> np.ndarray:
+    """Which blocks hold an element of the ranges."""
+    low_RB, high_RB = (np.clip(range_R2[:, side, None], blocks.base_B, blocks.end_B) for side in (0, 1))
+    touched_B: np.ndarray = np.any(high_RB > low_RB, axis=0)
+    return touched_B
 
 
 def outputs(spec: TensorSpec, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:

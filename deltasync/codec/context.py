@@ -31,7 +31,7 @@ import numpy as np
 
 from deltasync.codec import blocks as shared
 from deltasync.codec import tables
-from deltasync.codec.base import OldBits, Payload
+from deltasync.codec.base import OldBits, Payload, Wanted
 from deltasync.codec.blocks import BlockEncoder, Change
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import coder
@@ -216,6 +216,12 @@ class ContextCodec:
         """See `Codec.encoder`."""
         return BlockEncoder(ContextModel)
 
-    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
+    def decode(
+        self,
+        payload: Payload,
+        specs: Mapping[str, TensorSpec],
+        old: OldBits | None = None,
+        wanted: Wanted | None = None,
+    ) -> Iterator[Patch]:
         """See `Codec.decode`."""
-        return shared.decode(ContextModel, payload, specs, old)
+        return shared.decode(ContextModel, payload, specs, old, wanted)

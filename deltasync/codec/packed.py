@@ -22,7 +22,7 @@ import numpy as np
 
 from deltasync.codec import blocks as shared
 from deltasync.codec import tables
-from deltasync.codec.base import OldBits, Payload
+from deltasync.codec.base import OldBits, Payload, Wanted
 from deltasync.codec.blocks import BlockEncoder, Change
 from deltasync.kernels import coder
 from deltasync.kernels.coder import Blocks, Tables
@@ -87,6 +87,12 @@ class PackedCodec:
         """See `Codec.encoder`."""
         return BlockEncoder(PackedModel)
 
-    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
+    def decode(
+        self,
+        payload: Payload,
+        specs: Mapping[str, TensorSpec],
+        old: OldBits | None = None,
+        wanted: Wanted | None = None,
+    ) -> Iterator[Patch]:
         """See `Codec.decode`."""
-        return shared.decode(PackedModel, payload, specs, old)
+        return shared.decode(PackedModel, payload, specs, old, wanted)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deltasync.bits import tensor_of
-from deltasync.codec.base import OldBits, Payload, Table, spec_for, take
+from deltasync.codec.base import OldBits, Payload, Table, Wanted, spec_for, take
 from deltasync.errors import CorruptDataError
 from deltasync.types import Patch, TensorSpec, index_dtype
 
@@ -58,7 +58,13 @@ class RawCodec:
         """See `Codec.encoder`."""
         return RawEncoder()
 
-    def decode(self, payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None = None) -> Iterator[Patch]:
+    def decode(
+        self,
+        payload: Payload,
+        specs: Mapping[str, TensorSpec],
+        old: OldBits | None = None,
+        wanted: Wanted | None = None,
+    ) -> Iterator[Patch]:
         """See `Codec.decode`."""
         for name, row in payload.patches.items():
             spec = spec_for(specs, name, row["changed"])

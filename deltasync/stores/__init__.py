@@ -9,19 +9,38 @@ from deltasync.stores.base import ObjectInfo, Store
 
 __all__ = ["ObjectInfo", "Store", "open_store"]
 
+_FORMS = "file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
+
 
 def open_store(url: str) -> Store:
-    """The store at `url`, whose keys start below it.
+    """The store at `url`, whose keys start below it. Nothing is asked of a server yet.
 
     Args:
-        url: `file:///absolute/path` (created on first write) or `memory://name` (this process only).
+        url: One of
+
+            - `file:///absolute/path`, created on first write;
+            - `s3://bucket/prefix?endpoint=https://host&region=...`, any server that speaks S3. All options may be left out:
+              `endpoint` (http:// only if written so), `region`, `virtual_hosted=1` (otherwise the bucket is part of the
+              path), `profile=NAME` of the AWS configuration (needs `deltasync[aws]`), `anonymous=1`. Everything else,
+              credentials above all, comes from the usual AWS_* variables or from the machine's role;
+            - `hf://buckets/namespace/name/prefix`, a Hugging Face Bucket;
+            - `gs://bucket/prefix`, `az://container/prefix`, set up by the clouds' own variables only;
+            - `memory://name`, in this process only.
 
     Raises:
-        ConfigError: the URL is not of that form.
+        ConfigError: the URL is not of that form, or holds credentials.
     """
     parts = urlsplit(url)
+    if parts.scheme in ("s3", "gs", "az"):
+        from deltasync.stores.cloud import cloud_store
+
+        return cloud_store(url)
+    if parts.scheme == "hf":
+        from deltasync.stores.hub import hub_store
+
+        return hub_store(url)
     if parts.query or parts.fragment:
-        raise ConfigError(f"A channel URL has no '?' and no '#': {url!r}. In a path they are written %3F and %23.")
+        raise ConfigError(f"A {parts.scheme}:// URL has no '?' and no '#': {url!r}. In a path they are written %3F and %23.")
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or not parts.path.strip("/"):
             raise ConfigError(f"A directory is written file:///absolute/path, not {url!r}.")
@@ -35,6 +54,4 @@ def open_store(url: str) -> Store:
         from deltasync.stores.memory import memory_store
 
         return memory_store(name)
-    if parts.scheme in ("s3", "hf"):
-        raise ConfigError(f"{parts.scheme}:// stores are not part of this release; use file:///path or memory://name.")
-    raise ConfigError(f"Not a channel URL: {url!r}. Use file:///path or memory://name.")
+    raise ConfigError(f"Not a channel URL: {url!r}. Use {_FORMS}.")

@@ -6,14 +6,17 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore import exceptions as obstore_errors
-from obstore.store import ObjectStore
 
 from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import Capabilities, ObjectInfo
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 LARGEST_BYTES = 5 << 30
 """What S3 takes in one put. Multipart uploads take more, but not every server honours their precondition."""
@@ -147,14 +150,19 @@ def mark_process(alone: bool = False) -> None:
 
 def translate(error: Exception, place: str) -> StoreError:
     """Our error for one of obstore's about the object at `place`."""
-    # What follows is a dump of their internals; queries may hold credentials.
-    text = re.sub(r"\?\S*", "", str(error).partition("\n\nDebug source")[0]).strip()
-    status = re.search(r"status code: ((\d+)[^:]*)", text)
-    code = re.search(r"<Code>(\w+)</Code>", text)
+    message, _, internals = str(error).partition("\n\nDebug source")
+    message = re.sub(r"\?\S*", "", message).strip()  # the query of a request for credentials holds some
+    status = re.search(r"status code: ((\d+)[^:]*)", message)
+    code = re.search(r"<Code>(\w+)</Code>", message)
     number, name = int(status[2]) if status else 0, code[1] if code else ""
-    answer = f"the store answered {status[1]}{f' ({name})' if name else ''}" if status else text.rpartition(" - ")[2]
+    if status:
+        answer = f"the store answered {status[1]}{f' ({name})' if name else ''}"
+    else:
+        reason = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
+        answer = message.rpartition(" - ")[2] + (f" ({reason[1] or 'timed out'})" if reason else "")
+
     if name in _NO_BUCKET:
-        return StoreError(f"{place}: there is no such bucket; create it, or check the name, the region and the endpoint.")
+        return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")
     if isinstance(error, obstore_errors.AlreadyExistsError):
         if name in _RACE:
             return TransientStoreError(f"{place}: another request was writing it ({name}).")
@@ -163,14 +171,13 @@ def translate(error: Exception, place: str) -> StoreError:
         return ObjectMissingError(f"{place} does not exist.")
     if name in _HINTS:
         return StoreError(f"{place}: {answer}. {_HINTS[name]}")
-    if "/latest/api/token" in text or "/latest/meta-data" in text:
-        return TransientStoreError(f"{place}: no credentials are set, and no instance metadata to get them from: {answer}.")
+    if "/latest/api/token" in message or "/latest/meta-data" in message:
+        return TransientStoreError(f"{place}: no credentials are set, and this machine's role could not be asked: {answer}.")
     if number in (401, 403):
         return StoreError(f"{place}: {answer}. {_DENIED}")
-    if "redirect without LOCATION" in text:
+    if "redirect without LOCATION" in message:
         return StoreError(f"{place}: the bucket is in another region; check region= and AWS_REGION.")
-    if 400 <= number < 500 and number not in (408, 429) and name not in _BUSY:
+    refused = 400 <= number < 500 and number not in (408, 429) and name not in _BUSY
+    if refused or not isinstance(error, obstore_errors.GenericError):
         return StoreError(f"{place}: {answer}.")
-    if isinstance(error, obstore_errors.GenericError):
-        return TransientStoreError(f"{place}: {answer}.")
-    return StoreError(f"{place}: {answer}.")
+    return TransientStoreError(f"{place}: {answer}.")

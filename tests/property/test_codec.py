@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec, fingerprint
@@ -199,6 +200,40 @@ def test_damaged_streams_never_crash(codec_name: str, seed: int) -> None:
         assert found.index_K[0] >= 0 and found.index_K[-1] < 3000
         assert (np.diff(found.index_K) > 0).all() and (found.data != 0).all()
     assert refused > 450
+
+
+@BLOCK_CODECS
+@given(model=our.model_pairs(), data=st.data())
+def test_a_shard_is_decoded_from_its_blocks_alone(
+    codec_name: str, block_elements: int, model: Model, data: st.DataObject
+) -> None:
+    specs, old, _ = model
+    ranges: dict[str, np.ndarray | None] = {}
+    for name, spec in specs.items():
+        edge = st.integers(0, spec.element_count)
+        pairs = data.draw(st.one_of(st.none(), st.lists(st.tuples(edge, edge).map(sorted), max_size=3)))
+        ranges[name] = None if pairs is None else np.array(pairs, np.int64).reshape(-1, 2)
+    payload = codec.open_payload(_encode(codec_name, model))
+    found = {p.name: p for p in codec.get(codec_name).decode(payload, specs, old.__getitem__, ranges.__getitem__)}
+    for patch in codec.get(codec_name).decode(payload, specs, old.__getitem__):
+        pairs = ranges[patch.name]
+        if pairs is None or patch.index_K is None:
+            pairs = np.array([[0, specs[patch.name].element_count]])
+        inside, touched = np.zeros((2, specs[patch.name].element_count), bool)
+        for low, high in pairs:
+            inside[low:high] = True
+            if high > low:
+                touched[low - low % block_elements : high + -high % block_elements] = True
+        if patch.index_K is None:
+            np.testing.assert_array_equal(found[patch.name].data, patch.data)
+            continue
+        part = found.get(patch.name)
+        index_K = np.empty(0, int) if part is None else part.index_K
+        assert index_K is not None
+        np.testing.assert_array_equal(index_K, patch.index_K[touched[patch.index_K]])
+        assert set(patch.index_K[inside[patch.index_K]]) <= set(index_K)
+        if part is not None:
+            np.testing.assert_array_equal(part.data, patch.data[touched[patch.index_K]])
 
 
 def test_context_without_the_old_bits_says_what_is_missing() -> None:
