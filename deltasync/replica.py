@@ -6,8 +6,10 @@ in host memory, the reference for every other one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Mapping
 
@@ -23,11 +25,13 @@ from deltasync.errors import (
 )
 from deltasync.manifest import Head, Manifest
 from deltasync.memory import CommitReport, LiveMemory, Staged
+from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import Store, open_store
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 1.0
 _DETOURS = 8  # taken in one go; the next call may take more
 
 
@@ -253,23 +257,31 @@ class Replica:
             NotPublishedError: the channel has no version yet.
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                head = self._reader.head()
-                if version is None or version <= head.version:
-                    break
-            except NotPublishedError:
-                if time.monotonic() >= deadline:
-                    raise
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.02)
+        head = self._head(version, time.monotonic() + timeout_s)
         if self._follower is None:
             memory, self._tensors = LiveMemory.on_host(self._reader.specs)
             memory.audit()
             self._follower = Follower(self._reader, memory)
         return self._follower.advance(head, version)
+
+    def _head(self, version: int | None, deadline: float) -> Head:
+        """Head, once it names `version` or, for None, anything; at `deadline` whatever it names then."""
+        changed = threading.Event()
+        with contextlib.ExitStack() as stack:
+            poll: Poll | None = None
+            while True:
+                left_s = deadline - time.monotonic()
+                try:
+                    head = self._reader.head()
+                    if version is None or version <= head.version or left_s <= 0:
+                        return head
+                except NotPublishedError:
+                    if left_s <= 0:
+                        raise
+                if poll is None:
+                    poll = stack.enter_context(Poll(self._reader.store, _POLL_S, changed.set))
+                changed.wait(min(left_s, poll.delay_s(moved=False)))
+                changed.clear()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights by checkpoint name. They are the live ones: the next `sync` changes them in place; clone to keep.

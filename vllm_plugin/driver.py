@@ -9,6 +9,7 @@ resumed, the version before stays served, and the next look at head tries again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -21,6 +22,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, DeltaSyncError, NotPublishedError
 from deltasync.heartbeat import Heartbeat
 from deltasync.manifest import Head
+from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import open_store
 from vllm_plugin.metrics import generated_tokens, running_requests
@@ -29,7 +31,6 @@ logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose
 
 # Between two looks at staging: each is an RPC that runs between two engine steps.
 _STAGE_POLL_S = (0.002, 0.05)
-_FIRST_POLL_S = 0.02
 _HISTORY = 4096
 
 
@@ -104,21 +105,27 @@ class Driver:
     async def run(self) -> None:
         """Follow until cancelled."""
         logger.info("deltasync follows %s as %s", self._reader.store.url, self._settings.replica_id)
-        delay_s = _FIRST_POLL_S
-        while True:
-            before = self._version
-            try:
-                await self._follow_once()
-            except NotPublishedError as error:
-                self._report("waiting", f"Waiting for the first version: {error}")
-            except DeltaSyncError as error:
-                self._report("failed", f"{type(error).__name__}: {error}")
-            except Exception as error:  # the server goes on with the weights it has, and says why
-                self._report("failed", f"Unexpected {type(error).__name__}: {error}")
-                logger.exception("deltasync failed unexpectedly")
-            delay_s = _FIRST_POLL_S if self._version != before else min(1.5 * delay_s, self._settings.poll_interval_s)
-            await self._write_heartbeat()
-            await asyncio.sleep(delay_s)
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        with Poll(self._reader.store, self._settings.poll_interval_s, lambda: _tell(loop, changed)) as poll:
+            while True:
+                changed.clear()
+                before = self._version
+                await self._look()
+                await self._write_heartbeat()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), poll.delay_s(self._version != before, self._state != "failed"))
+
+    async def _look(self) -> None:
+        """Follow once, and report what came of it."""
+        try:
+            await self._follow_once()
+        except NotPublishedError as error:
+            self._report("waiting", f"Waiting for the first version: {error}")
+        except DeltaSyncError as error:
+            self._report("failed", f"{type(error).__name__}: {error}")
+        except Exception as error:  # the server goes on with the weights it has, and says why
+            self._report("failed", f"Unexpected {type(error).__name__}: {error}")
+            logger.exception("deltasync failed unexpectedly")
 
     async def _follow_once(self) -> None:
         """Look at head, and go one step towards it if it is ahead."""
@@ -237,3 +244,9 @@ class Driver:
             await asyncio.to_thread(heartbeat.write, self._reader.store, document)
         except DeltaSyncError as error:
             logger.warning("deltasync: heartbeat not written: %s", error)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
+    """Set an event from another thread, also when its loop is about to end."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(changed.set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import click
@@ -18,13 +19,21 @@ def command(channel: str, once: bool, timeout_s: float | None, as_json: bool) ->
 
     Waits for the first version. Ends with Ctrl-C, or as the options say.
     """
+    from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
+    from deltasync.poll import Poll
     from deltasync.replica import Replica
+    from deltasync.stores import open_store
 
-    replica = Replica(channel)
+    store = open_store(channel)
+    replica = Replica(store)
+    changed = threading.Event()
     seen_s = time.monotonic()
     waiting = False
+    poll = None
     while True:
+        changed.clear()
+        failed = False
         before, started = replica.version, time.perf_counter()
         try:
             version = replica.sync()
@@ -38,7 +47,7 @@ def command(channel: str, once: bool, timeout_s: float | None, as_json: bool) ->
             if once or before is None:
                 raise
             click.echo(f"deltasync: {error} Staying at version {before}.", err=True)
-            version = before
+            version, failed = before, True
         if version != before and version is not None:
             seen_s = time.monotonic()
             sync_s = time.perf_counter() - started
@@ -51,4 +60,6 @@ def command(channel: str, once: bool, timeout_s: float | None, as_json: bool) ->
                 click.echo(f"version {version}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
             return
-        time.sleep(0.2)
+        if poll is None:
+            poll = Poll(store, ReplicaSettings.from_env().poll_interval_s, changed.set)
+        changed.wait(poll.delay_s(version != before, settled=not failed))

@@ -19,9 +19,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"types", "config", "layout"}),
     frozenset({"bits", "fingerprint", "kernels", "fold", "manifest", "chain", "codec", "anchor", "retention"}),
-    frozenset({"stores", "heartbeat"}),
+    frozenset({"stores", "heartbeat", "poll"}),
     frozenset({"memory", "reader"}),
     frozenset({"replica", "upload"}),
+    frozenset({"housekeeping"}),
     frozenset({"publisher"}),
     frozenset({"demo", "bench", "cli"}),
 )
@@ -112,7 +113,7 @@ def test_plugins_never_import_each_other_and_the_core_never_imports_them() -> No
     assert not wrong
 
 
-def test_only_config_reads_the_environment() -> None:
+def test_only_config_reads_the_environment_and_the_cloud_stores_their_clients_variables() -> None:
     readers = [
         module
         for module, path in _modules("deltasync")
@@ -122,7 +123,7 @@ def test_only_config_reads_the_environment() -> None:
         )
         and not any(module.startswith(f"deltasync.{part}") for part in LAYERS[-1])
     ]
-    assert readers == ["deltasync.config"]
+    assert readers == ["deltasync.config", "deltasync.stores.cloud"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, open_store
+from deltasync.errors import NotPublishedError
+from deltasync.poll import Poll
+from deltasync.stores import Store
+from tests.faults import FaultyStore
+
+
+@dataclasses.dataclass
+class Bell:
+    """A watch that the test rings."""
+
+    ring: Callable[[], None]
+    live: bool = True
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class WatchedStore(FaultyStore):
+    """A store that tells of changes at once."""
+
+    bell: Bell | None = None
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> Bell:
+        self.bell = Bell(on_change)
+        return self.bell
+
+    def replace(self, key: str, data: bytes) -> None:
+        super().replace(key, data)
+        if self.bell is not None and key == "head.json":
+            self.bell.ring()
+
+
+@pytest.fixture
+def store(memory_url: str) -> Store:
+    return open_store(memory_url)
+
+
+def test_the_wait_grows_up_to_the_interval_and_begins_anew_after_a_version(store: Store) -> None:
+    with Poll(store, 0.1, lambda: None) as poll:
+        waits = [poll.delay_s(moved=False) for _ in range(10)]
+        assert waits[0] <= 0.02
+        assert all(0.9 * 0.1 <= wait <= 0.1 for wait in waits[5:])
+        assert all(later > 1.3 * wait for wait, later in itertools.pairwise(waits[:4]))
+        assert poll.delay_s(moved=True) <= 0.02
+
+
+def test_an_interval_below_the_first_wait_is_kept(store: Store) -> None:
+    with Poll(store, 0.001, lambda: None) as poll:
+        assert poll.delay_s(moved=False) <= 0.001
+
+
+def test_a_store_that_tells_of_changes_is_hardly_looked_at(store: Store) -> None:
+    watched = WatchedStore(store)
+    with Poll(watched, 1.0, lambda: None) as poll:
+        assert watched.bell is not None
+        assert poll.delay_s(moved=False) == 30.0
+        assert poll.delay_s(moved=True) <= 0.02  # the next version may be there already
+        assert poll.delay_s(moved=False, settled=False) < 0.1  # what failed is tried again
+        watched.bell.live = False
+        assert poll.delay_s(moved=False) <= 1.0
+    assert watched.bell.closed
+
+
+@pytest.mark.timeout(25)
+def test_a_replica_waits_for_a_version_without_asking_all_the_time(store: Store) -> None:
+    watched = WatchedStore(store)
+    weights = {"w": torch.zeros(3)}
+    with Publisher(watched) as publisher:
+        replica = Replica(watched)
+        with pytest.raises(NotPublishedError):
+            replica.sync(timeout_s=0.2)
+        assert watched.calls.count(("read", "channel.json")) <= 3
+        timer = threading.Timer(0.3, lambda: publisher.publish(weights.items()))
+        timer.start()
+        assert replica.sync(1, timeout_s=60) == 1  # told by the store: the next look would be in 30 s
+        timer.join()
