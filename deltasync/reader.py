@@ -199,6 +199,10 @@ class ChannelReader:
         """Plan without this step from now on where another way leads on."""
         self._distrusted.add(step)
 
+    def distrusts(self, step: chain.Step) -> bool:
+        """Whether `distrust` was told of it."""
+        return step in self._distrusted
+
     def fold(self, step: chain.Step) -> Fold:
         """The document of a fold.
 

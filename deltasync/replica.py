@@ -24,7 +24,7 @@ from deltasync.errors import (
     NotPublishedError,
 )
 from deltasync.manifest import Head, Manifest
-from deltasync.memory import CommitReport, LiveMemory, Staged
+from deltasync.memory import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import Store, open_store
@@ -51,7 +51,7 @@ class CommittedVersion:
 
     staged: StagedVersion
     report: CommitReport
-    fingerprints_before: Mapping[str, int]
+    parts_before: Parts
 
 
 class Follower:
@@ -72,23 +72,30 @@ class Follower:
         self.suspect: int | None = None
         self._settled = True
 
-    def identify(self, head: Head) -> int | None:
-        """Find out which version the bits in live memory are, so that nothing needs to be loaded (costs an audit).
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what the bits in live memory are. If not: audit them, then call `settle`."""
+        return self._settled
+
+    def identify(self, head: Head, total: int) -> int | None:
+        """Find out which version the bits in live memory are, so that nothing needs to be loaded.
 
         Looks at head's version and those that its manifest names; sets and returns `version`.
+
+        Args:
+            head: Of the channel.
+            total: Fingerprint of the model, of an audit of all shards.
         """
-        self.memory.audit()
-        total = fingerprint.to_hex(self.memory.total_fingerprint)
         newest = self.reader.manifest(head.version, head.manifest_sha256)
         fingerprints = {link.fingerprint: link.version for link in newest.chain} | {newest.fingerprint: newest.version}
-        self.version = fingerprints.get(total)
+        self.version = fingerprints.get(fingerprint.to_hex(total)) if total >= 0 else None
+        self.suspect, self._settled = None, True
         return self.version
 
     def plan(self, head: Head, version: int | None = None) -> list[chain.Step]:
-        """Steps to `version` (default: head's), none if it is already live.
+        """Steps to `version` (default: head's), none if it is already live. Call it settled.
 
-        After a rollback it audits live memory first. If live memory is not what it was taken for, everything is loaded again
-        from an anchor. Otherwise the rolled back version is the bad one, and is only passed by on an anchor after it.
+        After a rollback that was the version's fault, the version is only passed by on an anchor after it.
 
         Raises:
             HeadRewindError: head is older than what is live, and no version was asked for.
@@ -99,8 +106,7 @@ class Follower:
                 f"Head names version {head.version}, but version {self.version} is live. Keeping it; "
                 "if the channel was restored from a backup, restart the replica."
             )
-        if not self._settled:
-            self._settle()
+        assert self._settled
         steps = self.reader.plan(self.version, head, version)
         if self.suspect is not None and any(step.version == self.suspect for step in steps):
             steps = self.reader.plan(None, head, version)
@@ -111,11 +117,14 @@ class Follower:
                 )
         return steps
 
-    def _settle(self) -> None:
-        """Find out by an audit whose fault a rollback was: the version's, or that of the bits it met."""
-        self.memory.audit()
-        total = fingerprint.to_hex(self.memory.total_fingerprint)
-        if self.version is None or self.reader.manifest(self.version).fingerprint != total:
+    def settle(self, total: int) -> None:
+        """Find out whose fault a failure was: the version's, or that of the bits it met, which are then of no version.
+
+        Args:
+            total: Fingerprint of the model, of an audit of all shards.
+        """
+        known = self.version is not None and total >= 0
+        if not known or self.reader.manifest(self.version).fingerprint != fingerprint.to_hex(total):  # type: ignore[arg-type]
             self.version = self.suspect = None
         self._settled = True
 
@@ -143,20 +152,29 @@ class Follower:
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:
         """Write a staged version; follow it by `confirm` or `rollback`."""
-        before = dict(self.memory.fingerprints)
+        before = dict(self.memory.parts)
         return CommittedVersion(staged, self.memory.commit(staged.staged), before)
 
-    def confirm(self, committed: CommittedVersion) -> int:
+    def confirm(
+        self, committed: CommittedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
+    ) -> int:
         """Compare the fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
+
+        Args:
+            committed: What was committed last.
+            fingerprints: Of the tensors that the version names, over all shards; None if this memory holds the whole model.
+            total: Of the model, over all shards.
 
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
         """
         wanted = committed.staged.staged.fingerprints
-        found = committed.report.fingerprints
-        wrong = [name for name in wanted if wanted[name] != found.get(name)]
+        if fingerprints is None or total is None:
+            fingerprints = self.memory.fingerprints
+            total = model_fingerprint(fingerprints)
+        wrong = [name for name in wanted if wanted[name] != fingerprints.get(name)]
         manifest = committed.staged.manifest
-        if wrong or fingerprint.to_hex(self.memory.total_fingerprint) != manifest.fingerprint:
+        if wrong or f"{total:016x}" != manifest.fingerprint:
             self.rollback(committed)
             self._settled = False
             if committed.staged.step.fold is None:
@@ -172,9 +190,13 @@ class Follower:
             self.suspect = None
         return self.version
 
+    def doubt(self) -> None:
+        """Something went wrong that may have left other bits than those of `version`."""
+        self._settled = False
+
     def rollback(self, committed: CommittedVersion) -> None:
         """Bring the bits from before a commit back."""
-        self.memory.rollback(committed.report, committed.fingerprints_before)
+        self.memory.rollback(committed.report, committed.parts_before)
 
     def advance(self, head: Head, version: int | None = None) -> int:
         """Stage, commit and confirm every step to `version` (default: head's).
@@ -185,7 +207,7 @@ class Follower:
             DeltaSyncError: the last confirmed version stays live.
         """
         target = head.version if version is None else version
-        steps = self.plan(head, version)
+        steps = self._plan(head, version)
         detours = 0
         while steps:
             step = steps[0]
@@ -193,7 +215,7 @@ class Follower:
                 self._take(step)
             except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
                 detours += 1
-                steps = self.plan(head, version)
+                steps = self._plan(head, version)
                 if detours > _DETOURS or (steps and steps[0] == step):
                     raise
                 logger.warning("%s Taking another way.", error)
@@ -201,6 +223,13 @@ class Follower:
                 # With bits of some version there may be folds to go on by.
                 steps = self.plan(head, version) if step.use_anchor else steps[1:]
         return target
+
+    def _plan(self, head: Head, version: int | None) -> list[chain.Step]:
+        """As `plan`, after an audit if it takes one; for memory that holds the whole model."""
+        if not self._settled:
+            self.memory.audit()
+            self.settle(model_fingerprint(self.memory.fingerprints))
+        return self.plan(head, version)
 
     def _take(self, step: chain.Step) -> None:
         staged = self.stage(step)

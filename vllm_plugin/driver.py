@@ -1,6 +1,6 @@
 """The driver: one task in vLLM's API server that follows the channel and moves the workers along.
 
-    head -> stage RPC -> (poll) -> pause_generation(keep) -> commit RPC -> update_weight_version -> resume_generation
+    head -> stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
 
 Staging happens in the workers while tokens are generated; the pause covers the commit only. Whatever fails, generation is
 resumed, the version before stays served, and the next look at head tries again.
@@ -17,20 +17,26 @@ import time
 from collections import deque
 from typing import Any
 
-from deltasync import heartbeat
+import numpy as np
+import torch
+
+from deltasync import heartbeat, manifest
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, DeltaSyncError, NotPublishedError
 from deltasync.heartbeat import Heartbeat
 from deltasync.manifest import Head
+from deltasync.memory import Region, combine, model_fingerprint
 from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import open_store
+from deltasync.types import TensorSpec
+from vllm_plugin import load_plan
 from vllm_plugin.metrics import generated_tokens, running_requests
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
-# Between two looks at staging: each is an RPC that runs between two engine steps.
-_STAGE_POLL_S = (0.002, 0.05)
+# Between two looks at work in the background: each is an RPC that runs between two engine steps.
+_POLL_S = (0.002, 0.05)
 _HISTORY = 4096
 
 
@@ -80,6 +86,10 @@ class Driver:
         self._version: int | None = None
         self._head: Head | None = None
         self._opened = False
+        self._busy = asyncio.Lock()
+        # Of each worker, which elements of each tensor it holds; of each tensor, its fingerprint over all workers.
+        self._regions: list[dict[str, list[Region]]] = []
+        self._fingerprints: dict[str, int] = {}
         self._beat_s = -settings.heartbeat_interval_s
         self._beat: tuple[object, ...] = ()
         self.commits: deque[Commit] = deque(maxlen=_HISTORY)
@@ -99,8 +109,22 @@ class Driver:
         }
 
     async def digest(self) -> dict[str, Any]:
-        """sha256 of every tensor in live memory with the version they are of."""
-        return await self._rpc("deltasync_digest")
+        """sha256 of every tensor in live memory, all workers' shards together, with the version they are of.
+
+        Raises:
+            ApplyError: two workers hold different copies of the same elements.
+        """
+        async with self._busy:
+            version, sha256 = self._version, {}
+            if len(self._regions) == 1:
+                (reply,) = await self._call("digest")
+                sha256 = reply["sha256"]
+            else:
+                for name, spec in self._reader.specs.items():
+                    shards = [reply["bits"] for reply in await self._call("read", name)]
+                    regions = [held[name] for held in self._regions]
+                    sha256[name] = manifest.sha256_hex(assemble(spec, regions, shards).data)
+        return {"version": version, "sha256": sha256}
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -113,7 +137,9 @@ class Driver:
                 await self._look()
                 await self._write_heartbeat()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), poll.delay_s(self._version != before, self._state != "failed"))
+                    await asyncio.wait_for(
+                        changed.wait(), poll.delay_s(self._version != before, self._state in ("serving", "waiting"))
+                    )
 
     async def _look(self) -> None:
         """Follow once, and report what came of it."""
@@ -130,50 +156,85 @@ class Driver:
     async def _follow_once(self) -> None:
         """Look at head, and go one step towards it if it is ahead."""
         self._head = await asyncio.to_thread(self._reader.head)
-        if not self._opened:
-            reply = await self._rpc("deltasync_open", self._channel)
-            if "error" in reply:
-                raise ApplyError(reply["error"])
-            self._opened = True
-        if self._version == self._head.version:
-            self._report("serving", None)
-            return
-        tokens_before = generated_tokens()
-        reply = await self._stage()
-        if reply["state"] == "staged":
-            await self._commit(tokens_before)
-        elif reply["version"] != self._version:
-            # The weights that vLLM loaded are a published version already.
-            await self._serve(reply["version"])
+        async with self._busy:
+            if not self._opened:
+                await self._open()
+            if self._version == self._head.version:
+                self._report("serving", None)
+                return
+            tokens_before = generated_tokens()
+            state = await self._stage(self._head)
+            if state == "unsettled":
+                await self._settle(verify=False, identify=False)
+            elif state == "staged":
+                await self._commit(tokens_before)
 
-    async def _stage(self) -> dict[str, Any]:
-        """Have the workers stage the next step towards head; returns when they have, or have nothing to do."""
+    async def _open(self) -> None:
+        """Learn what the workers hold, prove it, and find out which version they serve."""
+        replies = await self._rpc("deltasync_open", self._channel)
+        self._regions = [_regions(reply["regions"]) for reply in replies]
+        await asyncio.to_thread(load_plan.check_coverage, self._reader.specs, self._regions)
+        await self._settle(verify=True, identify=True)
+        self._opened = True
+
+    async def _settle(self, verify: bool, identify: bool) -> None:
+        """Audit all live memory and tell the workers what came out."""
+        replies = await self._work("audit", verify)
+        parts = [{name: tuple(values) for name, values in reply["parts"].items()} for reply in replies]
+        self._fingerprints = combine(self._regions, parts)
+        assert self._head is not None
+        total = model_fingerprint(self._fingerprints)
+        replies = await self._call("settle", dataclasses.asdict(self._head), total, identify)
+        version = replies[0]["version"]
+        if identify and version is not None:
+            await self._engine.update_weight_version(str(version))
+            logger.info("deltasync serves version=%d, which the loaded weights already were", version)
+        self._version = version
+
+    async def _stage(self, head: Head) -> str:
+        """Have the workers stage the next step towards head: `staged`, `unsettled` or, with nothing to do, `idle`.
+
+        Raises:
+            ApplyError: a worker failed, or they do not agree; the next look tries again.
+        """
         self._state = "staging"
-        wait_s, longest_s = _STAGE_POLL_S
-        while True:
-            reply = await self._rpc("deltasync_stage")
-            if reply["state"] == "failed":
-                raise ApplyError(reply["error"])
-            if reply["state"] != "staging":
-                return reply
+        replies = await self._work("stage", dataclasses.asdict(head))
+        failed = [reply for reply in replies if reply["state"] == "failed"]
+        if failed:
+            await self._call("distrust", [reply["step"] for reply in failed if reply.get("step") is not None])
+            raise ApplyError(failed[0]["error"])
+        states = {(reply["state"], *reply.get("step", ())) for reply in replies}
+        if len(states) > 1:
+            raise ApplyError(f"The workers staged different steps: {sorted(map(str, states))}.")
+        return str(replies[0]["state"])
+
+    async def _work(self, method: str, *args: object) -> list[dict[str, Any]]:
+        """Have all workers do something in the background while tokens are generated; what each ended with."""
+        wait_s, longest_s = _POLL_S
+        replies = await self._call(method, *args)
+        while any(reply["state"] == "working" for reply in replies):
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s)
+            # Those that have ended told so once, and say `idle` from then on.
+            later = await self._call("poll")
+            replies = [new if old["state"] == "working" else old for old, new in zip(replies, later, strict=True)]
+        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "step" not in reply]
+        if errors:
+            raise ApplyError(errors[0])
+        return replies
 
     async def _commit(self, tokens_before: int) -> None:
-        """Pause, commit, announce, resume."""
+        """Pause, commit, hold the bits to the published fingerprints, announce, resume."""
         self._state = "committing"
         running = running_requests()
         paused = time.perf_counter()
         try:
             await self._engine.pause_generation(mode="keep", clear_cache=self._settings.kv_cache == "recompute")
-            reply = await self._rpc("deltasync_commit")
-            if "error" not in reply:
-                await self._engine.update_weight_version(str(reply["version"]))
+            reply = await self._commit_paused()
+            await self._engine.update_weight_version(str(reply["version"]))
         finally:
             await self._engine.resume_generation()
         pause_s = time.perf_counter() - paused
-        if "error" in reply:
-            raise ApplyError(reply["error"])
         served_at = time.time()
         published_at = datetime.datetime.fromisoformat(reply["created_at"]).timestamp()
         commit = Commit(
@@ -202,22 +263,40 @@ class Driver:
             commit.lag_s,
         )
 
-    async def _serve(self, version: int | None) -> None:
-        """Announce a version whose bits were live already."""
-        if version is not None:
-            await self._engine.update_weight_version(str(version))
-            logger.info("deltasync serves version=%d, which the loaded weights already were", version)
-        self._version = version
-        self._report("serving", None)
+    async def _commit_paused(self) -> dict[str, Any]:
+        """Commit on all workers, or on none; returns the longest times, and the numbers of all of them together."""
+        alone = len(self._regions) == 1
+        replies = await self._rpc("deltasync_call", "commit", alone, check=False)
+        errors = [reply["error"] for reply in replies if "error" in reply]
+        if errors:
+            if not alone:
+                await self._call("undo")
+            raise ApplyError(errors[0])
+        merged = replies[0] | {key: max(reply[key] for reply in replies) for key in ("stage_s", "commit_s", "scatter_s")}
+        if alone:
+            return merged
+        parts = [{name: tuple(values) for name, values in reply["parts"].items()} for reply in replies]
+        changed = combine(self._regions, parts)
+        fingerprints = self._fingerprints | changed
+        confirmed = await self._call("confirm", changed, model_fingerprint(fingerprints))
+        self._fingerprints = fingerprints
+        return merged | {"version": confirmed[0]["version"], "changed": sum(reply["changed"] for reply in replies)}
 
-    async def _rpc(self, method: str, *args: object) -> dict[str, Any]:
-        """Call one method on all workers; one worker for now (design: tensor parallel sums their replies)."""
+    async def _call(self, method: str, *args: object) -> list[dict[str, Any]]:
+        """Call a method of every `WorkerReplica`."""
+        return await self._rpc("deltasync_call", method, *args)
+
+    async def _rpc(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
+        """Call one method of all workers.
+
+        Raises:
+            ApplyError: one of them failed, if `check`.
+        """
         replies: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
-        if len(replies) != 1:
-            raise ApplyError(
-                f"This release follows a channel with one worker, not with {len(replies)} (set tensor_parallel_size=1)."
-            )
-        return replies[0]
+        errors = [reply["error"] for reply in replies if "error" in reply and "state" not in reply]
+        if check and errors:
+            raise ApplyError(errors[0])
+        return replies
 
     def _report(self, state: str, error: str | None) -> None:
         if error is not None and error != self._error:
@@ -250,3 +329,31 @@ def _tell(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
     """Set an event from another thread, also when its loop is about to end."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(changed.set)
+
+
+def _regions(held: dict[str, Any]) -> dict[str, list[Region]]:
+    """A worker's regions, whose tuples became lists on the way."""
+    return {
+        name: [(offset, tuple((size, stride) for size, stride in dims)) for offset, dims in regions]
+        for name, regions in held.items()
+    }
+
+
+def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[bytes]]) -> np.ndarray:
+    """A tensor's bits, flat and unsigned, from the bits of the segments that the workers hold.
+
+    Raises:
+        ApplyError: two copies of the same elements differ.
+    """
+    flat_N = np.zeros(spec.element_count, spec.bits_dtype)
+    view = torch.from_numpy(flat_N.view(f"i{flat_N.itemsize}"))
+    seen: dict[Region, bytes] = {}
+    for held, data in zip(regions, shards, strict=True):
+        for region, bits in zip(held, data, strict=True):
+            if seen.setdefault(region, bits) != bits:
+                raise ApplyError(f"Two workers hold different copies of the same elements of {spec}.")
+            offset, dims = region
+            source = torch.frombuffer(bytearray(bits), dtype=view.dtype) if bits else view[:0]
+            shape = [size for size, _ in dims]
+            view.as_strided(shape, [stride for _, stride in dims], offset).copy_(source.reshape(shape))
+    return flat_N

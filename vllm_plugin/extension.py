@@ -1,7 +1,7 @@
 """`--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`: the RPCs of a worker, a thin shell around `WorkerReplica`.
 
 vLLM adds this class to the bases of its worker, never calls its `__init__`, and refuses any name that the worker has; so
-every name is prefixed and the state is made on first use.
+there are two, prefixed, and the state is made on first use.
 """
 
 from __future__ import annotations
@@ -29,21 +29,12 @@ class DeltaSyncWorkerExtension:
                 checkpoint = Path(self.model_runner.model_config.model)
                 found = checkpoint if any(checkpoint.glob("*.safetensors")) else None
                 self._deltasync_replica = WorkerReplica(model, found, channel)
-            return {"version": self._deltasync_replica.version}
+            return self._deltasync_replica.open()
 
         return reply(body)
 
-    def deltasync_stage(self) -> Reply:
-        """Begin to stage the next step towards head, and tell how it goes."""
-        self._deltasync_replica.stage()
-        return self._deltasync_replica.poll()
-
-    def deltasync_commit(self) -> Reply:
-        """Commit what `deltasync_stage` reported as staged. Call while generation is paused."""
-        return reply(self._deltasync_replica.commit)
-
-    def deltasync_digest(self) -> Reply:
-        """sha256 of every tensor in live memory, and the version they are of."""
+    def deltasync_call(self, method: str, *args: Any) -> Reply:
+        """Call a method of the opened `WorkerReplica`; `commit`, `confirm` and `undo` only while generation is paused."""
         if not hasattr(self, "_deltasync_replica"):
             return {"error": "NotPublishedError: nothing is followed yet."}
-        return reply(self._deltasync_replica.digest)
+        return reply(lambda: getattr(self._deltasync_replica, method)(*args))

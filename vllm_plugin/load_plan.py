@@ -8,18 +8,17 @@ view of the parameter it goes to. Fused, stacked and sliced parameters need no t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.bits import bits_of, cast, int_view
 from deltasync.errors import ModelMismatchError
-from deltasync.memory import LiveMemory, Segment
+from deltasync.memory import LiveMemory, Region, Segment
 from deltasync.types import TensorSpec
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
@@ -40,15 +39,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
-    """Where the tensors of `specs` lie in the memory of `model`. The weights are neither read nor written.
+    """Where the tensors of `specs`, or this worker's shards of them, lie in the memory of `model`, which is not touched.
+
+    What has no place of its own dtype, element for element, in the model's parameters and buffers is left out;
+    `check_coverage` tells what is missing from all workers.
 
     Args:
         model: A loaded vLLM model.
         specs: Names, served dtypes and shapes of the checkpoint.
 
     Raises:
-        ModelMismatchError: the loader refuses a name or a shape, or a tensor has no place of its own dtype, element for
-            element, in the model's parameters and buffers.
+        ModelMismatchError: the loader refuses a name or a shape.
     """
     meta = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()}
     names = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
@@ -70,29 +71,44 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str,
             live, source = live.squeeze(), source.squeeze()
         integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)
         segments[name].append(Segment(integers, source.stride(), int(source.storage_offset())))
-    problems = [f"{spec} ({covered})" for spec in specs.values() if (covered := _coverage(spec, segments[spec.name]))]
+    return segments
+
+
+def check_coverage(specs: Mapping[str, TensorSpec], regions: Sequence[Mapping[str, Sequence[Region]]]) -> None:
+    """Make sure that the shards hold every tensor: each element once, or in copies of one and the same region.
+
+    Args:
+        specs: Served names, dtypes and shapes.
+        regions: Of each shard.
+
+    Raises:
+        ModelMismatchError: they do not; names tensors and says what is missing.
+    """
+    problems = []
+    for spec in specs.values():
+        problem = _coverage(spec, {region for held in regions for region in held[spec.name]})
+        if problem is not None:
+            problems.append(f"{spec} ({problem})")
     if problems:
         raise ModelMismatchError(
             f"{len(problems)} tensors cannot be patched in place by this release: {'; '.join(problems[:5])}"
             + ("; ..." if len(problems) > 5 else ".")
         )
-    return segments
 
 
-def _coverage(spec: TensorSpec, segments: list[Segment]) -> str | None:
-    """None if the segments cover the tensor exactly once, else what is wrong."""
-    if not segments and spec.element_count:
+def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
+    if not regions and spec.element_count:
         return "the loader copies it nowhere"
     count_N = torch.zeros(spec.element_count, dtype=torch.uint8)
-    for segment in segments:
-        segment.source(count_N).add_(1)
+    for offset, dims in regions:
+        count_N.as_strided([size for size, _ in dims], [stride for _, stride in dims], offset).add_(1)
     if bool((count_N == 1).all()):
         return None
     return f"{int((count_N == 0).sum())} elements have no place, {int((count_N > 1).sum())} have several"
 
 
 def verify(memory: LiveMemory, specs: Mapping[str, TensorSpec], checkpoint: Path) -> int:
-    """Gather every tensor through the plan and compare it with the checkpoint that vLLM loaded, bit by bit.
+    """Compare live memory through the plan with the checkpoint that vLLM loaded, bit by bit.
 
     Args:
         memory: Live weights as they were loaded.
@@ -112,7 +128,7 @@ def verify(memory: LiveMemory, specs: Mapping[str, TensorSpec], checkpoint: Path
         if spec is None or tuple(tensor.shape) != spec.shape:
             continue
         compared += 1
-        if not np.array_equal(bits_of(cast(tensor, spec.dtype)), memory.gather(name)):
+        if memory.differs(name, bits_of(cast(tensor, spec.dtype))):
             wrong.append(name)
     if wrong:
         raise ModelMismatchError(

@@ -78,3 +78,29 @@ def codec_command(
     if plot_file is not None:
         report.plot(result, plot_file)
         say(f"written: {plot_file}")
+
+
+@command.command("store")
+@click.argument("url")
+@click.option(
+    "--bytes",
+    "payload_bytes",
+    type=click.IntRange(min=1000),
+    default=32 << 20,
+    show_default=True,
+    help="Size of the large objects and of the delta.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def store_command(url: str, payload_bytes: int, as_json: bool) -> None:
+    """Rates and latencies of the store at URL, beside those of its own client, and what a version costs.
+
+    Writes about twelve large objects below URL, into a folder of its own, and removes them.
+    """
+    from deltasync.bench import store
+
+    result = store.run(url, payload_bytes, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        for line in store.table(result):
+            click.echo(line)

@@ -54,6 +54,17 @@ def _fingerprint(key, bits_N):
 
 
 @njit(parallel=True, nogil=True, cache=True)
+def _fingerprint_runs(key, start_R, bits_RL):
+    total = np.uint64(0)
+    for r in prange(start_R.size):
+        part = np.uint64(0)
+        for i in range(bits_RL.shape[1]):
+            part += _cell(key, start_R[r] + i, bits_RL[r, i])
+        total += part
+    return total
+
+
+@njit(parallel=True, nogil=True, cache=True)
 def _diff(old_N, new_N, part, room, index_R, step_R, count_P):
     """Each part of the tensor into its own rows, which hold 64 more than `room`; counts on where `room` is exceeded.
 
@@ -144,6 +155,14 @@ def fingerprint(key: int, bits_N: np.ndarray) -> int:
     """As `reference.fingerprint`."""
     with threads(bits_N.size // _CHUNK):
         return int(_fingerprint(np.uint64(key), bits_N))
+
+
+def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
+    """What runs of consecutive elements add to a tensor's fingerprint; `start_R` are their first flat indices."""
+    if start_R.size == 1:  # one after the other they share no work
+        return fingerprint((key + int(start_R[0]) * int(_I)) % (1 << 64), bits_RL[0])
+    with threads(bits_RL.size // _CHUNK):
+        return int(_fingerprint_runs(np.uint64(key), start_R, bits_RL))
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -91,7 +91,7 @@ class ObstoreStore:
                 ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for page in obstore.list(self.client(), prefix=folder or None, chunk_size=1000)
                 for meta in page
-                if meta["path"].startswith(prefix)
+                if meta["path"].startswith(prefix) and meta["path"]  # consoles leave an empty object for a "folder"
             ]
         yield from sorted(found, key=lambda info: info.key)
 
@@ -151,7 +151,6 @@ def mark_process(alone: bool = False) -> None:
 def translate(error: Exception, place: str) -> StoreError:
     """Our error for one of obstore's about the object at `place`."""
     message, _, internals = str(error).partition("\n\nDebug source")
-    message = re.sub(r"\?\S*", "", message).strip()  # the query of a request for credentials holds some
     status = re.search(r"status code: ((\d+)[^:]*)", message)
     code = re.search(r"<Code>(\w+)</Code>", message)
     number, name = int(status[2]) if status else 0, code[1] if code else ""
@@ -159,7 +158,8 @@ def translate(error: Exception, place: str) -> StoreError:
         answer = f"the store answered {status[1]}{f' ({name})' if name else ''}"
     else:
         reason = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
-        answer = message.rpartition(" - ")[2] + (f" ({reason[1] or 'timed out'})" if reason else "")
+        tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip()  # a query may hold credentials
+        answer = tail + (f" ({reason[1] or 'timed out'})" if reason else "")
 
     if name in _NO_BUCKET:
         return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +18,43 @@ from deltasync.stores import ObjectInfo, Store
 
 BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
 
+_RACE = """
+import sys, time
+from pathlib import Path
+from deltasync import open_store
+from deltasync.errors import ObjectExistsError
+url, folder, me, count = sys.argv[1:]
+store = open_store(url)
+store.create(f"ready/{me}", b"")
+Path(folder, "ready-" + me).touch()
+while not Path(folder, "go").exists():
+    time.sleep(0.001)
+for number in range(int(count)):
+    try:
+        store.create(f"race/{number}", me.encode() * 1000)
+        print(number)
+    except ObjectExistsError:
+        pass
+"""
+
 
 class StoreContract:
+    @pytest.fixture
+    def elsewhere(self) -> tuple[str, Mapping[str, str]]:
+        """URL of `store`, and what the environment of another process needs to open it there."""
+        pytest.skip("the store lives in this process")
+
+    @pytest.fixture
+    def refused(self) -> Store:
+        """`store`, opened with credentials that it refuses."""
+        pytest.skip("the store has no credentials")
+
+    def fill(self, store: Store, keys: Sequence[str]) -> None:
+        """Put one byte under each key; a backend may know a quicker way."""
+        with ThreadPoolExecutor(16) as pool:
+            for _ in pool.map(lambda key: store.create(key, b"x"), keys):
+                pass
+
     def test_create_then_read(self, store: Store) -> None:
         store.create("a/b.json", b"one")
         assert store.read("a/b.json") == b"one"
@@ -62,11 +102,11 @@ class StoreContract:
             store.create(key, b"")
         assert [info.key for info in store.list(prefix)] == sorted(key for key in keys if key.startswith(prefix))
 
-    def test_listing_many(self, store: Store) -> None:
-        keys = [f"many/{number:05d}" for number in range(300)]
-        for key in keys:
-            store.replace(key, b"x")
+    def test_listing_ten_thousand(self, store: Store) -> None:
+        keys = [f"many/{number:05d}" for number in range(10_000)]
+        self.fill(store, keys[::-1])
         assert [info.key for info in store.list("many/")] == keys
+        assert {info.bytes for info in store.list("many/")} == {1}
 
     def test_deleted_objects_are_gone_and_may_be_created_again(self, store: Store) -> None:
         store.create("a/b", b"one")
@@ -106,6 +146,23 @@ class StoreContract:
         store.create("large", data)
         assert store.read("large") == data
         assert list(store.list("")) == [ObjectInfo("large", len(data))]
+
+    def test_a_large_object_is_replaced_as_a_whole(self, store: Store) -> None:
+        for value in (b"a", b"b"):
+            data = value * (17 << 20)
+            store.replace("large", data)
+            assert store.read("large") == data
+
+    def test_a_taken_key_is_not_overwritten_by_a_large_object(self, store: Store) -> None:
+        store.create("taken", b"small")
+        with pytest.raises(ObjectExistsError):
+            store.create("taken", bytes(17 << 20))
+        assert store.read("taken") == b"small"
+
+    def test_a_range_of_a_large_object(self, store: Store) -> None:
+        data = os.urandom(17 << 20)
+        store.create("large", data)
+        assert store.read_range("large", 1 << 20, 9 << 20) == data[1 << 20 : 9 << 20]
 
     def test_ranges(self, store: Store) -> None:
         data = bytes(range(256)) * 100
@@ -155,6 +212,73 @@ class StoreContract:
             (winner,) = [thread for thread in range(threads) if key in wins[thread]]
             assert store.read(key) == f"{key} by {winner}".encode()
 
+    def test_of_two_processes_creating_one_key_exactly_one_wins(
+        self, store: Store, elsewhere: tuple[str, Mapping[str, str]], tmp_path: Path
+    ) -> None:
+        if not store.capabilities.conditional_put:
+            pytest.skip("the store does not decide races")
+        count, (url, env) = 200, elsewhere
+        folder = tmp_path / "race"
+        folder.mkdir()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RACE, url, str(folder), me, str(count)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **env},
+            )
+            for me in "ab"
+        ]
+        while not all((folder / f"ready-{me}").exists() for me in "ab"):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.01)
+        (folder / "go").touch()
+        wins = [{int(line) for line in process.communicate(timeout=60)[0].split()} for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
+        assert wins[0] | wins[1] == set(range(count))
+        assert not wins[0] & wins[1]
+        for number in range(count):
+            assert store.read(f"race/{number}") == (b"a" if number in wins[0] else b"b") * 1000
+
+    def test_who_sees_head_sees_what_was_written_before_it(self, store: Store) -> None:
+        versions = 20
+        store.replace("head.json", b"0")
+
+        def write() -> None:
+            for version in range(1, versions + 1):
+                store.create(f"deltas/{version:010d}/part", bytes(100_000))
+                store.create(f"manifests/{version:010d}.json", b"{}")
+                store.replace("head.json", str(version).encode())
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            seen = set()
+            while writer.is_alive():
+                version = int(store.read("head.json"))
+                seen.add(version)
+                if version:
+                    assert store.read(f"manifests/{version:010d}.json") == b"{}"
+                    assert len(store.read(f"deltas/{version:010d}/part")) == 100_000
+                    assert f"manifests/{version:010d}.json" in {info.key for info in store.list("manifests/")}
+        finally:
+            writer.join()
+        assert int(store.read("head.json")) == versions
+
+    def test_refused_credentials_are_told_and_not_taken_for_something_else(self, refused: Store) -> None:
+        calls = (
+            lambda: refused.create("a", b""),
+            lambda: refused.replace("a", b""),
+            lambda: refused.read("a"),
+            lambda: refused.read_range("a", 0, 1),
+            lambda: list(refused.list("")),
+            lambda: refused.delete("a"),
+        )
+        for call in calls:
+            with pytest.raises(StoreError, match=r"credentials|token|secret|access key|HF_TOKEN") as refusal:
+                call()
+            assert type(refusal.value) is StoreError  # neither missing nor worth another try
+
     def test_readers_see_the_old_or_the_new_object_never_a_mixture(self, store: Store) -> None:
         states = {bytes([value]) * size for value, size in ((1, 100_000), (2, 50_000), (3, 0))}
         store.replace("head.json", min(states))
@@ -176,4 +300,5 @@ class StoreContract:
 
     def test_url_and_capabilities_are_told(self, store: Store) -> None:
         assert "://" in store.url
+        assert "secret" not in store.url
         assert isinstance(store.capabilities.conditional_put, bool)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,44 +24,20 @@ class TestMemoryStore(StoreContract):
         assert list(open_store(f"{memory_url}/other").list("")) == []
 
 
-_RACE = """
-import sys, time
-from pathlib import Path
-from deltasync.stores.local import LocalStore
-from deltasync.errors import ObjectExistsError
-root, me = sys.argv[1:]
-store = LocalStore(root + "/store")
-Path(root, "ready-" + me).touch()
-while not Path(root, "go").exists():
-    time.sleep(0.001)
-for number in range(200):
-    try:
-        store.create(f"race/{number}", me.encode() * 1000)
-        print(number)
-    except ObjectExistsError:
-        pass
-"""
-
-
 class TestFileStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return open_store(f"file://{tmp_path}/not/there/yet")
 
-    def test_of_two_processes_creating_one_key_exactly_one_wins(self, tmp_path: Path) -> None:
-        processes = [
-            subprocess.Popen([sys.executable, "-c", _RACE, str(tmp_path), me], stdout=subprocess.PIPE, text=True)
-            for me in "ab"
-        ]
-        while not all((tmp_path / f"ready-{me}").exists() for me in "ab"):
-            assert all(process.poll() is None for process in processes)
-        (tmp_path / "go").touch()
-        wins = [{int(line) for line in process.communicate(timeout=60)[0].split()} for process in processes]
-        assert wins[0] | wins[1] == set(range(200))
-        assert not wins[0] & wins[1]
-        store = open_store(f"file://{tmp_path}/store")
-        for number in range(200):
-            assert store.read(f"race/{number}") == (b"a" if number in wins[0] else b"b") * 1000
+    @pytest.fixture
+    def elsewhere(self, store: Store) -> tuple[str, Mapping[str, str]]:
+        return store.url, {}
+
+    def fill(self, store: Store, keys: Sequence[str]) -> None:
+        for key in keys:
+            path = Path(store.url.removeprefix("file://"), key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x")
 
     def test_unfinished_files_are_never_listed(self, tmp_path: Path) -> None:
         store = open_store(f"file://{tmp_path}")

@@ -3,124 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import sys
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from deltasync import Publisher, layout, manifest
-from deltasync.bits import bits_of, cast
 from deltasync.demo import model as demo_model
-from deltasync.demo.processes import Child, get_json
+from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from deltasync.manifest import Head, Manifest
-from deltasync.stores import Store, open_store
+from deltasync.manifest import Head
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, one_thread, start
 
 pytestmark = pytest.mark.vllm
-
-Weights = dict[str, torch.Tensor]
-
-PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is no failure
-
-
-def start(checkpoint: Path, channel: str, port: int, log: Path, **environ: str) -> Child:
-    command = [sys.executable, "-m", "deltasync.cli", "serve", str(checkpoint), "--channel", channel]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--enforce-eager",
-        "--max-model-len",
-        "1024",
-        "--max-num-seqs",
-        "8",
-    ]
-    settings = {
-        "DELTASYNC_DIGEST_ROUTE": "1",
-        "DELTASYNC_POLL_INTERVAL_S": "0.05",
-        "DELTASYNC_REPLICA_ID": "test-server",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "INFO",  # TRL, imported by another test, lowers it in this environment
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # for /weight_info
-    }
-    # One core, the last: vLLM's processes spin while they wait, and on all cores they would starve this one.
-    core = max(os.sched_getaffinity(0))
-    return Child("The vLLM server", command, {**os.environ, **settings, **environ}, log, [core])
-
-
-@dataclasses.dataclass
-class Server:
-    url: str
-    channel: str
-    weights: Weights
-    publisher: Publisher | None = None
-    rng: torch.Generator = dataclasses.field(default_factory=lambda: torch.Generator().manual_seed(0))
-
-    @property
-    def store(self) -> Store:
-        return open_store(self.channel)
-
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = get_json(f"{self.url}/deltasync/status")
-        return status
-
-    def wait(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            status = self.status()
-            if condition(status):
-                return status
-            assert time.monotonic() < deadline, {**status, "commits": status["commits"][-3:]}
-            time.sleep(0.02)
-
-    def step(self) -> None:
-        """Change the weights as an optimizer step does: a little, everywhere; few bf16 bits follow."""
-        for tensor in self.weights.values():
-            tensor += 2e-5 * torch.randn(tensor.shape, generator=self.rng)
-
-    def publish(self) -> int:
-        if self.publisher is None:
-            self.publisher = Publisher(self.channel)
-        return self.publisher.publish(self.weights.items()).wait(PATIENCE_S).version
-
-    def assert_serves(self, version: int) -> None:
-        self.wait(lambda status: status["version"] == version)
-        digest = get_json(f"{self.url}/deltasync/digest")
-        assert digest == {"version": version, "sha256": digests(self.weights)}
-
-
-def digests(weights: Weights) -> dict[str, str]:
-    return {name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest() for name, w in weights.items()}
-
-
-def complete(url: str, token_count: int) -> list[int]:
-    body = {
-        "model": get_json(f"{url}/v1/models")["data"][0]["id"],
-        "prompt": [5, 6, 7],
-        "max_tokens": token_count,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
-        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
-        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -139,18 +38,12 @@ def server(checkpoint: Path) -> Iterator[Server]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
-    # The server's steps keep every core busy; threads that wait for each other at a barrier would wait for it.
-    threads = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    with start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
+    with one_thread(), start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
         child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
         server = Server(url, channel, weights)
         yield server
         if server.publisher is not None:
             server.publisher.close()
-    torch.set_num_threads(threads[0])
-    numba.set_num_threads(threads[1])
 
 
 def test_a_replica_started_before_the_first_anchor_waits_and_says_so(server: Server) -> None:
@@ -278,38 +171,14 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_and_the_next_ancho
     store = server.store
     head = manifest.decode(store.read(layout.HEAD), Head, layout.HEAD)
     server.step()
-    assert server.publisher is not None
-    original = type(store).create
-
-    def create(self: Any, key: str, body: bytes) -> None:
-        if layout.manifest_version(key) is not None:
-            document = manifest.decode(body, Manifest, key)
-            body = manifest.encode(dataclasses.replace(document, fingerprint="0" * 16))
-        original(self, key, body)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store), "create", create)
-        patch.setattr(manifest, "sha256_hex", _sha256_of_altered_manifest(manifest.sha256_hex))
+    with server.publishing_a_wrong_fingerprint():
         server.publish()
     status = server.wait(lambda status: "did not give the published bits" in (status["error"] or ""))
     assert status["version"] == head.version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": head.version, "sha256": digests(before)}
     assert len(complete(server.url, 5)) == 5
-    server.publisher.settings = dataclasses.replace(server.publisher.settings, anchor_every=1)
-    server.step()
-    version = server.publish()
-    server.assert_serves(version)
+    server.publish_anchor()
     assert server.status()["commits"][-1]["anchor"]
-
-
-def _sha256_of_altered_manifest(real: Callable[[Any], str]) -> Callable[[Any], str]:
-    def sha256_hex(data: Any) -> str:
-        if bytes(data[:1]) == b"{":
-            document = manifest.decode(bytes(data), Manifest, "manifest")
-            data = manifest.encode(dataclasses.replace(document, fingerprint="0" * 16))
-        return real(data)
-
-    return sha256_hex
 
 
 def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(checkpoint: Path, tmp_path: Path) -> None:

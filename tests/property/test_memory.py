@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from deltasync import fingerprint
 from deltasync.bits import bits_of, int_view, tensor_of
 from deltasync.errors import CommitError, StageError
-from deltasync.kernels import reference
-from deltasync.memory import LiveMemory, Segment
+from deltasync.kernels import cpu, reference
+from deltasync.memory import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.types import Patch, TensorSpec
 from tests import strategies as our
 
@@ -66,6 +66,31 @@ def test_locate_of_a_subset_is_the_subset(place: Place, data: st.DataObject) -> 
     assert dict(zip(found.tolist(), dest.tolist(), strict=True)) == {i: every[i] for i in wanted.tolist() if i in every}
 
 
+@given(places())
+def test_runs_are_the_elements_in_any_order(place: Place) -> None:
+    segment = place.segment
+    segment.live.copy_(segment.source(torch.arange(place.element_count, dtype=torch.int32)) + 7)
+    start_R, bits_RL = segment.runs()
+    index_RL = start_R[:, None] + np.arange(bits_RL.shape[1])
+    np.testing.assert_array_equal(bits_RL, index_RL + 7)
+    assert sorted(index_RL.reshape(-1).tolist()) == sorted(
+        segment.source(torch.arange(place.element_count)).reshape(-1).tolist()
+    )
+    key = fingerprint.tensor_key("w")
+    expected = reference.cell_hash(key, index_RL.reshape(-1), bits_RL.reshape(-1)).sum(dtype=np.uint64)
+    assert cpu.fingerprint_runs(key, start_R, bits_RL) == int(expected)
+
+
+@given(places())
+def test_a_segment_lies_within_its_span(place: Place) -> None:
+    low, high = place.segment.span()
+    index_N = place.segment.source(torch.arange(place.element_count))
+    if index_N.numel():
+        assert (low, high) == (int(index_N.min()), int(index_N.max()) + 1)
+    else:
+        assert low == high
+
+
 def test_an_empty_segment_holds_nothing() -> None:
     segment = Segment(torch.zeros((0, 3), dtype=torch.int16), (3, 1), 0)
     assert segment.flat().numel() == 0
@@ -109,7 +134,7 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
     assert callable(make_memory)
     memory: LiveMemory = make_memory(spec, old_N)
     memory.audit()
-    before = dict(memory.fingerprints)
+    before, parts = dict(memory.fingerprints), dict(memory.parts)
     index_K, step_K = reference.diff(old_N, new_N)
     patch = {
         "steps": Patch("w", index_K, step_K, absolute=False),
@@ -124,13 +149,82 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
 
     report = memory.commit(staged)
     np.testing.assert_array_equal(memory.gather("w"), new_N)
-    assert report.fingerprints == memory.fingerprints == staged.fingerprints == {"w": wanted}
+    assert memory.fingerprints == staged.fingerprints == {"w": wanted}
+    assert report.parts == memory.parts
 
-    memory.rollback(report, before)
+    memory.rollback(report, parts)
     np.testing.assert_array_equal(memory.gather("w"), old_N)
     assert memory.fingerprints == before
     memory.audit()
     assert memory.fingerprints == before
+
+
+@pytest.mark.parametrize("kind", ["steps", "absolute", "dense"])
+@given(pair=matrix_pairs())
+def test_shards_hold_the_tensor_together_and_their_fingerprints_add_up(
+    kind: str, pair: tuple[TensorSpec, np.ndarray, np.ndarray]
+) -> None:
+    """Two workers: each has half of the columns, and both have a copy of the first row."""
+    spec, old_N, new_N = pair
+    rows, columns = spec.shape
+    half = columns // 2
+    full = int_view(tensor_of(old_N.copy(), spec)).reshape(rows, columns)
+    shards = [
+        [Segment(full[:1].clone(), (columns, 1), 0), Segment(full[1:, :half].clone(), (columns, 1), columns)],
+        [
+            Segment(full[0].clone(), (1,), 0),
+            Segment(full[1:, half:].T.clone(), (1, columns), columns + half),
+        ],
+    ]
+    memories = [LiveMemory({"w": spec}, {"w": segments}) for segments in shards]
+    index_K, step_K = reference.diff(old_N, new_N)
+    patch = {
+        "steps": Patch("w", index_K, step_K, absolute=False),
+        "absolute": Patch("w", index_K, new_N[index_K], absolute=True),
+        "dense": Patch("w", None, new_N, absolute=True),
+    }[kind]
+    key = fingerprint.tensor_key("w")
+    for memory in memories:
+        memory.audit()
+    assert _sum_of(memories) == reference.fingerprint(key, old_N)
+    before = [dict(memory.parts) for memory in memories]
+    reports = [memory.commit(memory.stage([(patch, 0)])) for memory in memories]
+    assert _sum_of(memories) == reference.fingerprint(key, new_N)
+    for memory in memories:
+        memory.audit()
+    assert _sum_of(memories) == reference.fingerprint(key, new_N)
+    flat_N = np.zeros(spec.element_count, new_N.dtype)
+    for segment in (segment for segments in shards for segment in segments):
+        view = torch.from_numpy(flat_N.view(f"i{flat_N.itemsize}"))
+        segment.source(view).copy_(segment.live)
+    np.testing.assert_array_equal(flat_N, new_N)
+    for memory, report, parts in zip(memories, reports, before, strict=True):
+        memory.rollback(report, parts)
+        memory.audit()
+    assert _sum_of(memories) == reference.fingerprint(key, old_N)
+
+
+def _sum_of(memories: list[LiveMemory]) -> int:
+    return combine([memory.regions for memory in memories], [memory.parts for memory in memories])["w"]
+
+
+def test_copies_that_differ_have_no_fingerprint() -> None:
+    spec = TensorSpec("w", "bfloat16", (4,))
+    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(4, dtype=torch.int16), (1,), 0) for _ in range(2)]})
+    memory.audit()
+    assert memory.fingerprints == {"w": reference.fingerprint(fingerprint.tensor_key("w"), np.zeros(4, np.uint16))}
+    memory._segments["w"][1].live[2] = 1
+    memory.audit()
+    assert memory.fingerprints == {"w": -1}
+    assert model_fingerprint({"v": 5, **memory.fingerprints}) == -1
+
+
+def test_a_tensor_that_is_held_in_part_cannot_be_gathered() -> None:
+    spec = TensorSpec("w", "bfloat16", (4, 2))
+    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(2, 2, dtype=torch.int16), (2, 1), 4)]})
+    with pytest.raises(StageError, match="4 elements of w"):
+        memory.gather("w")
+    assert memory.held("w").tolist() == [[4, 8]]  # type: ignore[union-attr]
 
 
 @given(our.specs(), st.data())
@@ -139,8 +233,8 @@ def test_host_memory_takes_every_shape_and_dtype(spec: TensorSpec, data: st.Data
     memory, tensors = LiveMemory.on_host({spec.name: spec})
     memory.audit()
     wanted = reference.fingerprint(fingerprint.tensor_key(spec.name), new_N)
-    report = memory.commit(memory.stage([(Patch(spec.name, None, new_N, absolute=True), wanted)]))
-    assert report.fingerprints == {spec.name: wanted}
+    memory.commit(memory.stage([(Patch(spec.name, None, new_N, absolute=True), wanted)]))
+    assert memory.fingerprints == {spec.name: wanted}
     assert tensors[spec.name].shape == spec.shape
     np.testing.assert_array_equal(bits_of(tensors[spec.name]), new_N)
 

@@ -1,0 +1,150 @@
+"""A real vLLM server for tests, as a replica of a channel that the test publishes to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+
+from deltasync import Publisher
+from deltasync.bits import bits_of, cast
+from deltasync.demo.processes import Child, get_json
+from deltasync.stores import Store, open_store
+
+Weights = dict[str, torch.Tensor]
+
+PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is no failure
+
+
+def start(
+    checkpoint: Path, channel: str, port: int, log: Path, *arguments: str, cores: list[int] | None = None, **environ: str
+) -> Child:
+    """`deltasync serve` on one core, the last, by default: vLLM's processes spin while they wait, and starve others."""
+    command = [sys.executable, "-m", "deltasync.cli", "serve", str(checkpoint), "--channel", channel]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "8",
+        *arguments,
+    ]
+    settings = {
+        "DELTASYNC_DIGEST_ROUTE": "1",
+        "DELTASYNC_POLL_INTERVAL_S": "0.05",
+        "DELTASYNC_REPLICA_ID": "test-server",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "INFO",  # TRL, imported by another test, lowers it in this environment
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /weight_info
+    }
+    if cores is None:
+        cores = [max(os.sched_getaffinity(0))]
+    return Child("The vLLM server", command, {**os.environ, **settings, **environ}, log, cores)
+
+
+@dataclasses.dataclass
+class Server:
+    url: str
+    channel: str
+    weights: Weights
+    publisher: Publisher | None = None
+    rng: torch.Generator = dataclasses.field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.channel)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = get_json(f"{self.url}/deltasync/status")
+        return status
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if condition(status):
+                return status
+            assert time.monotonic() < deadline, {**status, "commits": status["commits"][-3:]}
+            time.sleep(0.02)
+
+    def step(self) -> None:
+        """Change the weights as an optimizer step does: a little, everywhere; few bf16 bits follow."""
+        for tensor in self.weights.values():
+            tensor += 2e-5 * torch.randn(tensor.shape, generator=self.rng)
+
+    def publish(self) -> int:
+        if self.publisher is None:
+            self.publisher = Publisher(self.channel)
+        return self.publisher.publish(self.weights.items()).wait(PATIENCE_S).version
+
+    @contextlib.contextmanager
+    def publishing_a_wrong_fingerprint(self) -> Iterator[None]:
+        """Versions published meanwhile promise a fingerprint of the model that their own delta does not give."""
+        assert self.publisher is not None
+        self.publisher._fingerprints["no such tensor"] = 1
+        yield
+        del self.publisher._fingerprints["no such tensor"]
+
+    def publish_anchor(self) -> None:
+        """Publish a version with full weights, and see it served."""
+        assert self.publisher is not None
+        settings = self.publisher.settings
+        self.publisher.settings = dataclasses.replace(settings, anchor_every=1)
+        self.step()
+        self.assert_serves(self.publish())
+        self.publisher.settings = settings
+
+    def assert_serves(self, version: int) -> None:
+        self.wait(lambda status: status["version"] == version)
+        digest = get_json(f"{self.url}/deltasync/digest")
+        assert digest == {"version": version, "sha256": digests(self.weights)}
+
+
+def digests(weights: Weights) -> dict[str, str]:
+    return {name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest() for name, w in weights.items()}
+
+
+def complete(url: str, token_count: int) -> list[int]:
+    body = {
+        "model": get_json(f"{url}/v1/models")["data"][0]["id"],
+        "prompt": [5, 6, 7],
+        "max_tokens": token_count,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        return tokens
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """No thread here waits at a barrier for another: a server's steps may keep every core busy."""
+    threads = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads[0])
+        numba.set_num_threads(threads[1])
