@@ -293,7 +293,8 @@ class LiveMemory:
             for write in staged.writes:
                 old, gained = self._write(write)
                 undo.append((write, old))
-                added[write.name, write.segment] = gained
+                at = write.name, write.segment
+                added[at] = added.get(at, 0) + gained
         except BaseException:
             _undo(undo)
             raise

@@ -11,8 +11,9 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from deltasync import chain, codec, fingerprint
@@ -23,15 +24,19 @@ from deltasync.errors import (
     MissingVersionError,
     NotPublishedError,
 )
+from deltasync.fold import fold_all
 from deltasync.manifest import Head, Manifest
 from deltasync.memory import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import Store, open_store
+from deltasync.types import Patch
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+_BATCH = 64  # steps that are merged into one commit
+_BATCH_BYTES = 1 << 28  # of their payloads; what they decode to is held in memory
 _DETOURS = 8  # taken in one go; the next call may take more
 
 
@@ -40,9 +45,19 @@ class StagedVersion:
     """A version that is ready to commit, with what it takes to check it."""
 
     manifest: Manifest
-    step: chain.Step
+    steps: Sequence[chain.Step]
     staged: Staged
     stage_s: float
+
+    @property
+    def use_anchor(self) -> bool:
+        """Whether it is full weights."""
+        return self.steps[0].use_anchor
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that were downloaded for it."""
+        return sum(step.payload_bytes for step in self.steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +86,7 @@ class Follower:
         self.version: int | None = None
         self.suspect: int | None = None
         self._settled = True
+        self._singly_to = 0
 
     @property
     def settled(self) -> bool:
@@ -128,27 +144,67 @@ class Follower:
             self.version = self.suspect = None
         self._settled = True
 
-    def stage(self, step: chain.Step) -> StagedVersion:
-        """Fetch, check, decode and translate one step. Live weights are untouched.
+    def batch(self, steps: Sequence[chain.Step]) -> Sequence[chain.Step]:
+        """The first of planned steps that are worth one commit: an anchor alone, or deltas as far as memory allows."""
+        most = 1 if (self.version or 0) < self._singly_to else _BATCH
+        payload_bytes = 0
+        for count, step in enumerate(steps):
+            payload_bytes += step.payload_bytes
+            if count and (step.use_anchor or steps[0].use_anchor or count >= most or payload_bytes > _BATCH_BYTES):
+                return steps[:count]
+        return steps
+
+    def stage(self, *steps: chain.Step) -> StagedVersion:
+        """Fetch, check, decode, merge and translate steps that follow each other. Live weights are untouched.
 
         Raises:
             StoreError, ChainError, FormatError, StageError: nothing changed; retry, or plan again.
         """
         before = time.perf_counter()
+        patches = self._patches(steps[0], self.memory.gather) if len(steps) == 1 else self._merged(steps)
+        staged = self.memory.stage(patches)
+        last = steps[-1]
+        version = self.reader.manifest(last.version, last.manifest_sha256)
+        return StagedVersion(version, steps, staged, time.perf_counter() - before)
+
+    def _patches(self, step: chain.Step, old: codec.OldBits) -> Iterator[tuple[Patch, int]]:
         try:
-            version = self.reader.manifest(step.version, step.manifest_sha256)
-            staged = self.memory.stage(self.reader.patches(step, self.memory.gather, self.memory.held))
+            yield from self.reader.patches(step, old, self.memory.held)
         except MissingVersionError:
             self.reader.distrust(step)
             raise
         except CorruptDataError:
+            # Decoding by the old bits also fails if those are not what they are taken for; the next plan finds out.
             if step.fold is not None:
                 self.reader.distrust(step)
-            # Decoding by the old bits also fails if those are not what they are taken for; the next plan finds out.
-            elif not step.use_anchor and version.delta is not None and codec.get(version.delta.codec).needs_old:
+            elif not step.use_anchor and self._decodes_by_old_bits(step):
                 self._settled = False
             raise
-        return StagedVersion(version, step, staged, time.perf_counter() - before)
+
+    def _decodes_by_old_bits(self, step: chain.Step) -> bool:
+        delta = self.reader.manifest(step.version, step.manifest_sha256).delta
+        return delta is not None and codec.get(delta.codec).needs_old
+
+    def _merged(self, steps: Sequence[chain.Step]) -> Iterator[tuple[Patch, int]]:
+        """What several steps do together, tensor by tensor, with the fingerprint after the last."""
+        done: dict[str, list[Patch]] = {}
+        fingerprints: dict[str, int] = {}
+
+        def old(name: str) -> np.ndarray:
+            bits_N = self.memory.gather(name)
+            for patch in done.get(name, ()):
+                patch.apply(bits_N)
+            return bits_N
+
+        for step in steps:
+            for patch, expected in self._patches(step, old):
+                done.setdefault(patch.name, []).append(patch)
+                fingerprints[patch.name] = expected
+        for name, expected in fingerprints.items():
+            patches = done.pop(name)
+            nothing = Patch(name, np.empty(0, np.int32), patches[0].data[:0], absolute=False)  # all cancelled out
+            for patch in fold_all(patches) or [nothing]:
+                yield patch, expected
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:
         """Write a staged version; follow it by `confirm` or `rollback`."""
@@ -177,10 +233,13 @@ class Follower:
         if wrong or f"{total:016x}" != manifest.fingerprint:
             self.rollback(committed)
             self._settled = False
-            if committed.staged.step.fold is None:
+            steps = committed.staged.steps
+            if len(steps) > 1:
+                self._singly_to = manifest.version  # to find out which of them it is
+            elif steps[0].fold is None:
                 self.suspect = manifest.version
             else:
-                self.reader.distrust(committed.staged.step)
+                self.reader.distrust(steps[0])
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             raise FingerprintMismatchError(
                 f"Version {manifest.version} did not give the published bits {where}; rolled back to version {self.version}."
@@ -210,18 +269,18 @@ class Follower:
         steps = self._plan(head, version)
         detours = 0
         while steps:
-            step = steps[0]
+            group = self.batch(steps)
             try:
-                self._take(step)
+                self._take(group)
             except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
                 detours += 1
                 steps = self._plan(head, version)
-                if detours > _DETOURS or (steps and steps[0] == step):
+                if detours > _DETOURS or (steps and self.batch(steps) == group):
                     raise
                 logger.warning("%s Taking another way.", error)
             else:
                 # With bits of some version there may be folds to go on by.
-                steps = self.plan(head, version) if step.use_anchor else steps[1:]
+                steps = self.plan(head, version) if group[0].use_anchor else steps[len(group) :]
         return target
 
     def _plan(self, head: Head, version: int | None) -> list[chain.Step]:
@@ -231,14 +290,15 @@ class Follower:
             self.settle(model_fingerprint(self.memory.fingerprints))
         return self.plan(head, version)
 
-    def _take(self, step: chain.Step) -> None:
-        staged = self.stage(step)
+    def _take(self, steps: Sequence[chain.Step]) -> None:
+        staged = self.stage(*steps)
         committed = self.commit(staged)
         self.confirm(committed)
         logger.info(
-            "committed version=%d anchor=%s changed=%d stage_s=%.3f scatter_s=%.4f",
-            step.version,
-            step.use_anchor,
+            "committed version=%d anchor=%s steps=%d changed=%d stage_s=%.3f scatter_s=%.4f",
+            steps[-1].version,
+            staged.use_anchor,
+            len(steps),
             staged.staged.changed,
             staged.stage_s,
             committed.report.scatter_s,

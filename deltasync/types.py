@@ -83,6 +83,15 @@ class Patch:
         """Number of elements that this patch writes."""
         return int(self.data.size)
 
+    def apply(self, bits_N: np.ndarray) -> None:
+        """Change the whole tensor's unsigned bit patterns in place."""
+        if self.index_K is None:
+            bits_N[:] = self.data
+        elif self.absolute:
+            bits_N[self.index_K] = self.data
+        else:
+            bits_N[self.index_K] += self.data
+
 
 def check_specs(channel: dict[str, TensorSpec], model: dict[str, TensorSpec], who: str) -> None:
     """Compare the tensor table of a model with a channel's.

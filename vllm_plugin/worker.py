@@ -110,7 +110,7 @@ class WorkerReplica:
         return {"version": self._follower.version}
 
     def stage(self, head: Reply) -> Reply:
-        """Begin to stage the next step towards head; ends in `staged`, `idle` if there is none, or `unsettled`."""
+        """Begin to stage the next steps towards head; ends in `staged`, `idle` if there is none, or `unsettled`."""
         return self._begin(lambda: self._stage(Head(**head)))
 
     def _stage(self, head: Head) -> Reply:
@@ -120,16 +120,13 @@ class WorkerReplica:
         steps = self._follower.plan(head)
         if not steps:
             return {"state": "idle"}
+        group = self._follower.batch(steps)
         try:
-            self._staged = self._follower.stage(steps[0])
+            self._staged = self._follower.stage(*group)
         except DeltaSyncError as error:
-            failed = dataclasses.astuple(steps[0])
-            return {
-                "state": "failed",
-                "error": describe(error),
-                "step": failed if self._reader.distrusts(steps[0]) else None,
-            }
-        return {"state": "staged", "step": dataclasses.astuple(steps[0])}
+            failed = next((step for step in group if self._reader.distrusts(step)), None)
+            return {"state": "failed", "error": describe(error), "step": failed and dataclasses.astuple(failed)}
+        return {"state": "staged", "step": tuple(map(str, group))}
 
     def distrust(self, steps: list[list[Any]]) -> Reply:
         """Plan without these steps, which failed on some worker: all must take the same way."""
@@ -158,9 +155,9 @@ class WorkerReplica:
             self._follower.doubt()
             raise
         reply = {
-            "anchor": staged.step.use_anchor,
+            "anchor": staged.use_anchor,
             "changed": staged.staged.changed,
-            "payload_bytes": staged.step.payload_bytes,
+            "payload_bytes": staged.payload_bytes,
             "created_at": staged.manifest.created_at,
             "stage_s": staged.stage_s,
             "commit_s": time.perf_counter() - before,

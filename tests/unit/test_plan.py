@@ -9,7 +9,7 @@ import torch
 
 from deltasync import Publisher, Replica, codec, fingerprint, layout, manifest, open_store
 from deltasync.bits import bits_of
-from deltasync.errors import CorruptDataError, MissingVersionError
+from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError
 from deltasync.kernels import cpu
 from deltasync.manifest import FileRef, Fold, Manifest
 from deltasync.reader import ChannelReader
@@ -20,15 +20,18 @@ from tests.faults import FaultyStore, flipped
 Weights = dict[str, torch.Tensor]
 
 
-def publish_many(store: Store, count: int, anchor_every: int = 100) -> list[Weights]:
-    """Versions 1 to `count`, and their weights."""
+def publish_many(
+    store: Store, count: int, anchor_every: int = 100, encoding: str = "packed", dense_at: int = 0
+) -> list[Weights]:
+    """Versions 1 to `count`, and their weights; `dense_at` changes one tensor completely."""
     random = torch.Generator().manual_seed(0)
     states = [{"w": torch.randn(200, 30, generator=random).to(torch.bfloat16), "v": torch.arange(5)}]
-    with Publisher(store, anchor_every=anchor_every) as publisher:
+    with Publisher(store, anchor_every=anchor_every, codec=encoding) as publisher:
         publisher.publish(states[0].items()).wait(60)
-        for _ in range(count - 1):
+        for version in range(2, count + 1):
             moved = {name: tensor.clone() for name, tensor in states[-1].items()}
             moved["w"].view(torch.int16)[torch.rand(200, 30, generator=random) < 0.02] += 1
+            moved["v"] += version == dense_at
             states.append(moved)
             publisher.publish(moved.items()).wait(60)
     return states
@@ -206,7 +209,7 @@ class TestFolds:
         replica.sync(1)
         assert replica.sync() == 20
         assert_same_bits(replica.state_dict(), states[-1])
-        assert sum(key.startswith("deltas/") for key in reads(store)) == 19
+        assert len({key for key in reads(store) if key.startswith("deltas/")}) == 19
 
     def test_deltas_that_are_gone_are_bridged_by_a_fold(self, store: FaultyStore) -> None:
         states = publish_many(store, 20)
@@ -238,3 +241,60 @@ class TestFolds:
         assert replica.version == 2
         store.inner.create(gone, data)
         assert replica.sync() == 4
+
+
+class TestBatches:
+    @pytest.mark.parametrize("encoding", ["packed", "context", "raw"])
+    def test_several_deltas_are_one_commit(
+        self, store: FaultyStore, encoding: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        states = publish_many(store, 5, encoding=encoding, dense_at=4)
+        replica = Replica(store)
+        replica.sync(1)
+        with caplog.at_level("INFO", "deltasync.replica"):
+            assert replica.sync() == 5
+        assert ["steps=4" in record.getMessage() for record in caplog.records] == [True]
+        assert_same_bits(replica.state_dict(), states[-1])
+
+    def test_changes_that_cancel_out_leave_the_bits_as_they_were(self, store: FaultyStore) -> None:
+        states = publish_many(store, 2)
+        with Publisher(store, resume=True) as publisher:
+            publisher.publish(states[0].items()).wait(60)
+        replica = Replica(store)
+        replica.sync(1)
+        assert replica.sync() == 3
+        assert_same_bits(replica.state_dict(), states[0])
+
+    def test_batches_are_bounded(self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        states = publish_many(store, 9)
+        replica = Replica(store)
+        replica.sync(1)
+        assert replica._follower is not None
+        steps = replica._follower.plan(replica._reader.head())
+        monkeypatch.setattr("deltasync.replica._BATCH", 3)
+        assert replica._follower.batch(steps) == steps[:3]
+        monkeypatch.setattr("deltasync.replica._BATCH_BYTES", steps[0].payload_bytes + steps[1].payload_bytes)
+        assert replica._follower.batch(steps) == steps[:2]
+        monkeypatch.setattr("deltasync.replica._BATCH_BYTES", 0)
+        assert replica._follower.batch(steps) == steps[:1]
+        assert replica.sync() == 9
+        assert_same_bits(replica.state_dict(), states[-1])
+
+    def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(self, store: FaultyStore) -> None:
+        states = publish_many(store, 6)
+        with Publisher(store, resume=True) as publisher:
+            publisher._fingerprints["no such tensor"] = 1
+            publisher.publish(states[0].items()).wait(60)
+            del publisher._fingerprints["no such tensor"]
+            for state in states[1:3]:
+                publisher.publish(state.items()).wait(60)
+            replica = Replica(store)
+            replica.sync(1)
+            with pytest.raises(FingerprintMismatchError, match="Version 7"):
+                replica.sync(7)
+            assert replica.version == 6
+            assert_same_bits(replica.state_dict(), states[5])
+            publisher.settings = dataclasses.replace(publisher.settings, anchor_every=1)
+            publisher.publish(states[3].items()).wait(60)
+        assert replica.sync() == 10
+        assert_same_bits(replica.state_dict(), states[3])
