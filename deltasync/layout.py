@@ -10,7 +10,10 @@ CHANNEL = "channel.json"
 HEAD = "head.json"
 MANIFESTS = "manifests/"
 FOLDS = "folds/"
+DATA = ("anchors/", "deltas/", FOLDS)
+"""Where the objects lie that documents refer to."""
 FORGOTTEN = "forgotten/"
+CLOCK = f"{FORGOTTEN}clock"
 REPLICAS = "replicas/"
 
 # Rules of the strictest store (the Hub's S3 gateway), applied to all of them.
@@ -18,6 +21,8 @@ REPLICAS = "replicas/"
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
 _MANIFEST = re.compile(r"manifests/(\d{10,})\.json")
+_OF_VERSION = re.compile(r"(?:anchors|deltas)/(\d{10,})(?:\.\d+)?/.+")
+_OF_FOLD = re.compile(r"folds/(\d{10,})-(\d{10,})(?:\.\d+)?/.+")
 _FOLD = re.compile(r"folds/(\d{10,})-(\d{10,})(\.\d+)?/fold\.json")
 
 
@@ -67,6 +72,12 @@ def fold_span(key: str) -> tuple[int, int] | None:
     """Base version and version of the key of a fold's document, or None for any other key."""
     match = _FOLD.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def data_versions(key: str) -> tuple[int, ...]:
+    """The version that a data object was written for, two in a fold (base version, version); empty for any other key."""
+    match = _OF_VERSION.fullmatch(key) or _OF_FOLD.fullmatch(key)
+    return tuple(int(group) for group in match.groups()) if match else ()
 
 
 def forgotten(name: str) -> str:

@@ -77,8 +77,12 @@ class LocalStore:
     def delete(self, *keys: str) -> None:
         """See `Store.delete`."""
         for key in keys:
+            path = self._path(key)
             try:
-                self._path(key).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+                if path.parent != self._root:
+                    with contextlib.suppress(OSError):
+                        path.parent.rmdir()  # if that was all it held; whoever is about to write there tries again
             except OSError as error:
                 raise StoreError(f"{self.url}/{key} cannot be deleted: {error.strerror}.") from error
 

@@ -1,0 +1,52 @@
+"""`deltasync check`: what a channel promises against what is there."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+
+@click.command("check")
+@click.argument("channel")
+@click.option("--read-data", is_flag=True, help="Read every payload and replay every version, anchor and fold; takes long.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def command(channel: str, read_data: bool, as_json: bool) -> None:
+    """Check CHANNEL; report every problem on a line of its own, repair nothing.
+
+    Without --read-data it reads the documents and lists the data. With it, the bits of every version are proven in host
+    memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing refers to is no problem.
+    """
+    from deltasync import housekeeping
+    from deltasync.cli.progress import count, progress_bars, ranges
+    from deltasync.reader import ChannelReader
+    from deltasync.stores import open_store
+
+    reader = ChannelReader(open_store(channel))
+    with progress_bars() as progress:
+        report = housekeeping.check(reader, read_data=read_data, progress=progress)
+    if as_json:
+        document = {name: value for name, value in vars(report).items() if name != "problems"}
+        document["problems"] = [
+            {"error": type(problem).__name__, "exit_code": problem.exit_code, "message": str(problem)}
+            for problem in report.problems
+        ]
+        click.echo(json.dumps(document, indent=2))
+        sys.exit(report.exit_code)
+    for problem in report.problems:
+        click.echo(f"{type(problem).__name__}: {problem}")
+    holds = ", ".join((count(report.versions, "version"), count(report.anchors, "anchor"), count(report.folds, "fold")))
+    click.echo(f"{reader.store.url}  head {'unknown' if report.head is None else report.head}")
+    click.echo(f"{'holds':13} {holds}, {report.data_bytes:,} bytes of data")
+    if report.publishing:
+        click.echo(f"{'publishing':13} {count(report.publishing, 'version')} after head")
+    if report.garbage_objects:
+        garbage = f"{count(report.garbage_objects, 'object')}, {report.garbage_bytes:,} bytes"
+        click.echo(f"{'garbage':13} {garbage} that nothing refers to; `deltasync prune` deletes them")
+    if report.proven is not None:
+        click.echo(f"{'proven':13} the bits of {count(len(report.proven), 'version')}")
+    if report.unproven:
+        click.echo(f"{'not proven':13} the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
+    click.echo(f"{'problems':13} {len(report.problems) or 'none'}")
+    sys.exit(report.exit_code)

@@ -1,0 +1,46 @@
+"""`deltasync export`: one version as a checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """The version, None for `latest`."""
+    if value == "latest":
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise click.BadParameter(f"{value!r} is neither a version nor `latest`.")
+    return int(value)
+
+
+@click.command("export")
+@click.argument("channel")
+@click.argument("version", callback=number_or_latest)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Version and files as JSON.")
+def command(channel: str, version: int | None, directory: Path, as_json: bool) -> None:
+    """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
+
+    DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer come from the channel, if its publisher
+    had any.
+    """
+    from deltasync import housekeeping
+    from deltasync.cli.progress import count, progress_bars
+    from deltasync.reader import ChannelReader
+    from deltasync.stores import open_store
+
+    with progress_bars() as progress:
+        exported = housekeeping.export(ChannelReader(open_store(channel)), version, directory, progress=progress)
+    files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+    if as_json:
+        click.echo(json.dumps({"version": exported, "files": dict(sorted(files.items()))}))
+        return
+    click.echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
+    if "config.json" not in files:
+        click.echo(
+            "deltasync: the channel holds no config.json; copy the model's config and tokenizer there to load it.", err=True
+        )

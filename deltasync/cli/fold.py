@@ -1,0 +1,35 @@
+"""`deltasync fold`: one delta over several versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from deltasync.config import CODECS
+
+
+@click.command("fold")
+@click.argument("channel")
+@click.argument("base", type=click.IntRange(min=1))
+@click.argument("version", type=click.IntRange(min=1))
+@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
+@click.option("--json", "as_json", is_flag=True, help="The fold's document as JSON.")
+def command(channel: str, base: int, version: int, codec: str, as_json: bool) -> None:
+    """Store the fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
+
+    Does nothing if the channel has that fold. Holds the weights twice in memory.
+    """
+    from deltasync import housekeeping
+    from deltasync.cli.progress import progress_bars
+    from deltasync.reader import ChannelReader
+    from deltasync.stores import open_store
+
+    reader = ChannelReader(open_store(channel))
+    with progress_bars() as progress:
+        fold = housekeeping.write_fold(reader, base, version, codec_name=codec, progress=progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(fold), indent=2))
+        return
+    click.echo(f"fold {base}-{version}: {fold.changed:,} elements changed, {fold.payload_bytes:,} bytes of {fold.codec}")

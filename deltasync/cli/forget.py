@@ -1,0 +1,50 @@
+"""`deltasync forget`: take versions out of a channel."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command("forget")
+@click.argument("channel")
+@click.option("--keep-last", type=_COUNT, default=None, help="Keep the newest so many versions.")
+@click.option("--keep-anchors", type=_COUNT, default=None, help="Keep the newest so many versions that have an anchor.")
+@click.option("--keep-step-every", type=_COUNT, default=None, help="Keep versions whose trainer's step is a multiple.")
+@click.option("--dry-run", is_flag=True, help="Tell what would be forgotten, change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The versions as JSON.")
+def command(
+    channel: str,
+    keep_last: int | None,
+    keep_anchors: int | None,
+    keep_step_every: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Forget versions of CHANNEL: delete their manifests. `deltasync prune` deletes their bytes later.
+
+    A version is kept if any option keeps it, and so is what leads to it; the newest one always is. At least one --keep
+    option is needed. Refuses if a version that is kept cannot be read. After an interruption, run it again.
+    """
+    if keep_last is None and keep_anchors is None and keep_step_every is None:
+        raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
+    from deltasync import housekeeping
+    from deltasync.cli.progress import count, progress_bars, ranges
+    from deltasync.reader import ChannelReader
+    from deltasync.retention import Keep
+    from deltasync.stores import open_store
+
+    keep = Keep(last=keep_last, anchors=keep_anchors, step_every=keep_step_every)
+    with progress_bars() as progress:
+        found = housekeeping.forget(ChannelReader(open_store(channel)), keep, dry_run=dry_run, progress=progress)
+    if as_json:
+        versions = {"kept": found.kept, "forgotten": sorted(found.versions), "folds": found.folds}
+        click.echo(json.dumps({**versions, "dry_run": dry_run}))
+        return
+    click.echo(f"{'would keep' if dry_run else 'kept':13} {count(len(found.kept), 'version')}: {ranges(found.kept)}")
+    shown = f"{count(len(found.versions), 'version')}{': ' if found.versions else ''}{ranges(found.versions)}"
+    folds = f", and {count(len(found.folds), 'fold')}" if found.folds else ""
+    click.echo(f"{'would forget' if dry_run else 'forgot':13} {shown}{folds}")

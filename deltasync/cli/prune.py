@@ -1,0 +1,59 @@
+"""`deltasync prune`: delete the bytes that nothing refers to any more."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import click
+
+_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not a duration such as 90s, 30m, 1h or 7d.")
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
+@click.command("prune")
+@click.argument("channel")
+@click.option(
+    "--grace",
+    callback=seconds,
+    metavar="DURATION",
+    default="1h",
+    show_default=True,
+    help="Spare what was stored or forgotten less long ago, for those who still read it. 90s, 30m, 1h, 7d.",
+)
+@click.option("--dry-run", is_flag=True, help="Tell what would be deleted, change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The objects as JSON.")
+def command(channel: str, grace: float, dry_run: bool, as_json: bool) -> None:
+    """Delete the data objects of CHANNEL that no version and no fold refers to.
+
+    Those are what `deltasync forget` left and what publishers left that died. It is safe while a publisher writes and
+    replicas read. Heartbeats of replicas that have not been heard of for a week go too. After an interruption, run it again.
+    """
+    from deltasync import housekeeping
+    from deltasync.cli.progress import count, progress_bars
+    from deltasync.reader import ChannelReader
+    from deltasync.stores import open_store
+
+    with progress_bars() as progress:
+        found = housekeeping.prune(ChannelReader(open_store(channel)), grace_s=grace, dry_run=dry_run, progress=progress)
+    freed, waiting = (sum(info.bytes for info in infos) for infos in (found.objects, found.waiting))
+    if as_json:
+        keys = {"objects": [info.key for info in found.objects], "lists": found.lists, "heartbeats": found.heartbeats}
+        sizes = {"bytes": freed, "waiting_objects": len(found.waiting), "waiting_bytes": waiting}
+        click.echo(json.dumps({**keys, **sizes, "dry_run": dry_run}))
+        return
+    if dry_run:
+        for info in found.objects:
+            click.echo(f"{info.bytes:>16,} {info.key}")
+    click.echo(f"{'would delete' if dry_run else 'deleted':13} {count(len(found.objects), 'object')}, {freed:,} bytes")
+    if found.waiting:
+        click.echo(f"{'spared':13} {count(len(found.waiting), 'object')}, {waiting:,} bytes: too young, or being published")
+    if found.heartbeats:
+        click.echo(f"{'would delete' if dry_run else 'deleted':13} {count(len(found.heartbeats), 'stale heartbeat')}")

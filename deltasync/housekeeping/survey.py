@@ -1,0 +1,114 @@
+"""Reading all of a channel's documents, a few at a time."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from deltasync import layout, manifest
+from deltasync.errors import CorruptDataError, MissingVersionError, ObjectMissingError, RunMismatchError
+from deltasync.manifest import Fold, Manifest
+from deltasync.reader import ChannelReader
+
+THREADS = 4
+"""Requests at the same time; also how many objects `copy` holds in memory."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """A `Progress` that tells nobody."""
+
+
+def in_parallel(action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress) -> list[_Result]:
+    """`action` of each item, in their order, by a few threads. The first error ends it; nothing is begun after that."""
+    results = []
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="deltasync-housekeeping")
+    try:
+        for result in pool.map(action, items):
+            results.append(result)
+            progress(what, len(results), len(items))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return results
+
+
+def read_manifests(
+    reader: ChannelReader, progress: Progress = quiet, versions: Sequence[int] | None = None
+) -> dict[int, Manifest]:
+    """Manifests by version, ascending. One that is forgotten meanwhile is left out.
+
+    Args:
+        reader: The channel.
+        progress: Told how far it is.
+        versions: Which; all that the channel holds if None.
+
+    Raises:
+        FormatError: one is damaged.
+    """
+    wanted = reader.versions() if versions is None else sorted(versions)
+    found = in_parallel(lambda version: _or_none(reader.manifest, version), wanted, "manifests", progress)
+    return {document.version: document for document in found if document is not None}
+
+
+def read_folds(
+    reader: ChannelReader, progress: Progress = quiet, versions: Collection[int] | None = None
+) -> dict[str, Fold]:
+    """Documents of folds, by their keys. One that is forgotten meanwhile is left out.
+
+    Args:
+        reader: The channel.
+        progress: Told how far it is.
+        versions: Only folds that lead to one of these; all that the channel holds if None.
+
+    Raises:
+        FormatError: one is damaged.
+    """
+    keys = fold_keys(reader)
+    if versions is not None:
+        keys = [key for key in keys if (span := layout.fold_span(key)) is not None and span[1] in versions]
+    read = functools.partial(read_fold, reader)
+    found = in_parallel(lambda key: _or_none(read, key), keys, "folds", progress)
+    return {key: document for key, document in zip(keys, found, strict=True) if document is not None}
+
+
+def fold_keys(reader: ChannelReader, prefix: str = layout.FOLDS) -> list[str]:
+    """Keys of the documents of folds that start so. Costs a listing."""
+    return [info.key for info in reader.store.list(prefix) if layout.fold_span(info.key) is not None]
+
+
+def read_fold(reader: ChannelReader, key: str) -> Fold:
+    """The document of a fold.
+
+    Raises:
+        MissingVersionError: it is gone.
+        FormatError, RunMismatchError: it is damaged, or not what its key says.
+    """
+    try:
+        document = manifest.decode(reader.store.read(key), Fold, key)
+    except ObjectMissingError:
+        raise MissingVersionError(f"{reader.store.url} has no fold {key} any more.") from None
+    if (document.base_version, document.version) != layout.fold_span(key):
+        raise CorruptDataError(f"{key} describes a fold of versions {document.base_version} to {document.version}.")
+    if document.run_id != (run_id := reader.channel().run_id):
+        raise RunMismatchError(f"{key} belongs to run {document.run_id}, the channel to run {run_id}.")
+    return document
+
+
+def now() -> str:
+    """UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _or_none(read: Callable[[_Item], _Result], item: _Item) -> _Result | None:
+    try:
+        return read(item)
+    except MissingVersionError:
+        return None
