@@ -99,6 +99,31 @@ class PublisherSettings(_Settings):
         _require(self.retry_delay_s >= 0, "retry_delay_s must not be negative.")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retention(_Settings):
+    """How a publisher looks after its channel in the background. By default it does nothing: all versions stay.
+
+    Attributes:
+        fold_every: Write a fold over every so many versions, for replicas that catch up; 0 for none. Costs memory for the
+            changes of so many versions, and the time to encode them with the last one.
+        keep_last: Forget all but the newest so many versions and what leads to them; None to keep all.
+        keep_anchors: Also keep the newest so many versions that have full weights.
+        prune_grace_s: Delete the bytes of what was forgotten so many seconds ago; more than the slowest replica takes to load
+            full weights.
+    """
+
+    fold_every: int = 0
+    keep_last: int | None = None
+    keep_anchors: int | None = None
+    prune_grace_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        _require(self.fold_every == 0 or self.fold_every >= 2, "fold_every must be 0, or at least 2 versions.")
+        _require(self.keep_last is None or self.keep_last >= 1, "keep_last must be at least 1.")
+        _require(self.keep_anchors is None or self.keep_anchors >= 1, "keep_anchors must be at least 1.")
+        _require(self.prune_grace_s >= 0, "prune_grace_s must not be negative.")
+
+
 def _default_replica_id() -> str:
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
     return f"{host}-{os.getpid()}"
@@ -114,7 +139,11 @@ class ReplicaSettings(_Settings):
         poll_interval_s: Longest wait between two looks at head; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
+        cache_dir: Where the workers of a machine share what they download, an absolute path; None for a directory of this
+            user's in the system's temporary one, if there are several workers.
+        cache_bytes: Most bytes of files in it; 0 for no cache.
         digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
+        http_token: What requests to the replica's routes must present; None leaves them open. Never shown.
     """
 
     channel: str | None = None
@@ -122,13 +151,25 @@ class ReplicaSettings(_Settings):
     poll_interval_s: float = 1.0
     heartbeat_interval_s: float = 10.0
     kv_cache: str = "keep"
+    cache_dir: str | None = None
+    cache_bytes: int = 4 << 30
     digest_route: bool = False
+    http_token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _require(self.kv_cache in KV_CACHE, f"kv_cache must be one of {', '.join(KV_CACHE)}, not {self.kv_cache!r}.")
+        _require(
+            self.cache_dir is None or os.path.isabs(self.cache_dir),
+            f"cache_dir must be an absolute path, not {self.cache_dir!r}.",
+        )
+        _require(self.cache_bytes >= 0, "cache_bytes must not be negative.")
         _require(self.poll_interval_s > 0, "poll_interval_s must be positive.")
         _require(self.heartbeat_interval_s > 0, "heartbeat_interval_s must be positive.")
         _require(
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.replica_id) is not None,
             f"replica_id must be 1 to 100 letters, digits, '.', '_' or '-', not {self.replica_id!r}.",
+        )
+        _require(
+            self.http_token is None or re.fullmatch(r"[!-~]+", self.http_token) is not None,
+            "http_token must be visible ASCII characters without spaces; this one (not shown) is not.",
         )

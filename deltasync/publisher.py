@@ -23,7 +23,7 @@ import torch
 
 from deltasync import anchor, codec, fingerprint, layout, manifest
 from deltasync.bits import bits_of, cast, spec_of, tensor_of
-from deltasync.config import PublisherSettings
+from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -34,13 +34,14 @@ from deltasync.errors import (
     PublishError,
 )
 from deltasync.fold import fold
+from deltasync.keeper import Keeper
 from deltasync.kernels import cpu
 from deltasync.manifest import Anchor, Channel, Delta, Head, Link, Manifest
 from deltasync.reader import ChannelReader
 from deltasync.replica import Replica
 from deltasync.stores import Store, open_store
 from deltasync.types import Patch, TensorSpec, check_specs
-from deltasync.upload import Job, Tip, Uploader
+from deltasync.upload import EncodedFold, Job, Tip, Uploader
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Publisher:
         model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
             bytes by name. Without it anchors hold weights only.
         resume: Continue the run that the channel holds; without it a used channel is refused.
+        retention: How to look after the channel in the background; from the environment if None.
 
     Raises:
         ChannelInUseError: the channel holds a run and `resume` was not given.
@@ -132,6 +134,7 @@ class Publisher:
         retry_delay_s: float | None = None,
         model_files: str | Path | Mapping[str, bytes] | None = None,
         resume: bool = False,
+        retention: Retention | None = None,
     ) -> None:
         self.settings = PublisherSettings.from_env(
             codec=codec,
@@ -155,8 +158,12 @@ class Publisher:
         self._last: Receipt | None = None
         self._closed = False
         self._channel_stored = False
+        self._retention = Retention.from_env() if retention is None else retention
+        # What leads from a version to the newest one, for the next fold.
+        self._since: tuple[int, int, dict[str, Patch]] | None = None
         head, links = self._open(resume)
-        self._uploader = Uploader(self.store, self.settings, head, links)
+        self._keeper = Keeper(self.store, self._retention)
+        self._uploader = Uploader(self.store, self.settings, head, links, self._published)
 
     @property
     def run_id(self) -> str | None:
@@ -194,6 +201,7 @@ class Publisher:
         waiting = self._uploader.take_waiting()
         try:
             job = self._next_job(waiting, changes, step)
+            job.fold = self._next_fold(job, changes)
         except BaseException:
             if waiting is not None:
                 self._uploader.submit(waiting)
@@ -231,6 +239,7 @@ class Publisher:
         """
         self._closed = True
         self._uploader.close()
+        self._keeper.close()
         self.flush()
 
     def __enter__(self) -> Self:
@@ -276,6 +285,7 @@ class Publisher:
         chain_bytes = sum(step.payload_bytes for step in reader.plan(None, head) if not step.use_anchor)
         newest = reader.manifest(head.version)
         self._tip = Tip(head.version, newest.anchor_version, chain_bytes)
+        self._since = head.version, head.version, {}
         logger.info("resumed run=%s version=%d", channel.run_id, head.version)
         return head, newest.chain_onward(head.manifest_sha256)
 
@@ -313,6 +323,7 @@ class Publisher:
         # A number whose manifest may be stored is never used for other content.
         version = job.manifest.version if job.manifest_attempted else job.manifest.version - 1
         self._tip = Tip(version=version)
+        self._since = None
 
     def _advance_shadow(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Patch]:
         """Take the stream into the shadow; returns the steps, none for the very first stream."""
@@ -427,6 +438,29 @@ class Publisher:
             anchor_files=self._anchor_files() if anchored else [],
             uploaded=uploaded,
         )
+
+    def _next_fold(self, job: Job, changes: dict[str, Patch]) -> EncodedFold | None:
+        """Add the changes to those that the next fold will cover; the fold, if it is complete with this version."""
+        every, version = self._retention.fold_every, job.manifest.version
+        if not every:
+            return None
+        if self._since is None or job.manifest.delta is None:
+            self._since = version, version, {}
+            return None
+        base, upto, patches = self._since
+        if version > upto and upto - base >= every:  # unless more changes join a version that still waits
+            base, patches = upto, {}
+        patches = _fold_changes(patches, changes)
+        fold = None
+        if version - base >= every:
+            files = self._encode(patches, version, base)
+            changed = sum(patch.changed for patch in patches.values())
+            fold = EncodedFold(base, self.settings.codec, changed, files[0][1] if files else None)
+        self._since = base, version, patches
+        return fold
+
+    def _published(self, job: Job) -> None:
+        self._keeper.published(job.manifest.version, job.fold)
 
     def _encode(self, changes: dict[str, Patch], version: int, base_version: int) -> list[tuple[str, bytes]]:
         """The payload files of a delta; none if nothing changed."""

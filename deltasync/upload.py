@@ -57,6 +57,20 @@ class Tip:
     chain_bytes: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedFold:
+    """A fold that waits for the version it leads to.
+
+    Attributes:
+        payload: None if no element differs.
+    """
+
+    base_version: int
+    codec: str
+    changed: int
+    payload: bytes | None
+
+
 @dataclasses.dataclass(kw_only=True)
 class Job:
     """One version on its way to the store.
@@ -67,6 +81,7 @@ class Job:
         channel: Stored first if it is not there yet; None if it is known to be.
         manifest: Complete but for the file lists of `delta` and `anchor`.
         delta_files, anchor_files: (file name, bytes).
+        fold: To be stored once head names the version; nothing waits for it.
         uploaded: Resolved when head names the version, or with what went wrong.
         manifest_attempted: Whether the manifest may be in the store.
     """
@@ -78,13 +93,22 @@ class Job:
     delta_files: Sequence[tuple[str, bytes]]
     anchor_files: Sequence[tuple[str, bytes]]
     uploaded: Future[None]
+    fold: EncodedFold | None = None
     manifest_attempted: bool = False
 
 
 class Uploader:
     """Uploads jobs one after the other. At most one job uploads and one waits."""
 
-    def __init__(self, store: Store, settings: PublisherSettings, head: Head | None, chain: Sequence[Link]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: PublisherSettings,
+        head: Head | None,
+        chain: Sequence[Link],
+        on_published: Callable[[Job], None],
+    ) -> None:
+        self._on_published = on_published
         # What the next delta builds on: the last link is the newest manifest that is stored.
         self._chain = list(chain)
         self._head = head
@@ -147,6 +171,7 @@ class Uploader:
         else:
             logger.info("published version=%d upload_s=%.3f", job.manifest.version, time.perf_counter() - started)
             job.uploaded.set_result(None)
+            self._on_published(job)
 
     def _give_up(self, job: Job, error: PublishError) -> None:
         logger.error("%s", error)

@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"memory", "reader"}),
     frozenset({"replica", "upload"}),
     frozenset({"housekeeping"}),
+    frozenset({"keeper"}),
     frozenset({"publisher"}),
     frozenset({"demo", "bench", "cli"}),
 )
