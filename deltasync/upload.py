@@ -37,6 +37,7 @@ from deltasync.types import Patch
 logger = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 30.0
+_LOOKS = 3
 _STALL_S = 5.0  # between manifest and head; after that, another publisher may have gone on from the manifest
 
 _Result = TypeVar("_Result")
@@ -292,8 +293,14 @@ class Uploader:
         try:
             self._objects.create(key, data)
         except ObjectExistsError:
-            if self._objects.read(key) != data:
-                raise
+            # Asked more than once before it is taken for another publisher's: an answer may be damaged on the way.
+            for _ in range(_LOOKS):
+                try:
+                    if self._objects.read(key) == data:
+                        return
+                except ObjectMissingError as error:
+                    raise TransientStoreError(f"{key} is there, and is not: {error}") from error
+            raise
 
     def _retry(self, action: Callable[[], _Result]) -> _Result:
         """Run `action`, again after transient store errors."""

@@ -95,6 +95,34 @@ class Channel:
             found.append(self.manifest(delta["base_version"], delta["base_manifest_sha256"]))
         return found
 
+    def links(self) -> int:
+        """Hold every link of every manifest to the manifest that it stands for; returns how many there are."""
+        known = {found["version"]: found for found in self.chain()}
+        count = 0
+        for found in known.values():
+            links, after = found.get("chain", []), found
+            for version, digest, fingerprint_, delta_bytes in reversed(links):
+                delta, before = after["delta"], known[version]
+                check((version, digest) == (delta["base_version"], delta["base_manifest_sha256"]), "link", version)
+                check(fingerprint_ == before["fingerprint"], "fingerprint of link", version)
+                check(
+                    delta_bytes == sum(row["bytes"] for row in (before["delta"] or {"files": []})["files"]), "bytes of link"
+                )
+                after, count = before, count + 1
+        return count
+
+    def read_by_fold(self, base: int, version: int) -> Model:
+        """The version, by the fold from `base` instead of the deltas between."""
+        fold = self.document((self.folder / f"folds/{base:010}-{version:010}/fold.json").read_bytes())
+        known = {found["version"]: found for found in self.chain()}
+        for which, named in ((base, fold["base_manifest_sha256"]), (version, fold["manifest_sha256"])):
+            check(sha256((self.folder / f"manifests/{which:010}.json").read_bytes()) == named, "manifest of fold", which)
+        check((fold["base_version"], fold["version"]) == (base, version), "fold", base, version)
+        model = self.apply(self.read(base), {"version": version, "delta": fold})
+        total = sum(fingerprint(name, bits) for name, (_, _, bits) in model.items()) % 2**64
+        check(f"{total:016x}" == known[version]["fingerprint"], "fingerprint after fold", version)
+        return model
+
     def read(self, version: int) -> Model:
         """Tensor name to dtype, shape and flat bits, all of them proven.
 

@@ -1,6 +1,7 @@
 """`.venv/bin/python tests/golden/make.py` writes the golden channels: bytes of `deltasync/1` that every reader must read.
 
-Run it only when the format itself changes; what it wrote before is thrown away. `expected.json` holds the sha256 of each
+Run it only when the format itself changes; what it wrote before is thrown away. It leaves `without_chain` alone, which was
+written before manifests named their chain. `expected.json` holds the sha256 of each
 tensor's bits (little-endian) at each version, computed from the tensors that were published.
 """
 
@@ -19,7 +20,8 @@ from uuid import UUID
 import safetensors.torch
 import torch
 
-from deltasync import Publisher
+from deltasync import Publisher, housekeeping
+from deltasync.reader import ChannelReader
 
 GOLDEN = Path(__file__).parent
 CODECS = ("raw", "packed", "context")
@@ -127,6 +129,7 @@ def publish(folder: Path, codec: str, published: list[Weights]) -> dict[str, dic
     with (
         mock.patch("deltasync.publisher.uuid.uuid4", return_value=UUID(int=1)),
         mock.patch("deltasync.publisher._now", return_value="2026-01-01T00:00:00.000+00:00"),
+        mock.patch("deltasync.housekeeping.folds.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
         mock.patch("deltasync.codec.base.safetensors_save", save),
         mock.patch("deltasync.anchor.safetensors_save", save),
@@ -134,6 +137,8 @@ def publish(folder: Path, codec: str, published: list[Weights]) -> dict[str, dic
     ):
         for step, tensors in enumerate(published, start=1):
             publisher.publish(tensors.items(), step=10 * step).wait(timeout_s=60)
+        if len(published) > 2:
+            housekeeping.write_fold(ChannelReader(publisher.store), 1, len(published), codec_name=codec)
     return {str(version): rows(tensors) for version, tensors in enumerate(published, start=1)}
 
 

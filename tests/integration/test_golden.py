@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import json
 import re
@@ -43,7 +44,7 @@ def _independently(channel: Channel, version: int) -> dict[str, list[Any]]:
     return {name: _row(*found) for name, found in channel.read(version).items()}
 
 
-@pytest.fixture(scope="module", params=["raw", "packed", "context"])
+@pytest.fixture(scope="module", params=["raw", "packed", "context", "without_chain"])
 def folder(request: pytest.FixtureRequest) -> Path:
     return GOLDEN / request.param
 
@@ -71,6 +72,28 @@ def test_replica_that_starts_late_gives_published_bits_at_every_version(folder: 
         replica = Replica(f"file://{folder}")
         replica.sync(version)
         assert _by_replica(replica) == expected[str(version)], version
+
+
+@pytest.mark.parametrize("codec", ["raw", "packed", "context"])
+def test_a_fold_gives_the_published_bits_to_both_readers(codec: str) -> None:
+    expected = _expected(GOLDEN)["versions"][str(VERSIONS[-1])]
+    found = Channel(GOLDEN / codec).read_by_fold(1, VERSIONS[-1])
+    assert {name: _row(*row) for name, row in found.items()} == expected
+
+    replica = Replica(f"file://{GOLDEN / codec}")
+    replica.sync(1)
+    follower, reader = replica._follower, replica._reader
+    assert follower is not None
+    (fold,) = reader._list_folds(reader.head())
+    follower.confirm(
+        follower.commit(follower.stage(dataclasses.replace(fold, manifest_sha256=reader.head().manifest_sha256)))
+    )
+    assert replica.version == VERSIONS[-1]
+    assert _by_replica(replica) == expected
+
+
+def test_manifests_name_their_chain_except_in_the_old_channel() -> None:
+    assert [Channel(GOLDEN / name).links() for name in ("raw", "packed", "context", "without_chain")] == [11, 11, 11, 0]
 
 
 @pytest.mark.parametrize("case", DAMAGED)

@@ -1,0 +1,307 @@
+"""A store as a channel sees it, beside its own client: rates, latencies, and what a publish and a look at head cost.
+
+Everything is written below a folder of its own, which is removed in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from deltasync import layout
+from deltasync.bench.codec import _cpu_name
+from deltasync.publisher import Publisher
+from deltasync.reader import ChannelReader
+from deltasync.replica import Replica
+from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.stores.base import Capabilities, Watch
+
+_ROUNDS = 9
+_SMALL_BYTES = 1024
+_SMALL_ROUNDS = 50
+_PACKAGES = ("deltasync", "obstore", "huggingface_hub", "hf_xet")
+
+_Result = TypeVar("_Result")
+Client = tuple[Callable[[str, bytes], object], Callable[[str], object]]
+"""Put and get of the store's own client, by key."""
+
+
+class CountingStore:
+    """A store that counts the calls of each verb."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def url(self) -> str:
+        """See `Store`."""
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Store`."""
+        return self._inner.capabilities
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store`."""
+        self.calls["create"] += 1
+        self._inner.create(key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Store`."""
+        self.calls["replace"] += 1
+        self._inner.replace(key, data)
+
+    def read(self, key: str) -> bytes:
+        """See `Store`."""
+        self.calls["read"] += 1
+        return self._inner.read(key)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """See `Store`."""
+        self.calls["read_range"] += 1
+        return self._inner.read_range(key, start, end)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `Store`."""
+        self.calls["list"] += 1
+        return self._inner.list(prefix)
+
+    def delete(self, *keys: str) -> None:
+        """See `Store`."""
+        self.calls["delete"] += 1
+        self._inner.delete(*keys)
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
+        """See `Store`."""
+        return self._inner.watch(key, on_change)
+
+
+def run(url: str, payload_bytes: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Measure the store at `url`.
+
+    Args:
+        url: Where a folder of its own is made.
+        payload_bytes: Size of the large objects and of the delta.
+        say: Told what is going on.
+
+    Returns:
+        `machine`; `large`: MB/s of the client and of the store in turn, medians (None for a client that has no plain put and
+        get), and the store's share of the client's put and get, the median of neighbours; `small`: ms of each verb, p50 and
+        p95; `version`: bytes of a delta and seconds of its stages; `calls` of store verbs: of publishing and following it,
+        and of a look at an unchanged head.
+    """
+    folder = _below(url, f"bench-{uuid.uuid4().hex[:12]}")
+    store = open_store(folder)
+    try:
+        say(f"{payload_bytes / 1e6:.1f} MB objects")
+        large = _large(folder, store, payload_bytes)
+        say(f"{_SMALL_BYTES} B objects")
+        small = _small(store)
+        say(f"a delta of {payload_bytes / 1e6:.1f} MB")
+        version, calls = _version(open_store(_below(folder, "channel")), payload_bytes)
+    finally:
+        say("removing what was written")
+        store.delete(*[info.key for info in store.list("")])
+        if folder.startswith("file:"):
+            shutil.rmtree(folder.removeprefix("file://"), ignore_errors=True)
+    return {
+        "machine": _machine(),
+        "url": url,
+        "payload_bytes": payload_bytes,
+        "large": large,
+        "small": small,
+        "version": version,
+        "calls": calls,
+    }
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """The result for people."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in ("cpu", "cores"))
+    yield f"{machine['cpu']}, {machine['cores']} cores; {versions}"
+    yield f"{result['url']}, {result['payload_bytes'] / 1e6:.1f} MB, medians of {_ROUNDS}"
+    yield ""
+    yield f"{'MB/s':10} {'put':>8} {'get':>8} {'put+get':>8}"
+    for name in ("client", "store"):
+        rates = result["large"][name]
+        if rates is not None:
+            yield f"{name:10} {rates['put']:8.0f} {rates['get']:8.0f} {rates['put_get']:8.0f}"
+    if result["large"]["share"] is not None:
+        yield f"the store has {result['large']['share']:.0%} of its client's rate"
+    yield ""
+    yield f"{'ms, 1 KB':10} {'p50':>8} {'p95':>8}"
+    for name, times in result["small"].items():
+        yield f"{name:10} {times['p50_ms']:8.2f} {times['p95_ms']:8.2f}"
+    version = result["version"]
+    yield ""
+    yield f"a delta of {version['delta_bytes'] / 1e6:.1f} MB, nothing in it compresses"
+    for name in ("encode", "upload", "fetch", "sync"):
+        yield f"{name:10} {version[f'{name}_s']:8.3f} s"
+    for name, calls in result["calls"].items():
+        yield f"{name.replace('_', ' ')}: " + ", ".join(f"{count} {verb}" for verb, count in calls.items())
+
+
+def _large(folder: str, store: Store, payload_bytes: int) -> dict[str, Any]:
+    """Put and get of large objects by the client and by the store in turn, fresh random bytes each time."""
+    with _client(folder, store) as client:
+        seconds: dict[str, list[tuple[float, float]]] = {"client": [], "store": []}
+        for number in range(_ROUNDS + 1):  # the first one warms up
+            for name, (put, get) in {"client": client or (None, None), "store": (store.create, store.read)}.items():
+                if put is None or get is None:
+                    continue
+                key, data = f"large/{name}-{number}", os.urandom(payload_bytes)
+                put_s, _ = _timed(lambda put=put, key=key, data=data: put(key, data))  # type: ignore[misc]
+                get_s, found = _timed(lambda get=get, key=key: get(key))  # type: ignore[misc]
+                assert found is None or found == data
+                seconds[name] += [(put_s, get_s)] if number else []
+    rates: dict[str, Any] = {name: _rates(times, payload_bytes) for name, times in seconds.items()}
+    # Of neighbours, so that a machine that gets slower meanwhile counts for both.
+    shares = [sum(client) / sum(ours) for client, ours in zip(seconds["client"], seconds["store"], strict=False)]
+    rates["share"] = statistics.median(shares) if shares else None
+    return rates
+
+
+def _rates(seconds: list[tuple[float, float]], payload_bytes: int) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    put_s, get_s = (statistics.median(column) for column in zip(*seconds, strict=True))
+    both_s = statistics.median(sum(pair) for pair in seconds)
+    megabytes = payload_bytes / 1e6
+    return {"put": megabytes / put_s, "get": megabytes / get_s, "put_get": 2 * megabytes / both_s}
+
+
+@contextlib.contextmanager
+def _client(folder: str, store: Store) -> Iterator[Client | None]:
+    """Put and get as one would write them with the store's own client, in its fastest way."""
+    if folder.startswith("file:"):
+        root = Path(folder.removeprefix("file://"))
+        (root / "large").mkdir(parents=True, exist_ok=True)
+
+        def put(key: str, data: bytes) -> None:
+            with (root / key).open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+        yield put, lambda key: (root / key).read_bytes()
+    elif folder.startswith("hf:"):
+        from huggingface_hub import HfApi
+
+        bucket, _, prefix = folder.removeprefix("hf://buckets/").partition("/")
+        name, _, prefix = prefix.partition("/")
+        api, bucket = HfApi(), f"{bucket}/{name}"
+        with tempfile.TemporaryDirectory() as directory:
+            target = Path(directory, "object")
+
+            def get(key: str) -> bytes:
+                target.unlink(missing_ok=True)
+                api.download_bucket_files(bucket, [(f"{prefix}/{key}", target)], raise_on_missing_files=True)
+                return target.read_bytes()
+
+            yield lambda key, data: api.batch_bucket_files(bucket, add=[(data, f"{prefix}/{key}")]), get
+    else:
+        import obstore
+
+        from deltasync.stores.object import ObstoreStore
+
+        if isinstance(store, ObstoreStore):
+            client = store.client()
+            yield lambda key, data: obstore.put(client, key, data), lambda key: obstore.get(client, key).bytes()
+        else:
+            yield None
+
+
+def _small(store: Store) -> dict[str, dict[str, float]]:
+    """Times of each verb on small objects, in ms."""
+    data = os.urandom(_SMALL_BYTES)
+    store.replace("head.json", data)
+    verbs: dict[str, Callable[[int], object]] = {
+        "create": lambda number: store.create(f"small/{number:04d}", data),
+        "read": lambda number: store.read(f"small/{number:04d}"),
+        "replace": lambda number: store.replace("head.json", data),
+        "look": lambda number: store.read("head.json"),
+        "list": lambda number: list(store.list("small/")),
+        "delete": lambda number: store.delete(f"small/{number:04d}"),
+    }
+    return {name: _quantiles(verb) for name, verb in verbs.items()}
+
+
+def _quantiles(verb: Callable[[int], object]) -> dict[str, float]:
+    ordered = sorted(_timed(lambda number=number: verb(number))[0] for number in range(_SMALL_ROUNDS))  # type: ignore[misc]
+    return {"p50_ms": 1e3 * statistics.median(ordered), "p95_ms": 1e3 * ordered[int(0.95 * (len(ordered) - 1))]}
+
+
+def _version(store: Store, payload_bytes: int) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+    """Publish a delta and follow it; stages in seconds, calls of verbs.
+
+    One tensor changes everywhere at random, which nothing compresses; another one stays, so that no anchor is due.
+    """
+    counting = CountingStore(store)
+    random = torch.Generator().manual_seed(0)
+    elements = max(1, payload_bytes // 2)
+    states = [torch.randint(-(1 << 15), 1 << 15, (elements,), generator=random, dtype=torch.int16) for _ in range(2)]
+    still = ("still", torch.zeros(elements, dtype=torch.int16))
+    with Publisher(counting, dtype="keep") as publisher:
+        publisher.publish([("w", states[0]), still]).wait()
+        replica = Replica(counting)
+        replica.sync()
+        counting.calls.clear()
+        receipt = publisher.publish([("w", states[1]), still])
+        upload_s, _ = _timed(receipt.wait)
+        publish_calls = dict(counting.calls)
+    counting.calls.clear()
+    sync_s, _ = _timed(replica.sync)
+    follow_calls = dict(counting.calls)
+    assert torch.equal(replica.state_dict()["w"], states[1])
+    counting.calls.clear()
+    replica.sync()
+    look_calls = dict(counting.calls)
+    reader = ChannelReader(store)
+    delta = reader.manifest(2).delta
+    assert delta is not None
+    fetch_s, _ = _timed(lambda: [reader.fetch(file) for file in delta.files])
+    version = {
+        "delta_bytes": receipt.payload_bytes,
+        "encode_s": receipt.encode_s,
+        "upload_s": upload_s,
+        "fetch_s": fetch_s,
+        "sync_s": sync_s,
+    }
+    return version, {"publish": publish_calls, "follow": follow_calls, "look_at_head": look_calls}
+
+
+def _timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
+    before = time.perf_counter()
+    result = action()
+    return time.perf_counter() - before, result
+
+
+def _below(url: str, name: str) -> str:
+    """The URL of a folder below another's."""
+    path, mark, options = url.partition("?")
+    return f"{path.rstrip('/')}/{layout.check_key(name)}{mark}{options}"
+
+
+def _machine() -> dict[str, str | int | None]:
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in _PACKAGES},
+    }

@@ -1,0 +1,202 @@
+"""`s3://bucket/prefix` and every server that speaks S3; `gs://` and `az://` by the same adapter.
+
+Time and retries of one call: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
+upload (`_REPLY_WITHIN`). The client itself tries three times at most, 0.1 and 0.2 s apart, within a minute: 5xx, 429, 408,
+and dropped connections and timeouts of reads. More than that is the caller's: the uploader tries again as
+`PublisherSettings.retries` says, a follower at its next look at head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from deltasync import layout
+from deltasync.errors import ConfigError
+from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3CredentialProvider
+
+_OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
+
+# Largest body of a request, and the seconds within which it is sent and the reply begins.
+_REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
+
+_RETRIES: RetryConfig = {
+    "max_retries": 2,
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
+    "retry_timeout": timedelta(minutes=1),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A parsed URL.
+
+    Attributes:
+        endpoint: URL of the server; None for the cloud's own, or what the environment says.
+        profile: Of the AWS configuration files.
+        anonymous: Requests are not signed.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+    endpoint: str | None = None
+    region: str | None = None
+    virtual_hosted: bool = False
+    profile: str | None = None
+    anonymous: bool = False
+
+
+class CloudStore(ObstoreStore):
+    """A bucket. The client is created on first use, so that the store may be opened before a fork, and pickled."""
+
+    def __init__(self, url: str, place: Place) -> None:
+        self.url = url
+        self._to = place
+        self._clients: dict[int, ObjectStore] = {}
+
+    def client(self, upload_bytes: int = 0) -> ObjectStore:
+        """See `ObstoreStore.client`.
+
+        Raises:
+            ConfigError: settings of the environment do not fit together.
+            StoreError: in a forked child, where it would hang.
+        """
+        mark_process(alone=True)
+        within_s = next((limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes), 900)
+        if within_s not in self._clients:
+            # Two threads may both do so; the second one wins.
+            self._clients[within_s] = _connect(self._to, within_s)
+        return self._clients[within_s]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_clients": {}}
+
+
+def cloud_store(url: str) -> CloudStore:
+    """The store at an `s3://`, `gs://` or `az://` URL.
+
+    Raises:
+        ConfigError: the URL is not of the form that `open_store` describes.
+    """
+    return CloudStore(url, parse(url))
+
+
+def parse(url: str) -> Place:
+    """The parts of a URL. See `cloud_store`."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+", parts.netloc):
+        raise ConfigError(f"A bucket is written {parts.scheme}://bucket/prefix, not {parts.netloc!r}.")
+    if parts.fragment:
+        raise ConfigError(f"A channel URL has no '#': {parts.scheme}://{parts.netloc}{parts.path}#...")
+    prefix = unquote(parts.path).strip("/")
+    if prefix:
+        layout.check_key(prefix)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    known = _OPTIONS if parts.scheme == "s3" else ()
+    for name in options:
+        if "key" in name or "token" in name or "secret" in name:
+            raise ConfigError(f"A channel URL holds no credentials ({name}=); set the variables of the environment.")
+        if name not in known:
+            raise ConfigError(
+                f"Unknown option {name}= in a channel URL; {parts.scheme}:// knows {', '.join(known) or 'none'}."
+            )
+    return Place(
+        scheme=parts.scheme,
+        bucket=parts.netloc,
+        prefix=prefix,
+        endpoint=_endpoint(options.get("endpoint")),
+        region=options.get("region"),
+        virtual_hosted=_flag(options, "virtual_hosted"),
+        profile=options.get("profile"),
+        anonymous=_flag(options, "anonymous"),
+    )
+
+
+def _endpoint(text: str | None) -> str | None:
+    if text is None:
+        return None
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError("endpoint= in a channel URL is https://host, with a port and a path if need be, or http://host.")
+    return text.rstrip("/")
+
+
+def _flag(options: dict[str, str], name: str) -> bool:
+    if options.get(name, "0") not in ("0", "1"):
+        raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
+    return options.get(name) == "1"
+
+
+def _connect(place: Place, within_s: int) -> ObjectStore:
+    options: ClientConfig = {
+        "connect_timeout": timedelta(seconds=10),
+        # In obstore this one also covers sending the request, and is then the longest wait for a piece of the reply.
+        "read_timeout": timedelta(seconds=within_s),
+        "timeout": timedelta(hours=1),
+        # Without endpoint= it is the environment that may say http://.
+        "allow_http": place.endpoint is None or place.endpoint.startswith("http://"),
+    }
+    try:
+        if place.scheme == "gs":
+            return GCSStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=_RETRIES)
+        if place.scheme == "az":
+            return AzureStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=_RETRIES)
+        return S3Store(
+            place.bucket,
+            prefix=place.prefix or None,
+            config=_s3_config(place),
+            client_options=options,
+            retry_config=_RETRIES,
+            credential_provider=_credentials(place),
+        )
+    except BaseError as error:
+        message = str(error).partition("\n\n")[0]
+        raise ConfigError(f"{place.scheme}://{place.bucket} cannot be opened: {message}.") from None
+
+
+def _s3_config(place: Place) -> S3Config:
+    config: S3Config = {}
+    if place.endpoint is not None:
+        endpoint = place.endpoint
+        if place.virtual_hosted and not endpoint.partition("://")[2].startswith(f"{place.bucket}."):
+            endpoint = endpoint.replace("://", f"://{place.bucket}.")
+        config["aws_endpoint_url_s3"] = config["endpoint"] = endpoint
+    if place.region is not None:
+        config["region"] = place.region
+    if place.virtual_hosted:
+        config["virtual_hosted_style_request"] = True
+    if place.anonymous:
+        config["skip_signature"] = True
+    return config
+
+
+def _credentials(place: Place) -> S3CredentialProvider | None:
+    """Those of a profile; None where obstore finds them: keys, web identity, container or instance role."""
+    profile = place.profile
+    if profile is None and "AWS_ACCESS_KEY_ID" not in os.environ:
+        profile = os.environ.get("AWS_PROFILE")
+    if profile is None or place.anonymous:
+        return None
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise ConfigError(f"AWS profile {profile!r} needs boto3: pip install 'deltasync[aws]'.") from None
+    try:
+        return Boto3CredentialProvider(boto3.Session(profile_name=profile))
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(f"AWS profile {profile!r} gives no credentials: {error}.") from None

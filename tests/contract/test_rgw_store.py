@@ -1,0 +1,79 @@
+"""The contract on a real server that checks signatures: `make test-radosgw`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from deltasync import layout, manifest, open_store
+from deltasync.errors import StoreError
+from deltasync.manifest import Head
+from deltasync.stores import Store
+from tests.contract.store_contract import StoreContract
+from tests.http_faults import FaultProxy
+from tests.servers import s3
+from tests.servers.s3 import KEYS, RGW_VARIABLE, S3Server
+
+if RGW_VARIABLE not in os.environ:
+    pytest.skip(f"{RGW_VARIABLE} is not set; see make test-radosgw", allow_module_level=True)
+
+rgw_server, rgw_bucket, s3_env = s3.rgw_server, s3.rgw_bucket, s3.s3_env
+
+pytestmark = pytest.mark.radosgw
+
+
+class TestRgwStore(StoreContract):
+    @pytest.fixture
+    def store(self, rgw_server: S3Server, rgw_bucket: str) -> Store:
+        return open_store(rgw_server.url(rgw_bucket))
+
+    @pytest.fixture
+    def elsewhere(self, store: Store) -> tuple[str, Mapping[str, str]]:
+        return store.url, KEYS
+
+    @pytest.fixture
+    def refused(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        return open_store(store.url)
+
+
+@pytest.fixture
+def store(rgw_server: S3Server, rgw_bucket: str) -> Store:
+    return open_store(rgw_server.url(rgw_bucket))
+
+
+def test_an_unknown_access_key_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    with pytest.raises(StoreError, match=r"InvalidAccessKeyId.*AWS_ACCESS_KEY_ID"):
+        open_store(store.url).read("a")
+
+
+def test_requests_without_a_signature_are_refused(store: Store) -> None:
+    with pytest.raises(StoreError, match="403 Forbidden"):
+        open_store(f"{store.url}&anonymous=1").read("a")
+
+
+def test_a_bucket_that_is_not_there_is_named(store: Store) -> None:
+    elsewhere = open_store(store.url.replace("s3://", "s3://not-"))
+    with pytest.raises(StoreError, match=r"s3://not-.*there is no such bucket"):
+        elsewhere.read("a")
+
+
+def test_looking_at_an_unchanged_head_is_one_request_of_less_than_1_kb_and_5_ms(
+    rgw_server: S3Server, rgw_bucket: str, store: Store
+) -> None:
+    head = Head(format=manifest.FORMAT, run_id="0" * 32, version=12345, manifest_sha256="0" * 64)
+    store.replace(layout.HEAD, manifest.encode(head))
+    times_s = []
+    for _ in range(200):
+        before = time.perf_counter()
+        store.read(layout.HEAD)
+        times_s.append(time.perf_counter() - before)
+    assert sorted(times_s)[100] < 0.005
+    with FaultProxy(rgw_server.endpoint) as proxy:
+        open_store(rgw_server.url(rgw_bucket, endpoint=proxy.url)).read(layout.HEAD)
+        (exchange,) = proxy.exchanges
+    assert exchange.bytes_up + exchange.bytes_down < 1024

@@ -1,0 +1,421 @@
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from deltasync import layout, open_store
+from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores import Store, cloud, object
+from tests.contract.store_contract import StoreContract
+from tests.http_faults import FaultProxy, empty, reset, s3_error, shortened, slow, status, truncated
+from tests.servers import s3
+from tests.servers.reverse_proxy import Action, Reply
+from tests.servers.s3 import KEYS, MotoServer
+
+s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
+
+FOREVER = 1000
+
+
+class TestMotoStore(StoreContract):
+    @pytest.fixture
+    def store(self, s3_server: MotoServer, s3_bucket: str) -> Store:
+        return open_store(s3_server.url(s3_bucket))
+
+    @pytest.fixture
+    def elsewhere(self, store: Store) -> tuple[str, Mapping[str, str]]:
+        return store.url, KEYS
+
+    @pytest.fixture
+    def refused(self, proxy: FaultProxy, proxied: Store) -> Store:
+        proxy.strike(s3_error(400, "ExpiredToken"), times=FOREVER)  # moto itself checks no credentials
+        return proxied
+
+    @pytest.fixture(autouse=True)
+    def _remember(self, s3_server: MotoServer, s3_bucket: str) -> None:
+        self._server, self._bucket = s3_server, s3_bucket
+
+    def fill(self, store: Store, keys: Sequence[str]) -> None:
+        self._server.fill(self._bucket, [f"run/{key}" for key in keys])
+
+
+@pytest.fixture
+def proxy(s3_server: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(s3_server.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxied(proxy: FaultProxy, s3_server: MotoServer, s3_bucket: str) -> Store:
+    """A store behind the proxy, holding `a`."""
+    store = open_store(s3_server.url(s3_bucket, endpoint=proxy.url))
+    store.create("a", b"one")
+    proxy.exchanges.clear()
+    return store
+
+
+class TestUrl:
+    @pytest.mark.parametrize(
+        ("url", "place"),
+        [
+            ("s3://bkt", cloud.Place(scheme="s3", bucket="bkt", prefix="")),
+            ("s3://bkt/", cloud.Place(scheme="s3", bucket="bkt", prefix="")),
+            ("s3://My.bkt_1/a/b/", cloud.Place(scheme="s3", bucket="My.bkt_1", prefix="a/b")),
+            (
+                "s3://name/prefix?endpoint=https://s3.hf.co/namespace&region=us-east-1",
+                cloud.Place(
+                    scheme="s3",
+                    bucket="name",
+                    prefix="prefix",
+                    endpoint="https://s3.hf.co/namespace",
+                    region="us-east-1",
+                ),
+            ),
+            (
+                "s3://bkt/a?endpoint=http%3A%2F%2F127.0.0.1%3A7480/&virtual_hosted=1&profile=work&anonymous=0",
+                cloud.Place(
+                    scheme="s3",
+                    bucket="bkt",
+                    prefix="a",
+                    endpoint="http://127.0.0.1:7480",
+                    virtual_hosted=True,
+                    profile="work",
+                ),
+            ),
+            ("gs://bkt/a", cloud.Place(scheme="gs", bucket="bkt", prefix="a")),
+            ("az://container/a", cloud.Place(scheme="az", bucket="container", prefix="a")),
+        ],
+    )
+    def test_its_parts(self, url: str, place: cloud.Place) -> None:
+        store = open_store(url)
+        assert cloud.parse(url) == place
+        assert store.url == url
+        assert store.capabilities.conditional_put
+
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [
+            ("s3://", "A bucket is written s3://bucket/prefix"),
+            ("s3:///prefix", "A bucket is written s3://bucket/prefix"),
+            ("s3://bkt:9000/prefix", "A bucket is written s3://bucket/prefix"),
+            ("s3://key:hidden@bkt/prefix", "holds no credentials"),
+            ("s3://bkt?access_key=hidden", "holds no credentials"),
+            ("s3://bkt?secret_access_key=hidden", "holds no credentials"),
+            ("s3://bkt?session_token=hidden", "holds no credentials"),
+            ("s3://bkt?endpoint=https://key:hidden@host", "endpoint="),
+            ("s3://bkt?endpoint=host:9000", "endpoint="),
+            ("s3://bkt?endpoint=https://", "endpoint="),
+            ("s3://bkt?endpoint=https://host?x=hidden", "endpoint="),
+            ("s3://bkt?bogus=hidden", "Unknown option bogus="),
+            ("s3://bkt?virtual_hosted=yes", "virtual_hosted= in a channel URL is 0 or 1"),
+            ("s3://bkt/a b", "Not a valid object key"),
+            ("s3://bkt/a//b", "Not a valid object key"),
+            ("s3://bkt/a#hidden", "no '#'"),
+            ("gs://bkt?endpoint=https://host", "Unknown option endpoint="),
+        ],
+    )
+    def test_what_is_wrong_is_told_in_one_sentence(self, url: str, said: str) -> None:
+        with pytest.raises(ConfigError, match=said) as refusal:
+            open_store(url)
+        assert "hidden" not in str(refusal.value)
+
+    def test_virtual_hosted_puts_the_bucket_before_the_host_once(self) -> None:
+        for endpoint in ("https://host:9000", "https://bkt.host:9000"):
+            place = cloud.parse(f"s3://bkt/a?virtual_hosted=1&endpoint={endpoint}")
+            assert cloud._s3_config(place)["endpoint"] == "https://bkt.host:9000"
+
+
+class TestCredentials:
+    def test_those_of_the_environment_sign(self, proxy: FaultProxy, proxied: Store) -> None:
+        fault = proxy.strike(status(404), header=("Authorization", "Credential=testkey/"))
+        with pytest.raises(ObjectMissingError):
+            proxied.read("a")
+        assert fault.hits == 1
+
+    def test_anonymous_requests_are_not_signed(
+        self, proxy: FaultProxy, proxied: Store, s3_server: MotoServer, s3_bucket: str
+    ) -> None:
+        s3_server.client.put_object_acl(Bucket=s3_bucket, Key="run/a", ACL="public-read")
+        fault = proxy.strike(status(404), header=("Authorization", "."))
+        assert open_store(f"{proxied.url}&anonymous=1").read("a") == b"one"
+        assert fault.hits == 0
+
+    @pytest.mark.parametrize("by", ["the URL", "AWS_PROFILE"])
+    def test_those_of_a_profile_sign(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str
+    ) -> None:
+        url = f"{proxied.url}&profile=work" if by == "the URL" else proxied.url
+        self._profile(monkeypatch, tmp_path)
+        if by == "AWS_PROFILE":
+            monkeypatch.setenv("AWS_PROFILE", "work")
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        fault = proxy.strike(status(404), header=("Authorization", "Credential=profilekey/.*/us-east-1/"))
+        with pytest.raises(ObjectMissingError):
+            open_store(url).read("a")
+        assert fault.hits == 1
+
+    def test_keys_of_the_environment_come_before_its_profile(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_PROFILE", "no such profile")
+        assert open_store(proxied.url).read("a") == b"one"
+
+    def test_an_unknown_profile_is_told(self, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self._profile(monkeypatch, tmp_path)
+        with pytest.raises(ConfigError, match=r"'play' gives no credentials"):
+            open_store(f"{proxied.url}&profile=play").read("a")
+
+    def test_a_profile_needs_an_extra(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "boto3", None)
+        with pytest.raises(ConfigError, match=r"pip install 'deltasync\[aws\]'"):
+            open_store(f"{proxied.url}&profile=work").read("a")
+
+    def test_half_of_a_key_pair_is_told(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(ConfigError, match="Missing SecretAccessKey"):
+            open_store(proxied.url).read("a")
+
+    @staticmethod
+    def _profile(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        (folder / "config").write_text("[profile work]\nregion = eu-west-3\n")
+        (folder / "credentials").write_text("[work]\naws_access_key_id = profilekey\naws_secret_access_key = s\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
+
+
+class TestEndpoint:
+    @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+    def test_it_may_come_from_the_environment(
+        self, s3_server: MotoServer, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, variable: str
+    ) -> None:
+        monkeypatch.setenv(variable, s3_server.endpoint)
+        open_store(f"s3://{s3_bucket}/a").create("b", b"1")
+        assert open_store(s3_server.url(s3_bucket, "a")).read("b") == b"1"
+
+    def test_the_url_comes_before_the_environment(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+        assert open_store(proxied.url).read("a") == b"one"
+
+    def test_https_is_never_left_for_http(self, proxied: Store) -> None:
+        with pytest.raises(TransientStoreError, match="error sending request"):
+            open_store(proxied.url.replace("http:", "https:")).read("a")
+
+    @pytest.mark.parametrize(("port", "said"), [(1, "Connection refused"), (None, "timed out")])
+    def test_a_server_that_does_not_answer_is_told(
+        self, s3_env: object, monkeypatch: pytest.MonkeyPatch, port: int | None, said: str
+    ) -> None:
+        monkeypatch.setattr(cloud, "_REPLY_WITHIN", ((1 << 30, 0.1),))
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"http://127.0.0.1:{port or silent.getsockname()[1]}"
+            with pytest.raises(TransientStoreError, match=said):
+                open_store(f"s3://bkt/a?endpoint={address}").read("a")
+
+
+NAMED = [
+    (s3_error(404, "NoSuchBucket"), StoreError, "there is no such bucket"),
+    (s3_error(400, "ExpiredToken"), StoreError, "has expired: renew"),
+    (s3_error(403, "ExpiredToken"), StoreError, "has expired: renew"),
+    (s3_error(400, "InvalidToken"), StoreError, "not valid: renew"),
+    (s3_error(403, "SignatureDoesNotMatch"), StoreError, "check AWS_SECRET_ACCESS_KEY"),
+    (s3_error(403, "InvalidAccessKeyId"), StoreError, "check AWS_ACCESS_KEY_ID"),
+    (s3_error(403, "RequestTimeTooSkewed"), StoreError, "clock"),
+    (s3_error(403, "AccessDenied"), StoreError, "403 Forbidden (AccessDenied). Check the credentials"),
+    (status(401), StoreError, "401 Unauthorized. Check the credentials"),
+    (s3_error(400, "AuthorizationHeaderMalformed"), StoreError, "check region="),
+    (status(301), StoreError, "in another region"),
+    (s3_error(400, "InvalidRequest"), StoreError, "400 Bad Request (InvalidRequest)"),
+    (s3_error(400, "RequestTimeout"), TransientStoreError, "RequestTimeout"),
+    (status(429, retry_after_s=1), TransientStoreError, "429 Too Many Requests"),
+    (s3_error(503, "SlowDown"), TransientStoreError, "503 Service Unavailable (SlowDown)"),
+    (status(500), TransientStoreError, "500 Internal Server Error"),
+    (reset(), TransientStoreError, "Connection reset"),
+]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("action", "kind", "said"), NAMED, ids=lambda value: str(getattr(value, "name", ""))[:40])
+    @pytest.mark.parametrize("verb", ["create", "replace", "read", "read_range", "list", "delete"])
+    def test_what_the_store_answers_is_told_by_its_kind_and_a_sentence(
+        self, proxy: FaultProxy, proxied: Store, verb: str, action: Action, kind: type[StoreError], said: str
+    ) -> None:
+        proxy.strike(action, times=FOREVER)
+        arguments = {"create": ("b", b"1"), "replace": ("a", b"1"), "read_range": ("a", 0, 1), "list": ("",)}
+        with pytest.raises(StoreError) as failure:
+            result = getattr(proxied, verb)(*arguments.get(verb, ("a",)))
+            list(result)
+        assert type(failure.value) is kind
+        assert said in str(failure.value)
+        assert str(failure.value).startswith(proxied.url.partition("?")[0] + "/")
+        assert len(str(failure.value)) < 250
+        assert failure.value.__cause__ is None
+
+    @pytest.mark.parametrize("action", [status(503), status(500), status(429), status(408)], ids=lambda action: action.name)
+    @pytest.mark.parametrize("verb", ["create", "read"])
+    def test_the_client_itself_tries_three_times(self, proxy: FaultProxy, proxied: Store, verb: str, action: Action) -> None:
+        proxy.strike(action, times=2)
+        if verb == "create":
+            proxied.create("b", b"1")
+        else:
+            assert proxied.read("a") == b"one"
+        assert len(proxy.exchanges) == 3
+
+    def test_a_conflict_with_a_concurrent_create_is_worth_another_try(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxy.strike(s3_error(409, "ConditionalRequestConflict"), "PUT")
+        with pytest.raises(TransientStoreError, match="another request was writing it"):
+            proxied.create("b", b"1")
+        proxied.create("b", b"1")
+
+    def test_a_create_whose_reply_was_lost_may_find_itself(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxy.strike(status(503), "PUT", after=True)
+        with pytest.raises(ObjectExistsError):
+            proxied.create("b", b"1")
+        assert proxied.read("b") == b"1"
+
+    def test_a_body_that_breaks_off_is_taken_up_where_it_ended(self, proxy: FaultProxy, proxied: Store) -> None:
+        data = bytes(range(256)) * 4096
+        proxied.create("b", data)
+        proxy.exchanges.clear()
+        proxy.strike(truncated(), "GET")
+        assert proxied.read("b") == data
+        first, second = proxy.exchanges
+        assert (first.status, second.status) == (200, 206)
+
+    @pytest.mark.parametrize("action", [shortened(), empty()], ids=lambda action: action.name)
+    def test_a_listing_or_a_range_that_is_not_all_there_is_an_error(
+        self, proxy: FaultProxy, proxied: Store, action: Action
+    ) -> None:
+        proxy.strike(action, times=FOREVER)
+        with pytest.raises(TransientStoreError, match="list response"):
+            list(proxied.list(""))
+        with pytest.raises(StoreError, match="ends before byte 3"):
+            proxied.read_range("a", 0, 3)
+
+    def test_a_body_that_flows_is_waited_for_and_one_that_stalls_is_not(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cloud, "_REPLY_WITHIN", ((1 << 30, 0.3),))
+        data = bytes(1 << 20)
+        proxied.create("b", data)
+        proxied = open_store(proxied.url)
+        proxy.strike(slow(0.1), "GET")
+        assert proxied.read("b") == data
+        proxy.exchanges.clear()
+        proxy.strike(slow(1.0), "GET")
+        assert proxied.read("b") == data
+        assert [exchange.fault for exchange in proxy.exchanges] == ["slow", ""]
+
+
+class TestRequests:
+    def test_a_redirect_to_another_host_is_followed_without_credentials(
+        self, proxy: FaultProxy, proxied: Store, s3_server: MotoServer, s3_bucket: str
+    ) -> None:
+        presigned = s3_server.client.generate_presigned_url("get_object", Params={"Bucket": s3_bucket, "Key": "run/a"})
+        with FaultProxy(s3_server.endpoint) as network:
+            moved = Reply(302, [("Location", presigned.replace(s3_server.endpoint, network.url))], b"").with_body(b"")
+            proxy.strike(Action("moved", reply=moved), "GET", times=2)
+            signed = network.strike(status(500), header=("Authorization", "."), times=FOREVER)
+            assert proxied.read("a") == b"one"
+            assert proxied.read_range("a", 1, 3) == b"ne"
+            assert (network.count(), signed.hits) == (2, 0)
+
+    def test_a_large_create_is_one_put_with_a_precondition(self, proxy: FaultProxy, proxied: Store) -> None:
+        fault = proxy.strike(s3_error(412, "PreconditionFailed"), "PUT", header=("If-None-Match", r"^\*$"))
+        with pytest.raises(ObjectExistsError):
+            proxied.create("b", bytes(17 << 20))
+        assert (fault.hits, proxy.count()) == (1, 1)
+
+    def test_what_no_single_put_takes_is_refused(self, proxied: Store) -> None:
+        with pytest.raises(StoreError, match="lower shard_bytes"):
+            proxied.create("b", bytes(object.LARGEST_BYTES + 1))  # never touched, so never in memory
+
+    def test_large_uploads_get_more_time(self, s3_env: object) -> None:
+        store = cloud.cloud_store("s3://bkt/a?region=us-east-1")
+        limits = [
+            store.client(size).client_options["read_timeout"]
+            for size in (0, 1 << 20, 100 << 20, 1 << 30, object.LARGEST_BYTES)
+        ]
+        assert limits == ["30s", "30s", "2m", "15m", "15m"]
+
+    def test_looking_at_an_unchanged_head_is_one_request(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxied.replace(layout.HEAD, bytes(180))
+        proxy.exchanges.clear()
+        proxied.read(layout.HEAD)
+        (exchange,) = proxy.exchanges
+        assert exchange.bytes_up < 500
+
+    def test_many_are_deleted_in_few_requests(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxied.delete("a", *(f"missing/{number}" for number in range(1500)))
+        assert proxy.count("POST", query="delete") == len(proxy.exchanges) == 2
+        assert list(proxied.list("")) == []
+
+    def test_a_bucket_without_a_prefix_is_a_channel_too(self, s3_server: MotoServer, s3_bucket: str) -> None:
+        open_store(s3_server.url(s3_bucket, "")).create("a/b", b"1")
+        assert open_store(s3_server.url(s3_bucket, "a")).read("b") == b"1"
+
+    def test_channels_beside_each_other_see_only_their_own(self, s3_server: MotoServer, s3_bucket: str) -> None:
+        stores = [open_store(s3_server.url(s3_bucket, prefix)) for prefix in ("run", "run2", "run/2")]
+        for store in stores:
+            store.create("a", b"1")
+        assert [info.key for info in stores[1].list("")] == ["a"]
+        assert [info.key for info in stores[2].list("")] == ["a"]
+
+    def test_an_empty_object_in_place_of_the_prefix_is_not_listed(self, s3_server: MotoServer, s3_bucket: str) -> None:
+        s3_server.client.put_object(Bucket=s3_bucket, Key="run/", Body=b"")
+        assert list(open_store(s3_server.url(s3_bucket)).list("")) == []
+
+
+_FORKED = """
+import multiprocessing, sys
+from deltasync import open_store
+from deltasync.errors import StoreError
+url, parent_uses, = sys.argv[1:]
+store = open_store(url)
+
+def child(queue):
+    try:
+        queue.put(store.read("a"))
+    except StoreError as error:
+        queue.put(error)
+
+if parent_uses == "before":
+    store.read("a")
+if parent_uses == "memory":
+    open_store("memory://x").replace("a", b"1")
+context = multiprocessing.get_context("fork")
+queue = context.SimpleQueue()
+process = context.Process(target=child, args=(queue,))
+process.start()
+found = queue.get()
+process.join()
+assert process.exitcode == 0
+print(found, store.read("a"))
+"""
+
+
+class TestProcesses:
+    def test_opening_a_store_asks_nothing_and_needs_no_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+        assert open_store("s3://bkt/a?endpoint=http://127.0.0.1:1").url.startswith("s3://")
+
+    def test_a_store_is_pickled_without_its_client_and_without_credentials(self, proxied: Store) -> None:
+        pickled = pickle.dumps(proxied)
+        assert KEYS["AWS_SECRET_ACCESS_KEY"].encode() not in pickled
+        copy = pickle.loads(pickled)
+        assert copy.url == proxied.url
+        assert copy.read("a") == b"one"
+
+    @pytest.mark.parametrize("parent_uses", ["after", "before", "memory"])
+    def test_a_forked_child_works_or_says_why_not(self, proxied: Store, parent_uses: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", _FORKED, proxied.url, parent_uses], capture_output=True, text=True, timeout=60, check=True
+        )
+        if parent_uses == "after":
+            assert done.stdout == "b'one' b'one'\n"
+        else:
+            assert done.stdout.startswith("This process was forked")
+            assert done.stdout.endswith(" b'one'\n")

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from deltasync import open_store
+from deltasync.bench import store as bench
+from deltasync.cli import main
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_everything_is_measured_and_nothing_is_left(kind: str, memory_url: str, tmp_path: Path) -> None:
+    url = memory_url if kind == "memory" else f"file://{tmp_path}"
+    result = bench.run(url, 10_000)
+    assert all(rate > 0 for name in ("client", "store") for rate in result["large"][name].values())
+    assert result["large"]["share"] > 0
+    assert all(0 < times["p50_ms"] <= times["p95_ms"] for times in result["small"].values())
+    assert result["version"]["delta_bytes"] >= 10_000
+    assert result["calls"]["look_at_head"] == {"read": 1}
+    assert list(open_store(url).list("")) == []
+    assert kind == "memory" or list(tmp_path.iterdir()) == []
+
+
+def test_the_command_prints_a_table_or_json(memory_url: str) -> None:
+    table = CliRunner().invoke(main, ["bench", "store", memory_url, "--bytes", "1000"])
+    assert table.exit_code == 0, table.output
+    assert "of its client's rate" in table.stdout
+    document = CliRunner().invoke(main, ["bench", "store", memory_url, "--bytes", "1000", "--json"])
+    assert json.loads(document.stdout)["payload_bytes"] == 1000
