@@ -108,8 +108,8 @@ class Retention(_Settings):
             changes of so many versions, and the time to encode them with the last one.
         keep_last: Forget all but the newest so many versions and what leads to them; None to keep all.
         keep_anchors: Also keep the newest so many versions that have full weights.
-        prune_grace_s: Delete the bytes of what was forgotten so many seconds ago; more than the slowest replica takes to load
-            full weights.
+        prune_grace_s: Delete the bytes of what was forgotten so many seconds ago; more than the slowest replica takes to
+            load full weights.
     """
 
     fold_every: int = 0

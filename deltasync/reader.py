@@ -26,10 +26,12 @@ from deltasync.errors import (
 )
 from deltasync.manifest import Channel, Delta, FileRef, Fold, Head, Manifest
 from deltasync.stores.base import Store
+from deltasync.stores.cache import CachedStore, Check
 from deltasync.types import Patch, TensorSpec
 
 _FOLDS_FROM = 4  # steps from which on a listing of the folds is likely to save more than it costs
 _FETCH_AHEAD = 2
+_MANIFESTS = 256  # each with its chain takes some 30 kB
 
 
 class ChannelReader:
@@ -38,8 +40,9 @@ class ChannelReader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._channel: Channel | None = None
+        self._pinned = False
         self._specs: dict[str, TensorSpec] = {}
-        # Immutable, and small next to weights: kept to plan without reading them again.
+        # Immutable; the last ones are kept to plan without reading them again.
         self._manifests: dict[int, tuple[Manifest, str]] = {}
         self._folds: tuple[int, list[chain.Step]] = 0, []
         self._distrusted: set[chain.Step] = set()
@@ -78,7 +81,12 @@ class ChannelReader:
         except ObjectMissingError:
             raise NotPublishedError(f"{self.store.url} holds no complete version yet.") from None
         head = manifest.decode(data, Head, layout.HEAD)
+        if head.run_id != channel.run_id and not self._pinned:
+            # Nothing names the digest of channel.json: what was read of it may have been damaged on the way.
+            self._channel = None
+            channel = self.channel()
         self._check_run(layout.HEAD, head.run_id, channel.run_id)
+        self._pinned = True
         return head
 
     def manifest(self, version: int, sha256: str | None = None) -> Manifest:
@@ -94,16 +102,22 @@ class ChannelReader:
         """
         key = layout.manifest(version)
         if version not in self._manifests:
-            self._manifests[version] = self._read_manifest(version, key)
+            self._manifests[version] = self._read_manifest(version, key, sha256)
+            if len(self._manifests) > _MANIFESTS:
+                del self._manifests[next(iter(self._manifests))]
         document, found = self._manifests[version]
         if sha256 is not None and found != sha256:
             del self._manifests[version]
-            raise CorruptDataError(f"{key} does not have the sha256 that head or the next manifest names.")
+            raise _not_the_named(key, "head or the next manifest")
         return document
 
-    def _read_manifest(self, version: int, key: str) -> tuple[Manifest, str]:
+    def _read_manifest(self, version: int, key: str, sha256: str | None) -> tuple[Manifest, str]:
+        def check(data: bytes) -> None:
+            if manifest.sha256_hex(data) != sha256:
+                raise _not_the_named(key, "head or the next manifest")
+
         try:
-            data = self.store.read(key)
+            data = self.store.read(key) if sha256 is None else self._read_known(key, sha256, 0, check)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no manifest of version {version} ({key}).") from None
         document = manifest.decode(data, Manifest, key)
@@ -229,14 +243,24 @@ class ChannelReader:
             MissingVersionError: the object is gone.
             CorruptDataError: another length or another sha256.
         """
+
+        def check(data: bytes) -> None:
+            if len(data) != file.bytes:
+                raise CorruptDataError(f"{file.key} has {len(data)} bytes, its manifest says {file.bytes}.")
+            if manifest.sha256_hex(data) != file.sha256:
+                raise _not_the_named(file.key, "its manifest")
+
         try:
-            data = self.store.read(file.key)
+            return self._read_known(file.key, file.sha256, file.bytes, check)
         except ObjectMissingError:
             raise MissingVersionError(f"{file.key} is referred to by a manifest but is not in {self.store.url}.") from None
-        if len(data) != file.bytes:
-            raise CorruptDataError(f"{file.key} has {len(data)} bytes, its manifest says {file.bytes}.")
-        if manifest.sha256_hex(data) != file.sha256:
-            raise CorruptDataError(f"{file.key} does not have the sha256 that its manifest names.")
+
+    def _read_known(self, key: str, sha256: str, size: int, check: Check) -> bytes:
+        """An object whose digest is known, checked; out of the node's cache if the store has one."""
+        if isinstance(self.store, CachedStore):
+            return self.store.read_known(key, sha256, size, check)
+        data = self.store.read(key)
+        check(data)
         return data
 
     def _fetch_all(self, files: Sequence[FileRef]) -> Iterator[tuple[FileRef, bytes]]:
@@ -307,6 +331,10 @@ class ChannelReader:
             raise RunMismatchError(
                 f"{key} belongs to run {found}, this channel to run {expected}. Follow a channel of its own."
             )
+
+
+def _not_the_named(key: str, where: str) -> CorruptDataError:
+    return CorruptDataError(f"{key} does not have the sha256 that {where} names.")
 
 
 def _load(data: bytes, key: str) -> dict[str, torch.Tensor]:

@@ -8,8 +8,17 @@ they were loaded, and this does nothing.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+
+
+def prepare_reload(layer: Any) -> None:
+    """Make vLLM repack an expert layer when it is loaded again: 0.31 does so only while it builds the layer's kernel."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+        layer.quant_method.moe_kernel = None
 
 
 def keep_weights_addressable() -> None:

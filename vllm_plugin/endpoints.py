@@ -1,22 +1,61 @@
 """vLLM's endpoint plugin `deltasync`: starts the driver with the server and adds its routes.
 
-GET /deltasync/status    version served, lag, errors, and each commit's numbers
-GET /deltasync/digest    sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
+GET  /deltasync/                 a live page for people
+GET  /deltasync/status           version served, lag, errors, and each commit's numbers
+POST /deltasync/sync             look at the channel now, and answer once a version is served
+POST /request_weight_update      the same, for trainers that speak PipelineRL's inference contract
+GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
+
+With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
+Completions get the header `x-deltasync-versions` (`vllm_plugin.versions`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.resources
 import logging
+import time
 from argparse import Namespace
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException
+import msgspec
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltasync.config import ReplicaSettings
-from vllm_plugin.driver import Driver
+from deltasync.errors import DeltaSyncError
+from vllm_plugin.access import presents
+from vllm_plugin.driver import HISTORY, Driver
+from vllm_plugin.metrics import Metrics
+from vllm_plugin.versions import VersionsHeader
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+
+_PAGE_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
+
+
+class WeightUpdate(msgspec.Struct, kw_only=True):
+    """Body of `POST /request_weight_update`; fields of other trainers are ignored."""
+
+    version: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+
+
+class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /deltasync/sync`, where a field that is not one is a mistake."""
+
+
+class _Refused(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, status_code: int, sentence: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(sentence)
+        self.response = JSONResponse({"error": sentence}, status_code, headers)
 
 
 class DeltaSyncEndpoints:
@@ -31,23 +70,58 @@ class DeltaSyncEndpoints:
         self._task: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
+        """Add the routes, and the header on completions."""
+        guarded = [Depends(self._authorize)]
+        page = importlib.resources.files("vllm_plugin").joinpath("page.html").read_text("utf-8")
+
+        @app.get("/deltasync/", dependencies=guarded, include_in_schema=False)
+        async def show() -> HTMLResponse:
+            return HTMLResponse(page, headers=_PAGE_HEADERS)
 
         @app.get("/deltasync/status")
-        async def status() -> dict[str, Any]:
-            return self._running().status()
+        async def status(request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> dict[str, Any]:
+            found = self._running().status(commits)
+            if "authorization" in request.headers or self._settings.http_token is None:
+                await self._authorize(request)
+                return found
+            return {key: found[key] for key in ("state", "version", "head_version")}
+
+        @app.post("/deltasync/sync", dependencies=guarded)
+        async def sync(request: Request) -> Response:
+            return await self._sync(_body(await request.body(), Sync))
+
+        @app.post("/request_weight_update", dependencies=guarded)
+        async def request_weight_update(request: Request) -> Response:
+            """PipelineRL's trigger, answered like /deltasync/sync; `version`, if given, is the channel's.
+
+            There is no process group and nothing is received here: weights come through the channel, so publish before
+            asking. `/init_process_group` does not exist, and `parameters_info` is ignored.
+            """
+            return await self._sync(_body(await request.body(), WeightUpdate))
 
         if self._settings.digest_route:
 
-            @app.get("/deltasync/digest")
+            @app.get("/deltasync/digest", dependencies=guarded)
             async def digest() -> dict[str, Any]:
                 return await self._running().digest()
+
+        @app.exception_handler(_Refused)
+        async def refused(request: Request, error: _Refused) -> Response:
+            return error.response
+
+        @app.exception_handler(DeltaSyncError)
+        async def failed(request: Request, error: DeltaSyncError) -> Response:
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
+
+        app.add_middleware(VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the driver."""
         if self._settings.channel is None or engine_client is None:
             logger.warning("deltasync is loaded but follows nothing: set DELTASYNC_CHANNEL")
             return
+        if (getattr(args, "api_server_count", None) or 1) > 1:
+            raise ValueError("deltasync drives its workers from one API server: start vLLM with --api-server-count 1.")
         if not args.worker_extension_cls:
             raise ValueError(
                 "DELTASYNC_CHANNEL is set, but vLLM was started without "
@@ -59,10 +133,39 @@ class DeltaSyncEndpoints:
                 "with theirs; new requests may reuse prefixes of older weights. Start vLLM with --no-enable-prefix-caching, "
                 "or set DELTASYNC_KV_CACHE=recompute."
             )
-        self._driver = Driver(engine_client, self._settings)
+        self._driver = Driver(engine_client, self._settings, Metrics())
         self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
+
+    async def _sync(self, wanted: WeightUpdate) -> Response:
+        driver, before = self._running(), time.monotonic()
+        try:
+            async with asyncio.timeout(wanted.timeout_s):
+                version = await driver.reach(wanted.version)
+        except TimeoutError:
+            status = driver.status(0)
+            which = "The newest version" if wanted.version is None else f"Version {wanted.version}"
+            sentence = (
+                f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status['version']}, "
+                f"head is at version {status['head_version']}, and it is {status['state']}."
+            )
+            told = {key: status[key] for key in ("state", "version", "head_version")}
+            return JSONResponse({"error": sentence, "cause": status["error"], **told}, 504)
+        return JSONResponse({"version": version, "waited_s": time.monotonic() - before})
+
+    async def _authorize(self, request: Request) -> None:
+        token = self._settings.http_token
+        if token is not None and not presents(request.headers.get("authorization"), token):
+            challenge = {"www-authenticate": 'Basic realm="deltasync"'}
+            raise _Refused(401, "Send DELTASYNC_HTTP_TOKEN as a bearer token, or as the password of any user.", challenge)
 
     def _running(self) -> Driver:
         if self._driver is None:
-            raise HTTPException(503, "deltasync follows nothing: set DELTASYNC_CHANNEL.")
+            raise _Refused(503, "deltasync follows nothing: set DELTASYNC_CHANNEL.")
         return self._driver
+
+
+def _body(data: bytes, kind: type[WeightUpdate]) -> WeightUpdate:
+    try:
+        return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise _Refused(422, f"The body is not what this route takes: {error}.") from None

@@ -6,7 +6,6 @@ there are two, prefixed, and the state is made on first use.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from vllm_plugin.worker import Reply, WorkerReplica, reply
@@ -25,11 +24,8 @@ class DeltaSyncWorkerExtension:
 
         def body() -> Reply:
             if not hasattr(self, "_deltasync_replica"):
-                model = self.model_runner.get_model()
-                checkpoint = Path(self.model_runner.model_config.model)
-                found = checkpoint if any(checkpoint.glob("*.safetensors")) else None
-                self._deltasync_replica = WorkerReplica(model, found, channel)
-            return self._deltasync_replica.open()
+                self._deltasync_replica = WorkerReplica(self.model_runner, channel)
+            return {}
 
         return reply(body)
 

@@ -7,13 +7,12 @@ view of the parameter it goes to. Fused, stacked and sliced parameters need no t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.bits import bits_of, cast, int_view
@@ -38,11 +37,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return func(*args, **(kwargs or {}))
 
 
-def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
-    """Where the tensors of `specs`, or this worker's shards of them, lie in the memory of `model`, which is not touched.
+@dataclasses.dataclass(frozen=True)
+class LoadPlan:
+    """Where the tensors of a checkpoint, or this worker's shards of them, lie.
 
-    What has no place of its own dtype, element for element, in the model's parameters and buffers is left out;
-    `check_coverage` tells what is missing from all workers.
+    Attributes:
+        segments: Of each tensor, as far as it has a place of its own dtype, element for element, in the model's parameters
+            and buffers; `check_coverage` tells what is missing from all workers.
+        layers: Of each tensor, the modules that the loader copies it into.
+    """
+
+    segments: dict[str, list[Segment]]
+    layers: dict[str, set[torch.nn.Module]]
+
+
+def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> LoadPlan:
+    """Learn where the tensors of `specs` lie in the memory of `model`, which is not touched.
 
     Args:
         model: A loaded vLLM model.
@@ -59,19 +69,22 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str,
             model.load_weights(iter(meta.items()))  # type: ignore[operator]
     except Exception as error:
         raise ModelMismatchError(f"vLLM's loader refuses the channel's tensors: {error!r}") from error
-    owned = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    segments: dict[str, list[Segment]] = {name: [] for name in specs}
+    owners: dict[int, set[torch.nn.Module]] = {}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            owners.setdefault(tensor.untyped_storage()._cdata, set()).add(module)
+    plan = LoadPlan({name: [] for name in specs}, {name: set() for name in specs})
     for live, source in recorder.copies:
-        name = names.get(source.untyped_storage()._cdata)
-        if name is None or live.dtype != source.dtype or live.untyped_storage()._cdata not in owned:
+        name, layers = names.get(source.untyped_storage()._cdata), owners.get(live.untyped_storage()._cdata)
+        if name is None or layers is None:
             continue
+        plan.layers[name] |= layers
         if live.shape != source.shape:
-            if live.squeeze().shape != source.squeeze().shape:
-                continue
             live, source = live.squeeze(), source.squeeze()
-        integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)
-        segments[name].append(Segment(integers, source.stride(), int(source.storage_offset())))
-    return segments
+        if live.dtype == source.dtype and live.shape == source.shape:
+            integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)
+            plan.segments[name].append(Segment(integers, source.stride(), int(source.storage_offset())))
+    return plan
 
 
 def check_coverage(specs: Mapping[str, TensorSpec], regions: Sequence[Mapping[str, Sequence[Region]]]) -> None:
@@ -107,39 +120,62 @@ def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
     return f"{int((count_N == 0).sum())} elements have no place, {int((count_N > 1).sum())} have several"
 
 
-def verify(memory: LiveMemory, specs: Mapping[str, TensorSpec], checkpoint: Path) -> int:
+def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a vLLM model runner loaded its model from.
+
+    Raises:
+        ModelMismatchError: it was not loaded from a checkpoint that can be read again.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader = get_model_loader(runner.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise ModelMismatchError(
+            f"vLLM loaded its weights by {type(loader).__name__}, so it cannot be proven where they lie. "
+            "Serve a checkpoint, without --load-format."
+        )
+    yield from loader.get_all_weights(runner.model_config, runner.get_model())
+
+
+def verify(
+    memory: LiveMemory, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[int, list[str]]:
     """Compare live memory through the plan with the checkpoint that vLLM loaded, bit by bit.
 
     Args:
         memory: Live weights as they were loaded.
         specs: Served names, dtypes and shapes.
-        checkpoint: Directory with safetensors files.
+        tensors: The checkpoint.
 
     Returns:
-        How many tensors were compared; those that the checkpoint does not hold are left to the fingerprint.
-
-    Raises:
-        ModelMismatchError: the plan maps a tensor to other bits.
+        How many tensors were compared, and those that lie in live memory in another layout than in the checkpoint. Tensors
+        that the checkpoint does not hold are left to the fingerprint.
     """
-    compared = 0
-    wrong = []
-    for name, tensor in _tensors(checkpoint):
+    compared, wrong = 0, []
+    for name, tensor in tensors:
         spec = specs.get(name)
         if spec is None or tuple(tensor.shape) != spec.shape:
             continue
         compared += 1
         if memory.differs(name, bits_of(cast(tensor, spec.dtype))):
             wrong.append(name)
-    if wrong:
-        raise ModelMismatchError(
-            f"{len(wrong)} tensors lie in live memory in another layout than in {checkpoint} and cannot be patched in "
-            f"place by this release: {', '.join(wrong[:5])}."
-        )
-    return compared
+    return compared, wrong
 
 
-def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open has no iterator of its own
-                yield name, file.get_tensor(name)
+def mirrored(
+    plan: LoadPlan, specs: Mapping[str, TensorSpec], wrong: Iterable[str], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that have to be loaded again, layer by layer, because some of each layer lie in another layout.
+
+    Args:
+        plan: Of this worker.
+        specs: Served names, dtypes and shapes.
+        wrong: As `verify` found.
+        tensors: The checkpoint.
+    """
+    layers = {layer for name in wrong for layer in plan.layers[name]}
+    return {
+        name: cast(tensor, specs[name].dtype).clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors
+        if name in specs and plan.layers[name] & layers
+    }

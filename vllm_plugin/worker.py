@@ -12,20 +12,22 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from deltasync import manifest
 from deltasync.chain import Step
+from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError, FingerprintMismatchError
 from deltasync.manifest import Head
 from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
 from deltasync.replica import CommittedVersion, Follower, StagedVersion
-from deltasync.stores import open_store
+from deltasync.stores import Store, open_store
+from deltasync.stores.cache import behind_cache
 from vllm_plugin import load_plan
+from vllm_plugin.reload import Mirror
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
@@ -36,8 +38,7 @@ class WorkerReplica:
     """Follows one channel with the parameters of one worker.
 
     Args:
-        model: The loaded vLLM model.
-        checkpoint: Where its weights were loaded from, None if that is no directory with safetensors files.
+        runner: vLLM's model runner, with the model loaded.
         channel: URL of the channel, which must have a version.
 
     Raises:
@@ -45,27 +46,24 @@ class WorkerReplica:
         ModelMismatchError: the model does not match the channel.
     """
 
-    def __init__(self, model: torch.nn.Module, checkpoint: Path | None, channel: str) -> None:
-        self._reader = ChannelReader(open_store(channel))
-        self._checkpoint = checkpoint
+    def __init__(self, runner: Any, channel: str) -> None:
+        self._reader = ChannelReader(open_channel(channel))
+        self._runner = runner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync")
         self._work: Future[Reply] | None = None
         self._staged: StagedVersion | None = None
         self._committed: CommittedVersion | None = None
         before = time.perf_counter()
-        segments = load_plan.record(model, self._reader.specs)
-        self._memory = LiveMemory(self._reader.specs, segments)
+        self._plan = load_plan.record(runner.get_model(), self._reader.specs)
+        self._mirror: Mirror | None = None
+        self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._follower = Follower(self._reader, self._memory)
         logger.info(
             "deltasync load plan: tensors=%d segments=%d record_s=%.3f",
-            sum(1 for held in segments.values() if held),
-            sum(map(len, segments.values())),
+            sum(1 for held in self._plan.segments.values() if held),
+            sum(map(len, self._plan.segments.values())),
             time.perf_counter() - before,
         )
-
-    def open(self) -> Reply:
-        """`regions`: which elements of each tensor this worker holds."""
-        return {"regions": self._memory.regions}
 
     def poll(self) -> Reply:
         """How the work in the background goes: `state` is `working`, or what it ended with, which is told once."""
@@ -82,18 +80,47 @@ class WorkerReplica:
         """Begin to read every bit of live memory; ends in `audited` with `parts`, the fingerprints of its segments.
 
         Args:
-            verify: Compare with the checkpoint first, which proves the load plan.
+            verify: Compare with the checkpoint first, which proves the load plan; the reply also holds `regions`, which
+                elements of each tensor this worker holds, and `reloaded`, the tensors that take the fallback.
         """
         return self._begin(lambda: self._audit(verify))
 
     def _audit(self, verify: bool) -> Reply:
         before = time.perf_counter()
-        compared = 0
-        if verify and self._checkpoint is not None:
-            compared = load_plan.verify(self._memory, self._reader.specs, self._checkpoint)
+        reply: Reply = {"state": "audited"}
+        if verify:
+            reply["reloaded"] = self._verify()
+            reply["regions"] = self._memory.regions
         self._memory.audit()
-        logger.info("deltasync audit: compared_tensors=%d audit_s=%.3f", compared, time.perf_counter() - before)
-        return {"state": "audited", "parts": self._memory.parts}
+        logger.info("deltasync audit: audit_s=%.3f", time.perf_counter() - before)
+        return reply | {"parts": self._memory.parts}
+
+    def _verify(self) -> list[str]:
+        """Prove the load plan against the checkpoint; returns the tensors that take the fallback instead."""
+        if self._mirror is not None:
+            return sorted(self._mirror.names)
+        specs = self._reader.specs
+        compared, wrong = load_plan.verify(self._memory, specs, load_plan.checkpoint(self._runner))
+        logger.info("deltasync load plan: compared=%d in_another_layout=%d", compared, len(wrong))
+        if not wrong:
+            return []
+        tensors = load_plan.mirrored(self._plan, specs, wrong, load_plan.checkpoint(self._runner))
+        self._mirror = Mirror(self._runner, {name: self._plan.layers[name] for name in tensors}, tensors)
+        self._memory = LiveMemory(specs, self._plan.segments | self._mirror.segments)
+        self._follower = Follower(self._reader, self._memory)
+        logger.warning(
+            "deltasync: vLLM keeps the layers of %d tensors in a layout of its own; a commit loads those that changed "
+            "again, which takes longer: %s",
+            len(tensors),
+            ", ".join(sorted(tensors)[:5]),
+        )
+        return sorted(tensors)
+
+    def prove(self) -> Reply:
+        """Make sure that the fallback works; changes live memory and puts it back, so call it between two steps."""
+        if self._mirror is not None:
+            self._mirror.prove()
+        return {}
 
     def settle(self, head: Reply, total: int, identify: bool) -> Reply:
         """Learn what the audit of all workers says about the live bits.
@@ -148,20 +175,21 @@ class WorkerReplica:
         """
         staged, self._staged = self._staged, None
         assert staged is not None
-        before = time.perf_counter()
         try:
             self._committed = self._follower.commit(staged)
+            reload_s = self._reload(staged)
         except Exception:
-            self._follower.doubt()
+            self.undo()
             raise
         reply = {
             "anchor": staged.use_anchor,
+            "fold": any(step.fold is not None for step in staged.steps),
             "changed": staged.staged.changed,
             "payload_bytes": staged.payload_bytes,
             "created_at": staged.manifest.created_at,
             "stage_s": staged.stage_s,
-            "commit_s": time.perf_counter() - before,
             "scatter_s": self._committed.report.scatter_s,
+            "reload_s": reload_s,
         }
         confirmed = self.confirm(None, None) if alone else {"parts": self._committed.report.parts}
         return reply | confirmed
@@ -178,7 +206,11 @@ class WorkerReplica:
         try:
             return {"version": self._follower.confirm(committed, fingerprints, total)}
         except FingerprintMismatchError as error:
+            self._reload(committed.staged)
             return {"error": describe(error)}
+
+    def _reload(self, staged: StagedVersion) -> float:
+        return 0.0 if self._mirror is None else self._mirror.reload(staged.staged.fingerprints)
 
     def undo(self) -> Reply:
         """Roll back what was committed, because another worker could not."""
@@ -186,6 +218,7 @@ class WorkerReplica:
         self._follower.doubt()
         if committed is not None:
             self._follower.rollback(committed)
+            self._reload(committed.staged)
         return {"version": self._follower.version}
 
     def digest(self) -> Reply:
@@ -196,6 +229,13 @@ class WorkerReplica:
     def read(self, name: str) -> Reply:
         """`bits` of each of this worker's segments of a tensor, in the order of its regions and theirs."""
         return {"bits": self._memory.read(name)}
+
+
+def open_channel(channel: str) -> Store:
+    """The store of a channel, behind the cache that the workers of this machine share."""
+    settings = ReplicaSettings.from_env()
+    workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return behind_cache(open_store(channel), settings.cache_dir, settings.cache_bytes, workers)
 
 
 def describe(error: BaseException) -> str:

@@ -104,3 +104,50 @@ def store_command(url: str, payload_bytes: int, as_json: bool) -> None:
     else:
         for line in store.table(result):
             click.echo(line)
+
+
+@command.command("commit")
+@click.option(
+    "--size",
+    type=click.Choice(["0.6b", "tiny"]),
+    default="0.6b",
+    show_default=True,
+    help="Model that commits are measured on: of the shape of Qwen3-0.6B (8 GB of memory, 5 GB of disk), or the demo's.",
+)
+@click.option(
+    "--changed",
+    "changed_fraction",
+    type=click.FloatRange(1e-4, 0.1),
+    default=0.01,
+    show_default=True,
+    help="Changed fraction of each version.",
+)
+@click.option("--commits", type=click.IntRange(min=1), default=50, show_default=True, help="Pauses to measure.")
+@click.option(
+    "--window",
+    "window_s",
+    type=click.FloatRange(min=1.0),
+    default=15.0,
+    show_default=True,
+    help="Seconds of one window of the throughput.",
+)
+@click.option("--pairs", type=click.IntRange(min=1), default=4, show_default=True, help="Windows with and without versions.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def commit_command(size: str, changed_fraction: float, commits: int, window_s: float, pairs: int, as_json: bool) -> None:
+    """What a commit costs in a real vLLM: beside its own sparse path, as a pause of generation, in throughput, in memory.
+
+    Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM several times; some
+    minutes. Nothing else should run on the machine.
+    """
+    from deltasync.bench import commit
+
+    settings = commit.CommitSettings(
+        size=size, changed_fraction=changed_fraction, commits=commits, window_s=window_s, pairs=pairs
+    )
+    result = commit.run(settings, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        from deltasync.bench import commit_report
+
+        commit_report.show(result)

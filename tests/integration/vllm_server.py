@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import http.client
 import json
 import os
+import re
 import sys
 import time
 import urllib.request
@@ -64,6 +66,7 @@ class Server:
     url: str
     channel: str
     weights: Weights
+    token: str | None = None
     publisher: Publisher | None = None
     rng: torch.Generator = dataclasses.field(default_factory=lambda: torch.Generator().manual_seed(0))
 
@@ -71,8 +74,20 @@ class Server:
     def store(self) -> Store:
         return open_store(self.channel)
 
+    def open(self, path: str, body: object = None) -> http.client.HTTPResponse:
+        """The reply to a GET, or with a body to a POST; errors raise."""
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
+        reply: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=PATIENCE_S)
+        return reply
+
+    def json(self, path: str, body: object = None) -> Any:
+        with self.open(path, body) as reply:
+            return json.load(reply)
+
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = get_json(f"{self.url}/deltasync/status")
+        status: dict[str, Any] = self.json("/deltasync/status")
         return status
 
     def wait(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S) -> dict[str, Any]:
@@ -82,6 +97,17 @@ class Server:
             if condition(status):
                 return status
             assert time.monotonic() < deadline, {**status, "commits": status["commits"][-3:]}
+            time.sleep(0.02)
+
+    def wait_for_requests(self, count: int) -> None:
+        """Until vLLM works on so many."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self.open("/metrics") as reply:
+                found = re.search(r"^vllm:num_requests_running{.*} (.*)$", reply.read().decode(), re.MULTILINE)
+            if found is not None and float(found[1]) >= count:
+                return
+            assert time.monotonic() < deadline, found
             time.sleep(0.02)
 
     def step(self) -> None:
@@ -113,8 +139,7 @@ class Server:
 
     def assert_serves(self, version: int) -> None:
         self.wait(lambda status: status["version"] == version)
-        digest = get_json(f"{self.url}/deltasync/digest")
-        assert digest == {"version": version, "sha256": digests(self.weights)}
+        assert self.json("/deltasync/digest") == {"version": version, "sha256": digests(self.weights)}
 
 
 def digests(weights: Weights) -> dict[str, str]:

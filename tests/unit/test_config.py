@@ -96,3 +96,17 @@ def test_default_replica_id_is_valid_whatever_the_host_is_called(monkeypatch: py
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PublisherSettings().codec = "raw"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("token", ["", "two words", "caf\u00e9-secret", "line\nsecret"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ReplicaSettings.from_env({}, http_token=token)
+    assert "http_token" in str(caught.value)
+    assert not token or token not in str(caught.value)
+
+
+def test_the_token_is_not_shown() -> None:
+    settings = ReplicaSettings.from_env({"DELTASYNC_HTTP_TOKEN": "secret-123"})
+    assert settings.http_token == "secret-123"
+    assert "secret-123" not in repr(settings)

@@ -1,0 +1,239 @@
+"""One download per node: objects whose digest is known, in a directory that the processes of a machine share.
+
+    <sha256>          an object. Its name is its digest: it is never out of date, whatever its key was and in which channel
+    .<sha256>.tmp     one being written, by the holder of .lock-store
+    .lock-3f          held while an object whose digest begins so is downloaded; the others wait and then read the file
+    .lock-store       held while a file is added and old ones make room
+
+Nothing in it is trusted: what is read has to pass the check that the object has to pass anyway, and a file that fails is
+dropped and fetched anew. Locks end with the process that holds them. The directory may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from deltasync.errors import FormatError
+from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[bytes], None]
+"""Raises FormatError if these are not the bytes that were asked for."""
+
+_MOST_FILES = 4096  # each object that is added costs a look at all of them
+_POLL_S = 0.005
+# A process may hang while it holds a lock. Longer than a download takes, and than writing a file does.
+_DOWNLOAD_S, _STORE_S = 300.0, 30.0
+_PAUSE_S = 60.0
+_NAME = re.compile(r"[0-9a-f]{64}")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
+
+
+class CachedStore:
+    """A store with a cache for reads by digest; all other verbs go through to it. See `Store`.
+
+    Where the directory cannot be used (full, not writable, a lock that stays held), objects come from the store as if there
+    were no cache, with one warning, and the directory is tried again after a minute.
+
+    Args:
+        store: Where objects come from.
+        directory: Created on first use, for this user only.
+        limit_bytes: Most bytes of files in it; those read longest ago make room. Larger objects are never kept.
+    """
+
+    def __init__(self, store: Store, directory: str | Path, limit_bytes: int) -> None:
+        self._store = store
+        self._directory = Path(directory)
+        self._limit_bytes = limit_bytes
+        self._off_until = 0.0
+        self._warned = False
+
+    @property
+    def url(self) -> str:
+        """See `Store.url`."""
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Store.capabilities`."""
+        return self._store.capabilities
+
+    def read_known(self, key: str, sha256: str, size: int, check: Check) -> bytes:
+        """The object with this digest. Of all processes that ask for it at a time, one downloads it.
+
+        Args:
+            key: Where the store has it.
+            sha256: Its digest, 64 hexadecimal digits.
+            size: Its bytes, 0 if that is not known.
+            check: Applied to the bytes, from wherever they come.
+
+        Raises:
+            FormatError: of `check`, about what the store returned. Nothing is kept.
+            ObjectMissingError, StoreError: as `Store.read`.
+        """
+        if size > self._limit_bytes or time.monotonic() < self._off_until:
+            return self._download(key, check)
+        path = self._directory / sha256
+        found = self._load(path, check)
+        if found is not None:
+            return found
+        with self._lock(sha256[:2], _DOWNLOAD_S):
+            found = self._load(path, check)  # whoever held the lock before may have brought it
+            if found is not None:
+                return found
+            data = self._download(key, check)
+            self._keep(path, data)
+        return data
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`."""
+        self._store.create(key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Store.replace`."""
+        self._store.replace(key, data)
+
+    def read(self, key: str) -> bytes:
+        """See `Store.read`: never from the cache."""
+        return self._store.read(key)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """See `Store.read_range`: never from the cache."""
+        return self._store.read_range(key, start, end)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        return self._store.list(prefix)
+
+    def delete(self, *keys: str) -> None:
+        """See `Store.delete`. What the cache has of them stays there: it is still what its digest says."""
+        self._store.delete(*keys)
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
+        """See `Store.watch`."""
+        return self._store.watch(key, on_change)
+
+    def _download(self, key: str, check: Check) -> bytes:
+        data = self._store.read(key)
+        check(data)
+        return data
+
+    def _load(self, path: Path, check: Check) -> bytes | None:
+        try:
+            data = path.read_bytes()
+            check(data)
+        except FileNotFoundError:
+            return None
+        except FormatError:
+            logger.warning("%s was damaged; fetching it anew.", path)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        except OSError as error:
+            self._give_up(error)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # when it was last read
+        return data
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        """Add a file. Not synced: after a power failure its check finds out."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        with self._lock("store", _STORE_S) as held:
+            if not held or len(data) > self._limit_bytes:
+                return
+            try:
+                self._make_room(len(data))
+                temporary.write_bytes(data)
+                os.replace(temporary, path)
+            except OSError as error:
+                self._give_up(error)
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+
+    def _make_room(self, size: int) -> None:
+        """Drop the files read longest ago until one of `size` bytes has room. Holds .lock-store."""
+        files = []
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if _NAME.fullmatch(entry.name):
+                        status = entry.stat()
+                        files.append((status.st_mtime_ns, status.st_size, entry.path))
+                    elif _TEMPORARY.fullmatch(entry.name):
+                        os.unlink(entry.path)  # of a process that died: only the holder of the lock writes
+        total, count = size + sum(file_size for _, file_size, _ in files), 1 + len(files)
+        for _, file_size, path in sorted(files):
+            if total <= self._limit_bytes and count <= _MOST_FILES:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            total, count = total - file_size, count - 1
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, wait_s: float) -> Iterator[bool]:
+        """Hold a lock file among processes and threads, or, which is what it yields, not."""
+        held = False
+        with contextlib.ExitStack() as stack:
+            try:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = stack.enter_context((self._directory / f".lock-{name}").open("ab"))
+                deadline = time.monotonic() + wait_s
+                while not (held := _try_lock(file)):
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(errno.ETIMEDOUT, f"a lock was held for {wait_s:g} s")
+                    time.sleep(_POLL_S)
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked process may have a copy that stays open
+            except OSError as error:
+                self._give_up(error)
+            yield held
+
+    def _give_up(self, error: OSError) -> None:
+        self._off_until = time.monotonic() + _PAUSE_S
+        if not self._warned:
+            self._warned = True
+            logger.warning("The cache in %s cannot be used (%s); going on without it.", self._directory, error.strerror)
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers: int) -> Store:
+    """The store as one of several workers should read it.
+
+    Args:
+        store: The channel's. `file://` is not cached: the kernel keeps the files of a machine once already; nor is `memory://`.
+        directory: Of the cache; by default one of this user's in the system's temporary directory, if there are workers that
+            would share it.
+        limit_bytes: Of the cache; 0 for none.
+        workers: How many there are.
+    """
+    if limit_bytes == 0 or store.url.startswith(("file:", "memory:")):
+        return store
+    if directory is None:
+        if workers == 1:
+            return store
+        directory = str(Path(tempfile.gettempdir(), f"deltasync-{os.getuid()}"))
+        with contextlib.suppress(OSError):
+            os.mkdir(directory, 0o700)
+        with contextlib.suppress(OSError):
+            if os.lstat(directory).st_uid != os.getuid():  # who could read the weights
+                logger.warning("%s belongs to another user; going on without a cache.", directory)
+                return store
+    return CachedStore(store, directory, limit_bytes)

@@ -1,0 +1,159 @@
+"""The Hub's feed of changes to a bucket: `GET /api/buckets/{id}/events`, read in a thread of its own.
+
+Server-sent events, and what they mean here:
+
+    ready      caught up: changes are told from now on
+    changes    paths that were added, updated or deleted, and the cursor after them
+    reset      the cursor is too old to replay what was missed: anything may have changed
+    reconnect  the server wants to be asked again, from the cursor that it gives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+from huggingface_hub import get_session
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger(__name__)
+
+# Connect, read, write, wait for a connection. The Hub pings every 30 s.
+_TIMEOUT_S = (10.0, 90.0, 10.0, 10.0)
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0
+_KNOWN = ("ready", "changes", "reset", "reconnect")
+_UNAVAILABLE = (401, 403, 404, 429, 501)
+_UNAVAILABLE_DELAY_S = 60.0
+# A connection that lasted so long was a good one, and the next is tried without waiting for more than the first delay.
+_GOOD_S = 5.0
+_JOIN_S = 2.0
+
+
+class _Change(msgspec.Struct):
+    path: str
+
+
+class _Event(msgspec.Struct):
+    cursor: str | int | None = None
+    changes: list[_Change] = []
+
+
+class EventWatch:
+    """Tells when one path of a bucket may have changed. See `Watch`.
+
+    Args:
+        url: The bucket's feed.
+        path: The path in the bucket.
+        headers: Gives the headers of a request, with the token.
+        on_change: Called from the thread after each change of `path`, and whenever some may have been missed.
+    """
+
+    def __init__(self, url: str, path: str, headers: Callable[[], dict[str, str]], on_change: Callable[[], None]) -> None:
+        self._url = url
+        self._path = path
+        self._headers = headers
+        self._on_change = on_change
+        self._cursor: str | int | None = None
+        self._live = False
+        self._socket: socket.socket | None = None
+        self._closed = threading.Event()
+        # Held while the callback runs; it may close the watch itself.
+        self._telling = threading.RLock()
+        self._thread = threading.Thread(target=self._run, name="deltasync-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def live(self) -> bool:
+        """See `Watch.live`. In a forked child the thread is gone, and this is False."""
+        return self._live and self._thread.is_alive()
+
+    def close(self) -> None:
+        """See `Watch.close`."""
+        self._closed.set()
+        with self._telling:
+            self._live = False
+        connection = self._socket
+        if connection is not None and self._thread.is_alive():  # in a forked child the connection is still the parent's
+            # Wakes the thread from its read. Not SSLSocket.shutdown, which takes the TLS state away under the reader.
+            with contextlib.suppress(OSError):  # it ended by itself
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        delay_s = 0.0
+        while not self._closed.wait(delay_s * random.uniform(0.5, 1.0)):
+            started = time.monotonic()
+            try:
+                available = self._follow()
+            except Exception as error:  # noqa: BLE001 - whatever ends a connection, another one is made
+                logger.debug("%s ended: %s", self._url, error)
+                available = True
+            self._live, self._socket = False, None
+            if not available:
+                delay_s = _UNAVAILABLE_DELAY_S
+            elif time.monotonic() - started > _GOOD_S:
+                delay_s = _FIRST_DELAY_S
+            else:
+                delay_s = min(max(2 * delay_s, _FIRST_DELAY_S), _LONGEST_DELAY_S)
+
+    def _follow(self) -> bool:
+        """Read one connection to its end. False if there is no feed to be had."""
+        params = {} if self._cursor is None else {"cursor": self._cursor}
+        headers = self._headers() | {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
+        with get_session().stream("GET", self._url, params=params, headers=headers, timeout=_TIMEOUT_S) as response:
+            if response.status_code == 400:
+                self._cursor = None
+            if response.status_code != 200:
+                return response.status_code not in _UNAVAILABLE
+            self._socket = response.extensions["network_stream"].get_extra_info("socket")
+            if self._closed.is_set():
+                return True  # before there was a socket to wake
+            for name, event in _events(response):
+                self._handle(name, event)
+                if name == "reconnect":
+                    break
+        return True
+
+    def _handle(self, name: str, event: _Event) -> None:
+        if name == "reset":
+            self._cursor = None
+        elif event.cursor is not None:
+            self._cursor = event.cursor
+        if name == "ready":
+            self._live = True
+        if name in ("ready", "reset") or any(change.path == self._path for change in event.changes):
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._telling:
+            if self._closed.is_set():
+                return
+            try:
+                self._on_change()
+            except Exception:
+                logger.exception("What was to be done at a change of %s failed.", self._path)
+
+
+def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
+    """The events of a stream by name; unknown ones and comments are passed over."""
+    name, data = "", ""
+    for line in response.iter_lines():
+        field, _, value = line.partition(":")
+        if field == "event":
+            name = value.strip()
+        elif field == "data":
+            data += value
+        elif not line:
+            if data and name in _KNOWN:
+                yield name, msgspec.json.decode(data, type=_Event)
+            name, data = "", ""

@@ -1,0 +1,500 @@
+"""`hf://buckets/namespace/name/prefix`: a Hugging Face Bucket, by the Hub's own interface and Xet.
+
+A bucket maps paths to hashes (the Hub); the bytes of a hash are somewhere else (Xet's content-addressed store, by hf_xet).
+What one call costs in requests:
+
+    call                          Hub                                        content-addressed store
+    read, small and unchanged     HEAD resolve
+    read                          HEAD resolve                               reconstruction, data
+    create                        HEAD resolve, POST batch                   grant, xorb, shard
+    replace                       POST batch                                 grant, xorb, shard
+    list                          GET tree, per 1,000 objects
+    delete                        POST batch, per 1,000 keys
+
+and about once an hour, by each process, a token to read and one to write. Small is up to 64 KiB, unchanged is since two
+reads ago. HEAD resolve counts in the larger one of the Hub's quotas. It is not GET resolve, which would save requests for
+small objects that did change: HEAD is what huggingface_hub itself does, and where a GET redirects to is not documented.
+
+Nothing here checks content: hf_xet returned a flipped bit without an error. The length is checked, digests are the reader's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urljoin, urlsplit
+
+import hf_xet  # type: ignore[import-untyped]
+import msgspec
+from huggingface_hub import HfApi, constants, get_session
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+from deltasync import layout
+from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores.base import Capabilities, ObjectInfo
+from deltasync.stores.events import EventWatch
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger(__name__)
+
+# Of httpx, or of httpx2, whichever this huggingface_hub uses.
+_TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+_XET_ERRORS = (OSError, RuntimeError, ValueError)
+
+_TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
+_ATTEMPTS = 3
+_RETRY_DELAY_S = 0.2
+_LONGEST_WAIT_S = 30.0
+_XET_CONFIG = {
+    "read": {
+        "client.connect_timeout": "10s",
+        "client.read_timeout": "60s",
+        "client.retry_base_delay": "300ms",
+        "client.retry_max_attempts": 3,
+        "client.retry_max_duration": "60s",
+    },
+    # Its default read timeout of 5 min, because that includes sending: 64 MB at a time, many at once, on whatever line.
+    "write": {
+        "client.connect_timeout": "10s",
+        "client.retry_base_delay": "300ms",
+        "client.retry_max_attempts": 3,
+        # Weights share no 64 KiB with older ones: asking would cost a request per upload and find nothing. Nor are chunks
+        # taken for stored because they once were; by default the record of that grows to 16 GB on disk.
+        "deduplication.global_dedup_query_enabled": False,
+        "shard.cache_subdir": "deltasync",
+        "shard.cache_size_limit": 1,
+    },
+}
+_TOKEN_MARGIN_S = 60.0
+_MOST_OPERATIONS = 1000
+_MOST_REDIRECTS = 5
+_SMALL_BYTES = 64 << 10
+_MOST_SMALL = 64
+
+_URL = re.compile(r"hf://buckets/([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+?))?/?", re.ASCII)
+_LOGIN = "Set HF_TOKEN or log in with `hf auth login`"
+
+_Result = TypeVar("_Result")
+
+
+class _Token(msgspec.Struct, rename="camel"):
+    cas_url: str
+    access_token: str
+    exp: int
+
+
+class _Failure(msgspec.Struct):
+    path: str
+    error: str = "no reason given"
+
+
+class _BatchReply(msgspec.Struct):
+    failed: list[_Failure] = []
+
+
+class _Entry(msgspec.Struct, rename="camel"):
+    type: str
+    path: str
+    size: int = 0
+    uploaded_at: datetime.datetime | None = None
+    mtime: datetime.datetime | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Content:
+    """What a path names."""
+
+    xet_hash: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Small:
+    """A small object as it was last read, and whether the time before it was the same."""
+
+    xet_hash: str
+    data: bytes
+    agreed: bool
+
+
+def hub_store(url: str) -> HubStore:
+    """The store at `hf://buckets/namespace/name` or below a prefix of that bucket.
+
+    Raises:
+        ConfigError: the URL is not of that form.
+    """
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"A bucket of the Hub is written hf://buckets/namespace/name/prefix, not {url!r}.")
+    return HubStore(match[1], "" if match[2] is None else layout.check_key(match[2]))
+
+
+class HubStore:
+    """Objects in a bucket of the Hub. See `Store`.
+
+    The bucket need not exist: reading from a missing one finds nothing, and the first write creates it, private. The token
+    is huggingface_hub's (`HF_TOKEN`, or `hf auth login`), and so is the endpoint (`HF_ENDPOINT`). Every request is tried up
+    to three times. `create` only looks first: of two racing writers both may think that they won.
+
+    Args:
+        bucket: `namespace/name`.
+        prefix: In front of every key, without slashes around it; may be empty.
+    """
+
+    capabilities = Capabilities(conditional_put=False, watch=True)
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        self.url = f"hf://buckets/{bucket}" + (f"/{prefix}" if prefix else "")
+        self._bucket = bucket
+        self._start = f"{prefix}/" if prefix else ""
+        self._endpoint = constants.ENDPOINT.rstrip("/")
+        self._api = f"{self._endpoint}/api/buckets/{bucket}"
+        # By process, because a forked child cannot use its parent's; lock-free, because it could inherit a held lock.
+        self._xet_of: dict[int, _Xet] = {}
+        # Head and heartbeats are looked at far more often than they change.
+        self._small: dict[str, _Small] = {}
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`."""
+        path = self._path(key)
+        if self._exists(path):
+            raise ObjectExistsError(f"{self.url}/{key} already exists.")
+        self._put(path, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """See `Store.replace`."""
+        self._put(self._path(key), data)
+
+    def read(self, key: str) -> bytes:
+        """See `Store.read`."""
+        path = self._path(key)
+        return _retried(lambda: self._read(path))
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """See `Store.read_range`."""
+        path = self._path(key)
+
+        def read() -> bytes:
+            content = self._content(path)
+            if end > content.bytes:
+                raise StoreError(f"{self.url}/{key} ends before byte {end}.")
+            return self._xet.download(content, start, end)
+
+        return _retried(read)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `Store.list`. The Hub is asked for the folder, and the last part of `prefix` is matched here."""
+        start = self._start + prefix
+        folder = quote(start.rpartition("/")[0], safe="")
+        url = f"{self._api}/tree" + (f"/{folder}" if folder else "")
+        found: list[_Entry] = []
+        page = "recursive=true"
+        try:
+            while page:
+                entries, page = _retried(lambda page=page: self._page(url, page))  # type: ignore[misc]
+                found += entries
+        except ObjectMissingError:
+            found = []
+        for entry in sorted(found, key=lambda entry: entry.path):
+            if entry.type == "file" and entry.path.startswith(start):
+                stored = entry.uploaded_at or entry.mtime
+                modified_s = 0.0 if stored is None else stored.timestamp()
+                yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s)
+
+    def delete(self, *keys: str) -> None:
+        """See `Store.delete`."""
+        paths = [self._path(key) for key in keys]
+        for first in range(0, len(paths), _MOST_OPERATIONS):
+            some = paths[first : first + _MOST_OPERATIONS]
+            try:
+                _retried(lambda some=some: self._delete(some))  # type: ignore[misc]
+            except ObjectMissingError:
+                return  # no bucket
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> EventWatch:
+        """See `Store.watch`: the bucket's feed of events, on a connection and in a thread of its own."""
+        return EventWatch(f"{self._api}/events", self._path(key), _headers, on_change)
+
+    def _page(self, url: str, query: str) -> tuple[Sequence[_Entry], str]:
+        """One page of a listing, and the query for the next one, empty after the last."""
+        response = self._send("GET", f"{url}?{query}")
+        # Of the next one's URL only the query counts: the token goes nowhere but to the endpoint.
+        following = response.links.get("next", {}).get("url", "")
+        return self._decoded(response, Sequence[_Entry]), urlsplit(following).query  # type: ignore[type-abstract]
+
+    def _path(self, key: str) -> str:
+        return self._start + layout.check_key(key)
+
+    @property
+    def _xet(self) -> _Xet:
+        return self._xet_of.get(os.getpid()) or self._xet_of.setdefault(os.getpid(), _Xet(self.url, self._api, self._token))
+
+    def _token(self, scope: str) -> _Token:
+        return self._decoded(self._send("GET", f"{self._api}/xet-{scope}-token"), _Token)
+
+    def _content(self, path: str) -> _Content:
+        """What `path` names now."""
+        url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
+        headers = {"Accept-Encoding": "identity"}
+        for _ in range(_MOST_REDIRECTS):
+            response = self._send("HEAD", url, path, headers=headers, follow_redirects=False)
+            found = response.headers
+            size = found.get("X-Linked-Size") or (None if response.is_redirect else found.get("Content-Length"))
+            if "X-Xet-Hash" in found and size is not None:
+                return _Content(found["X-Xet-Hash"], int(size))
+            target = urljoin(url, found.get("Location", url))
+            if target == url or urlsplit(target).netloc != urlsplit(url).netloc:
+                break
+            url = target  # the bucket was moved
+        raise StoreError(f"{self.url}: the Hub does not tell the content hash of {path}.")
+
+    def _exists(self, path: str) -> bool:
+        try:
+            _retried(lambda: self._content(path))
+        except ObjectMissingError:
+            return False
+        return True
+
+    def _read(self, path: str) -> bytes:
+        """Download, unless the path still names what two downloads have agreed upon: one alone may have been damaged."""
+        content = self._content(path)
+        known = self._small.get(path)
+        if known is not None and known.agreed and known.xet_hash == content.xet_hash:
+            return known.data
+        data = self._xet.download(content, 0, content.bytes)
+        if content.bytes <= _SMALL_BYTES:
+            agreed = known is not None and (known.xet_hash, known.data) == (content.xet_hash, data)
+            self._small.pop(path, None)
+            self._small[path] = _Small(content.xet_hash, data, agreed)
+            for oldest in list(self._small)[:-_MOST_SMALL]:
+                self._small.pop(oldest, None)
+        return data
+
+    def _put(self, path: str, data: bytes) -> None:
+        try:
+            self._store(path, data)
+        except ObjectMissingError:
+            self._create_bucket()
+            self._store(path, data)
+
+    def _store(self, path: str, data: bytes) -> None:
+        """Bytes first, then their name: until that is answered, readers see what was there before.
+
+        Raises:
+            ObjectMissingError: there is no bucket.
+        """
+        xet_hash = _retried(lambda: self._xet.upload(data))
+        operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
+
+        def name() -> None:
+            for failure in self._batch([operation]):
+                raise TransientStoreError(f"{self.url}: the Hub did not store {failure.path}: {failure.error}.")
+
+        _retried(name)
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        failures = self._batch([{"type": "deleteFile", "path": path} for path in paths])
+        if failures:
+            # Were they there at all?
+            asked = {"paths": [failure.path for failure in failures]}
+            left = self._decoded(self._send("POST", f"{self._api}/paths-info", json=asked), list[_Entry])
+            if left:
+                raise TransientStoreError(f"{self.url}: the Hub did not delete {left[0].path}: {failures[0].error}.")
+
+    def _batch(self, operations: Sequence[dict[str, object]]) -> Sequence[_Failure]:
+        """Apply operations, each by itself, and return those that failed."""
+        lines = b"".join(json.dumps(operation).encode() + b"\n" for operation in operations)
+        headers = {"Content-Type": "application/x-ndjson"}
+        response = self._send("POST", f"{self._api}/batch", accepted=(200, 422), headers=headers, content=lines)
+        failed = self._decoded(response, _BatchReply).failed
+        if response.status_code == 422 and not failed:
+            raise StoreError(f"{self.url}: the Hub refused to change the bucket: {_told(response)}.")
+        return failed
+
+    def _create_bucket(self) -> None:
+        try:
+            HfApi(endpoint=self._endpoint).create_bucket(self._bucket, private=True, exist_ok=True)
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            kind = TransientStoreError if _may_pass(status) else StoreError
+            raise kind(
+                f"The bucket {self._bucket} does not exist and could not be created: {status} {_told(error.response)}. "
+                "Create it by hand, or use a token that may."
+            ) from None
+        except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
+            raise TransientStoreError(f"The bucket {self._bucket} could not be created: {_plain(error)}.") from error
+        logger.info("created the private bucket %s", self._bucket)
+
+    def _send(
+        self, method: str, url: str, path: str = "", *, accepted: Sequence[int] = (), **options: Any
+    ) -> httpx.Response:
+        """One request to the Hub.
+
+        Args:
+            method: HTTP verb.
+            url: Where.
+            path: What it is about, empty for the bucket as a whole.
+            accepted: Statuses to return besides success and redirects.
+            **options: For `httpx.Client.request`.
+
+        Raises:
+            ObjectMissingError: 404.
+            TransientStoreError: no answer or one that may pass; waits as long as the Hub asks for, within reason.
+            StoreError: anything else; not a matter of trying again.
+        """
+        headers = _headers() | options.pop("headers", {})
+        try:
+            response = get_session().request(method, url, headers=headers, timeout=_TIMEOUT_S, **options)
+        except OfflineModeIsEnabled:
+            raise StoreError(f"{self.url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
+        except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
+            raise TransientStoreError(f"{self.url}: no answer from the Hub: {_plain(error)}.") from error
+        status = response.status_code
+        if status < 400 or status in accepted:
+            return response
+        told = _told(response)
+        if status == 404:
+            raise ObjectMissingError(f"hf://buckets/{self._bucket}{'/' if path else ''}{path} does not exist.")
+        if status == 401 and "authorization" not in headers:
+            raise StoreError(f"{self.url} needs a token. {_LOGIN}.")
+        if status == 401 and "expired" in told:
+            raise StoreError(f"The Hub's token for {self.url} has expired. {_LOGIN} anew.")
+        if status == 401:
+            raise StoreError(f"The Hub does not accept the token for {self.url}: {told}. {_LOGIN} anew.")
+        if status == 403:
+            raise StoreError(f"The token may not do this in {self.url}: {told}. {_LOGIN}, with a token that may.")
+        if not _may_pass(status):
+            raise StoreError(f"{self.url}: the Hub answered {status}: {told}.")
+        if status == 429:
+            time.sleep(min(_asked_wait_s(response), _LONGEST_WAIT_S))
+        raise TransientStoreError(f"{self.url}: the Hub answered {status}: {told}.")
+
+    def _decoded(self, response: httpx.Response, kind: type[_Result]) -> _Result:
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise TransientStoreError(f"{self.url}: the Hub answered something else than expected: {error}.") from error
+
+
+class _Xet:
+    """Bytes by their hash, in one process. Tokens and connections are kept until something fails."""
+
+    def __init__(self, url: str, api: str, fetch_token: Callable[[str], _Token]) -> None:
+        self._url = url
+        self._api = api
+        self._fetch_token = fetch_token
+        self._sessions: dict[str, Any] = {}
+        self._tokens: dict[str, _Token] = {}
+        self._downloads: Any = None
+
+    def upload(self, data: bytes) -> str:
+        """Store bytes and return their hash."""
+        try:
+            with self._session("write").new_upload_commit(**self._connection("write")) as commit:
+                handle = commit.start_upload_bytes(data, sha256=hf_xet.SKIP_SHA256)
+            info = handle.result().xet_info
+        except _XET_ERRORS as error:
+            raise self._failed("write", _plain(error)) from error
+        if info.file_size != len(data):
+            raise self._failed("write", f"{info.file_size} bytes were stored of {len(data)}")
+        return str(info.hash)
+
+    def download(self, content: _Content, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, the latter excluded."""
+        if start == end:
+            return b""
+        try:
+            downloads = self._downloads
+            if downloads is None:
+                downloads = self._session("read").new_download_stream_group(**self._connection("read"))
+                self._downloads = downloads
+            info = hf_xet.XetFileInfo(content.xet_hash, content.bytes)
+            data = b"".join(downloads.download_stream(info, start=start, end=end))
+        except _XET_ERRORS as error:
+            raise self._failed("read", _plain(error)) from error
+        if len(data) != end - start:
+            # Also how a refused token looks now and then.
+            raise self._failed("read", f"{len(data)} bytes came of {end - start}")
+        return data
+
+    def _session(self, scope: str) -> Any:
+        session = self._sessions.get(scope)
+        if session is None:
+            config = hf_xet.XetConfig().with_config(_XET_CONFIG[scope])
+            session = self._sessions[scope] = hf_xet.XetSession(config)
+        return session
+
+    def _connection(self, scope: str) -> dict[str, Any]:
+        """Arguments of a session's methods. The token is fetched here, where a refusal can be understood."""
+        token = self._tokens.get(scope)
+        if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
+            token = self._tokens[scope] = self._fetch_token(scope)
+        return {
+            "endpoint": token.cas_url,
+            "token": token.access_token,
+            "token_expiry_unix_secs": token.exp,
+            "token_refresh_url": f"{self._api}/xet-{scope}-token",
+            "token_refresh_headers": _headers(),
+        }
+
+    def _failed(self, scope: str, reason: str) -> TransientStoreError:
+        """hf_xet tells too little to know what will pass; the next token, or the next HEAD, tells better."""
+        self._tokens.pop(scope, None)
+        if scope == "read":
+            self._downloads = None
+        return TransientStoreError(f"{self._url}: the transfer ({scope}) failed: {reason}.")
+
+
+def _retried(action: Callable[[], _Result]) -> _Result:
+    """Run `action`, a few times more if it fails by what may pass."""
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return action()
+        except TransientStoreError as error:
+            logger.debug("%s Trying again.", error)
+            time.sleep(_RETRY_DELAY_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+    return action()
+
+
+def _headers() -> dict[str, str]:
+    """With the token, read anew each time: it may be replaced while we run."""
+    return build_hf_headers(library_name="deltasync")
+
+
+def _may_pass(status: int) -> bool:
+    return status in (408, 425, 429) or status >= 500
+
+
+def _asked_wait_s(response: httpx.Response) -> float:
+    """How long the Hub asks to wait: `Retry-After: 5`, or `RateLimit: "api";r=0;t=5`."""
+    told = response.headers.get("Retry-After", "") + response.headers.get("RateLimit", "")
+    match = re.search(r"^(\d+)|;\s*t=(\d+)", told)
+    return float(match[1] or match[2]) if match else 0.0
+
+
+def _told(response: httpx.Response) -> str:
+    """What the Hub says is wrong, without a full stop."""
+    message = response.headers.get("X-Error-Message")
+    if message is None:
+        try:
+            message = msgspec.json.decode(response.content, type=dict[str, Any]).get("error")
+        except msgspec.DecodeError:
+            message = None
+    return str(message or response.reason_phrase)[:200].rstrip(".")
+
+
+def _plain(error: Exception) -> str:
+    """An error in one line, without the signatures that URLs carry in their query."""
+    text = re.sub(r"\?[^\s)\"']+", "?...", " ".join(str(error).split()))
+    return (text or type(error).__name__)[:300].rstrip(".")

@@ -1,0 +1,496 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores import ObjectInfo, Store
+from deltasync.stores.hub import _XET_CONFIG, HubStore, hub_store
+from tests.contract.store_contract import StoreContract
+from tests.hub import fixtures
+from tests.hub.fixtures import HubServer
+from tests.hub.hub import EXPIRED, READ, WRITE
+
+hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
+
+FOREVER = 1000
+SMALL, LARGE = b"small", os.urandom(300_000)
+
+
+class TestHubStore(StoreContract):
+    hub: HubServer
+
+    @pytest.fixture
+    def store(self, hub: HubServer, hub_channel: HubStore) -> Store:
+        self.hub = hub
+        return hub_channel
+
+    @pytest.fixture
+    def elsewhere(self, hub: HubServer, hub_url: str) -> tuple[str, Mapping[str, str]]:
+        return hub_url, hub.env
+
+    @pytest.fixture
+    def refused(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+        store.create("a", b"1")
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        return hub_store(store.url)
+
+    def fill(self, store: Store, keys: Sequence[str]) -> None:
+        assert isinstance(store, HubStore)
+        first, *others = keys
+        store.create(first, b"x")
+        self.hub.fill(store, others, like=first)
+
+    def test_many_threads_may_create_the_bucket(self, store: Store) -> None:
+        super().fill(store, [str(number) for number in range(16)])
+        assert len(list(store.list(""))) == 16
+
+
+@pytest.fixture
+def store(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch) -> HubStore:
+    """A store with a small and a large object, its tokens fetched, the counts at zero, and no patience between attempts."""
+    monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.02)
+    for config in _XET_CONFIG.values():
+        monkeypatch.setitem(config, "client.retry_base_delay", "20ms")
+    hub_channel.create("small", SMALL)
+    hub_channel.create("large", LARGE)
+    assert hub_channel.read("large") == LARGE
+    hub.reset()
+    return hub_channel
+
+
+def _bucket(store: HubStore) -> str:
+    return "/".join(store.url.split("/")[3:5])
+
+
+class TestUrl:
+    @pytest.mark.parametrize("url", ["hf://buckets/user/b", "hf://buckets/user/b.1_-x/run", "hf://buckets/u/b/a/b/c"])
+    def test_a_store_tells_the_url_it_was_opened_with(self, url: str) -> None:
+        assert hub_store(url).url == hub_store(url + "/").url == url
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "hf://",
+            "hf://buckets",
+            "hf://buckets/user",
+            "hf://buckets//b/c",
+            "hf://buckets/user//run",
+            "hf://buckets/user/b/../c",
+            "hf://buckets/user/b/a b",
+            "hf://buckets/user/b/run?x=1",
+            "hf://buckets/user/b/läuft",
+            "hf://datasets/user/b",
+            "hf://user/b",
+        ],
+    )
+    def test_what_names_no_bucket_is_refused(self, url: str) -> None:
+        with pytest.raises(ConfigError):
+            hub_store(url)
+
+    def test_prefixes_of_one_bucket_are_stores_of_their_own(self, hub_url: str) -> None:
+        inner, outer, other = (hub_store(hub_url + suffix) for suffix in ("/in", "", "b"))
+        inner.create("x", b"1")
+        assert [info.key for info in outer.list("")] == ["in/x"]
+        assert outer.read("in/x") == b"1"
+        assert list(other.list("")) == []
+
+
+class TestBucket:
+    def test_the_first_write_creates_it_private(self, hub: HubServer, hub_channel: HubStore) -> None:
+        counts = hub.counted(lambda: hub_channel.create("a", b"1"))
+        assert counts["create_bucket"] == 1
+        assert huggingface_hub.HfApi(endpoint=hub.endpoint).bucket_info(_bucket(hub_channel)).private is True
+        assert "create_bucket" not in hub.counted(lambda: hub_channel.create("b", b"1"))
+
+    def test_reading_finds_nothing_where_there_is_none(self, hub_channel: HubStore) -> None:
+        with pytest.raises(ObjectMissingError, match=f"^{hub_channel.url}/a does not exist[.]$"):
+            hub_channel.read("a")
+        assert list(hub_channel.list("")) == []
+        hub_channel.delete("a")
+
+    def test_a_token_that_may_not_create_it_says_so(
+        self, hub_channel: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.arm("create_bucket", status=403, message="Forbidden in this namespace")
+        with pytest.raises(StoreError, match="could not be created: 403 Forbidden in this namespace") as caught:
+            hub_channel.create("a", b"1")
+        assert not isinstance(caught.value, TransientStoreError)
+
+    def test_the_official_client_reads_and_writes_the_same_objects(
+        self, store: HubStore, hub: HubServer, tmp_path: Path
+    ) -> None:
+        api, bucket = huggingface_hub.HfApi(endpoint=hub.endpoint), _bucket(store)
+        api.batch_bucket_files(bucket, add=[(b"theirs", "run/a/theirs")])
+        assert store.read("theirs") == b"theirs"
+        found = {
+            file.path: file.size
+            for file in api.list_bucket_tree(bucket, "run/a/", recursive=True)
+            if isinstance(file, huggingface_hub.BucketFile)
+        }
+        assert found == {f"run/a/{info.key}": info.bytes for info in store.list("")}
+        api.download_bucket_files(bucket, [("run/a/large", tmp_path / "large")], raise_on_missing_files=True)
+        assert (tmp_path / "large").read_bytes() == LARGE
+
+
+class TestRequests:
+    """What each call costs; a free token has 1,000 requests to the Hub's interface per five minutes."""
+
+    def test_of_every_verb(self, store: HubStore, hub: HubServer) -> None:
+        upload = {"grant": 1, "xorb": 1, "shard": 1}
+        download = {"reconstruction": 1, "data": 1}
+        assert hub.counted(lambda: store.create("a", b"new")) == {"resolve": 1, **upload, "batch": 1}
+        assert hub.counted(lambda: store.replace("a", b"newer")) == {**upload, "batch": 1}
+        for _ in range(2):
+            assert hub.counted(lambda: store.read("a")) == {"resolve": 1, **download}
+        assert hub.counted(lambda: store.read("a")) == {"resolve": 1}
+        assert hub.counted(lambda: store.read("large")) == {"resolve": 1, **download}
+        assert hub.counted(lambda: store.read_range("large", 5, 10)) == {"resolve": 1, **download}
+        assert hub.counted(lambda: list(store.list(""))) == {"tree": 1}
+        assert hub.counted(lambda: store.delete("a", "small")) == {"batch": 1}
+        assert hub.counted(lambda: store.delete()) == {}
+        store.create("empty", b"")
+        assert hub.counted(lambda: store.read("empty")) == {"resolve": 1}
+
+    def test_a_range_beyond_the_end_is_not_tried_again(self, store: HubStore, hub: HubServer) -> None:
+        hub.reset()
+        with pytest.raises(StoreError, match="ends before byte 300001") as caught:
+            store.read_range("large", 0, 300_001)
+        assert not isinstance(caught.value, TransientStoreError)
+        assert hub.requests() == {"resolve": 1}
+
+    def test_an_unchanged_small_object_costs_one_and_a_changed_one_is_seen_at_once(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
+        poller = hub_store(store.url)
+        for _ in range(2):
+            assert poller.read("small") == SMALL
+        assert hub.counted(lambda: [poller.read("small") for _ in range(100)]) == {"resolve": 100}
+        store.replace("small", b"other")
+        assert poller.read("small") == b"other"
+        store.replace("small", SMALL)
+        assert poller.read("small") == SMALL
+        store.delete("small")
+        with pytest.raises(ObjectMissingError):
+            poller.read("small")
+
+    def test_many_small_objects_do_not_push_out_the_one_that_is_polled(self, store: HubStore, hub: HubServer) -> None:
+        keys = [f"many/{number}" for number in range(200)]
+        hub.fill(store, keys, like="small")
+        for key in keys:
+            assert store.read(key) == SMALL
+        store.replace("head.json", b"1")
+        for _ in range(2):
+            assert store.read("head.json") == b"1"
+        for key in keys[:50]:
+            store.read(key)
+        assert hub.counted(lambda: store.read("head.json")) == {"resolve": 1}
+        assert len(store._small) <= 64
+
+    def test_thousands_of_objects_are_listed_and_deleted_in_a_few(self, store: HubStore, hub: HubServer) -> None:
+        keys = [f"many/{number:05d}" for number in range(2500)]
+        hub.fill(store, keys, like="small")
+        assert list(store.list("many/")) == [ObjectInfo(key, len(SMALL)) for key in keys]
+        assert hub.requests() == {"tree": 3}
+        hub.reset()
+        store.delete(*keys)
+        assert hub.requests() == {"batch": 3}
+        assert [info.key for info in store.list("")] == ["large", "small"]
+
+
+class TestToken:
+    @pytest.mark.parametrize(
+        ("token", "told"),
+        [
+            (EXPIRED, "has expired. Set HF_TOKEN or log in"),
+            ("hf_wrong", "does not accept the token"),
+            (None, "needs a token. Set HF_TOKEN or log in"),
+        ],
+    )
+    def test_one_that_is_refused_is_told_and_never_shown(
+        self, store: HubStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None, told: str
+    ) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        monkeypatch.delenv("HF_TOKEN")
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        fresh = hub_store(store.url)
+        for action in (
+            lambda: fresh.read("small"),
+            lambda: fresh.replace("small", b"1"),
+            lambda: fresh.create("new", b"1"),
+            lambda: fresh.delete("small"),
+            lambda: list(fresh.list("")),
+        ):
+            with pytest.raises(StoreError, match=told) as caught:
+                action()
+            assert not isinstance(caught.value, TransientStoreError | ObjectMissingError)
+            assert token is None or token not in str(caught.value)
+
+    def test_one_that_may_only_read_reads(self, store: HubStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", READ)
+        reader = hub_store(store.url)
+        assert reader.read("large") == LARGE
+        assert [info.key for info in reader.list("")] == ["large", "small"]
+        for action in (lambda: reader.create("new", b"1"), lambda: reader.delete("small")):
+            with pytest.raises(StoreError, match="The token may not do this"):
+                action()
+
+    def test_a_new_one_is_used_without_opening_the_store_again(
+        self, store: HubStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", EXPIRED)
+        with pytest.raises(StoreError, match="expired"):
+            store.read("small")
+        monkeypatch.setenv("HF_TOKEN", WRITE)
+        assert store.read("small") == SMALL
+
+    def test_of_the_content_store_that_has_expired_is_renewed(self, store: HubStore, hub: HubServer) -> None:
+        """hf_xet tells an error for a refused token, or, one time in four, an empty object."""
+        for _ in range(20):
+            hub.arm("read_token", expired=True)
+            assert hub_store(store.url).read("large") == LARGE
+        hub.reset()
+        fresh = hub_store(store.url)
+        hub.arm("read_token", expired=True)
+        hub.arm("write_token", expired=True)
+        assert fresh.read("large") == LARGE
+        fresh.create("new", b"1")
+        assert fresh.read("new") == b"1"
+        assert (hub.requests()["read_token"], hub.requests()["write_token"]) == (2, 2)
+
+    def test_offline_mode_is_told(self, store: HubStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(StoreError, match="HF_HUB_OFFLINE") as caught:
+            store.read("small")
+        assert not isinstance(caught.value, TransientStoreError)
+
+
+HUB_FAULTS: list[dict[str, object]] = [
+    {"status": 503},
+    {"status": 500},
+    {"status": 408},
+    {"reset": True},
+    {"reset": True, "after": True},
+    {"status": 504, "after": True},
+    {"empty": True},
+]
+
+
+def _name(fault: object) -> str:
+    return "-".join(f"{name}={value}" for name, value in fault.items()) if isinstance(fault, dict) else str(fault)
+
+
+class TestFaults:
+    """Each passes by itself when it happens once, and leaves the state that the port promises when it stays."""
+
+    @pytest.mark.parametrize("fault", [*HUB_FAULTS, {"failed": "Internal error"}], ids=_name)
+    def test_writing_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
+        hub.arm("batch", **fault)
+        store.create("new", b"1")
+        assert hub.requests()["batch"] == 2
+        assert store.read("new") == b"1"
+
+    @pytest.mark.parametrize("fault", [{"status": 503}, {"reset": True}, {"failed": "Internal error"}], ids=_name)
+    def test_writing_always(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
+        hub.arm("batch", times=FOREVER, **fault)
+        for write in (store.replace, store.create):
+            with pytest.raises(TransientStoreError):
+                write("small" if write == store.replace else "new", b"1")
+        assert hub.requests()["batch"] == 6
+        assert store.read("small") == SMALL
+        assert [info.key for info in store.list("")] == ["large", "small"]
+
+    def test_a_lost_reply_hides_a_success(self, store: HubStore, hub: HubServer) -> None:
+        hub.arm("batch", times=3, reset=True, after=True)
+        with pytest.raises(TransientStoreError):
+            store.create("new", b"1")
+        assert store.read("new") == b"1"
+        with pytest.raises(ObjectExistsError):
+            store.create("new", b"1")
+
+    @pytest.mark.parametrize("fault", HUB_FAULTS[:-1], ids=_name)
+    def test_reading_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
+        hub.arm("resolve", **fault)
+        assert store.read("large") == LARGE
+        hub.arm("resolve", **fault)
+        assert store.read_range("large", 10, 20) == LARGE[10:20]
+
+    @pytest.mark.parametrize("fault", [*HUB_FAULTS, {"truncate": True}, {"cut": True}], ids=_name)
+    def test_listing_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
+        hub.arm("tree", **fault)
+        assert [info.key for info in store.list("")] == ["large", "small"]
+        assert hub.requests() == {"tree": 2}
+
+    @pytest.mark.parametrize("fault", HUB_FAULTS, ids=_name)
+    def test_deleting_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
+        hub.arm("batch", **fault)
+        store.delete("small", "missing")
+        assert [info.key for info in store.list("")] == ["large"]
+
+    def test_what_was_not_deleted_is_an_error_though_the_answer_is_a_200(self, store: HubStore, hub: HubServer) -> None:
+        hub.arm("batch", times=FOREVER, failed="Internal error")
+        with pytest.raises(TransientStoreError, match="did not delete run/a/small: Internal error"):
+            store.delete("small")
+        store.delete("missing")
+
+    @pytest.mark.parametrize(
+        ("step", "fault"),
+        [
+            *(("data", {kind: True}) for kind in ("truncate", "cut", "empty", "reset")),
+            *(("data", {"status": status}) for status in (403, 404, 503)),
+            *(("reconstruction", {"status": status}) for status in (401, 404, 503)),
+            *(("reconstruction", {kind: True}) for kind in ("truncate", "empty", "reset")),
+            ("resolve", {"extra_bytes": 500}),
+        ],
+        ids=_name,
+    )
+    def test_a_damaged_download_is_fetched_again(
+        self, store: HubStore, hub: HubServer, step: str, fault: dict[str, object]
+    ) -> None:
+        hub.arm(step, **fault)
+        assert store.read("large") == LARGE
+        hub.arm(step, times=FOREVER, **fault)
+        with pytest.raises(TransientStoreError) as caught:
+            store.read("large")
+        assert "X-Signature" not in str(caught.value)
+        hub.reset()
+        assert store.read("large") == LARGE
+
+    def test_a_flipped_bit_comes_through(self, store: HubStore, hub: HubServer) -> None:
+        """By length alone it cannot be told; readers of a channel compare digests (test_hub_faults.py)."""
+        hub.arm("data", flip=True)
+        data = store.read("large")
+        assert data != LARGE
+        assert len(data) == len(LARGE)
+
+    def test_a_flipped_bit_is_not_kept(self, store: HubStore, hub: HubServer) -> None:
+        data = os.urandom(1000)
+        store.replace("small", data)
+        hub.arm("data", flip=True)
+        assert store.read("small") != data
+        for _ in range(4):
+            assert store.read("small") == data
+
+    @pytest.mark.parametrize("step", ["grant", "xorb", "shard"])
+    @pytest.mark.parametrize("fault", [{"status": 503}, {"reset": True}, {"reset": True, "after": True}], ids=_name)
+    def test_an_upload_is_tried_again(self, store: HubStore, hub: HubServer, step: str, fault: dict[str, object]) -> None:
+        hub.arm(step, **fault)
+        data = os.urandom(1000)
+        store.create("new", data)
+        assert store.read("new") == data
+
+    def test_nothing_is_taken_for_stored_because_it_once_was(self, store: HubStore, hub: HubServer) -> None:
+        data = os.urandom(1000)
+        for key in ("a", "b", "c"):
+            assert hub.counted(lambda key=key: store.replace(key, data))["xorb"] == 1  # type: ignore[misc]
+
+    def test_next_to_nothing_is_left_on_disk(self, store: HubStore, hub: HubServer) -> None:
+        folder = Path(hub.env["HF_XET_CACHE"])
+        before = {path for path in folder.rglob("*") if path.is_file()}
+        for _ in range(5):
+            store.replace("a", os.urandom(1000))
+        left = {path for path in folder.rglob("*") if path.is_file()} - before
+        assert len(left) <= 1
+        assert all(path.parent.name == "deltasync" and path.stat().st_size < 10_000 for path in left)
+
+    @pytest.mark.parametrize("step", ["xorb", "shard"])
+    def test_an_upload_that_fails_leaves_what_was_there(self, store: HubStore, hub: HubServer, step: str) -> None:
+        hub.arm(step, times=FOREVER, status=400)
+        with pytest.raises(TransientStoreError, match=r"the transfer \(write\) failed"):
+            store.replace("small", os.urandom(1000))
+        assert "batch" not in hub.requests()
+        assert store.read("small") == SMALL
+
+    @pytest.mark.parametrize(
+        "headers",
+        [{"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1', "RateLimit-Policy": '"fixed window";"api";q=500;w=300'}],
+    )
+    def test_a_rate_limit_is_waited_out(self, store: HubStore, hub: HubServer, headers: dict[str, str]) -> None:
+        hub.arm("resolve", status=429, headers=headers)
+        started = time.perf_counter()
+        assert store.read("small") == SMALL
+        assert 1.0 < time.perf_counter() - started < 5.0
+
+    def test_a_rate_limit_is_not_waited_out_for_ever(
+        self, store: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("deltasync.stores.hub._LONGEST_WAIT_S", 0.1)
+        hub.arm("resolve", times=FOREVER, status=429, headers={"Retry-After": "3000"})
+        with pytest.raises(TransientStoreError, match="429"):
+            store.read("small")
+        assert hub.requests() == {"resolve": 3}
+
+    @pytest.mark.parametrize("status", [400, 402, 410, 418])
+    def test_what_will_not_pass_is_tried_once(self, store: HubStore, hub: HubServer, status: int) -> None:
+        hub.arm("resolve", status=status, message="No way.")
+        with pytest.raises(StoreError, match=f"the Hub answered {status}: No way[.]$") as caught:
+            store.read("small")
+        assert not isinstance(caught.value, TransientStoreError)
+
+    def test_a_replica_of_the_hub_that_lags_shows_what_was_there_before(self, store: HubStore, hub: HubServer) -> None:
+        """Nothing is promised about reading one's own writes; whoever needs it names digests."""
+        store.replace("small", b"new")
+        for step in ("resolve", "tree"):
+            hub.arm(step, stale=True)
+        assert store.read("small") == SMALL
+        assert list(store.list("")) == [ObjectInfo("small", len(SMALL))]
+        assert store.read("small") == b"new"
+
+    def test_a_folder_that_the_hub_does_not_know_is_empty(self, store: HubStore, hub: HubServer) -> None:
+        hub.arm("tree", status=404)
+        assert list(store.list("none/")) == []
+
+    def test_no_hub_at_all(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+        with pytest.raises(TransientStoreError, match=r"no answer from the Hub: .*refused"):
+            hub_store("hf://buckets/user/b").read("a")
+
+
+_FORK = """
+import os, sys, time
+from deltasync.stores.hub import hub_store
+store = hub_store(sys.argv[1])
+data = os.urandom(1_000_000)
+store.create("parent", data)
+assert store.read("parent") == data
+watch = store.watch("parent", lambda: None)
+while not watch.live:
+    time.sleep(0.001)
+for number in range(3):
+    child = os.fork()
+    if child == 0:
+        assert not watch.live
+        store.create(f"child-{number}", data)
+        assert store.read(f"child-{number}") == store.read("parent") == data
+        watch.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+assert watch.live
+assert store.read("child-2") == data
+print(len(list(store.list(""))))
+"""
+
+
+def test_parent_and_forked_children_use_one_store(hub: HubServer, hub_url: str) -> None:
+    """It must also end by itself, though its watch still runs."""
+    command = [sys.executable, "-W", "error", "-c", _FORK, hub_url]
+    done = subprocess.run(command, env=hub.env, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr, done.returncode) == ("4", "", 0)
+
+
+def test_importing_the_store_asks_nobody(tmp_path: Path) -> None:
+    """Neither does opening one; and a channel's other stores do not need its clients."""
+    code = (
+        "import sys, deltasync.stores; assert 'hf_xet' not in sys.modules and 'huggingface_hub' not in sys.modules;"
+        "from deltasync.stores.hub import hub_store; hub_store('hf://buckets/user/b/run'); assert 'torch' not in sys.modules"
+    )
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True, timeout=60)

@@ -1,0 +1,98 @@
+"""A Hub with buckets and a Xet CAS in one process, for the real clients: `python -m tests.hub.server --port 0`.
+
+Prints its port. Keeps everything in memory. Besides what it imitates it answers
+
+    GET  /_requests              requests by name since the last reset
+    POST /_reset                 forget the counts and the faults
+    POST /_faults                arm a fault: the fields of `Fault` as JSON
+    POST /_events/{bucket id}    {"do": "drop" | "reset" | "reconnect"} to all who listen; the reply says to how many
+    POST /_fill/{bucket id}      {"paths": [...], "like": path}: give many paths the content of one
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+
+from aiohttp import web
+
+from tests.hub.cas import Cas
+from tests.hub.faults import Fault, Steps
+from tests.hub.hub import Hub
+
+_LARGEST_BODY = 1 << 30
+
+
+def application() -> web.Application:
+    """All of it, empty."""
+    steps = Steps()
+    cas = Cas(steps)
+    hub = Hub(steps, cas)
+
+    async def requests(_: web.Request) -> web.Response:
+        return web.json_response(steps.counts)
+
+    async def reset(_: web.Request) -> web.Response:
+        steps.counts.clear()
+        steps.armed.clear()
+        return web.json_response({})
+
+    async def arm(request: web.Request) -> web.Response:
+        steps.armed.append(Fault(**await request.json()))
+        return web.json_response({})
+
+    async def events(request: web.Request) -> web.Response:
+        listeners = hub.buckets[request.match_info["bucket"]].listeners
+        for listener in listeners:
+            listener.put_nowait((await request.json())["do"])
+        return web.json_response(len(listeners))
+
+    async def fill(request: web.Request) -> web.Response:
+        bucket, order = hub.buckets[request.match_info["bucket"]], await request.json()
+        like = bucket.files[order["like"]]
+        for path in order["paths"]:
+            bucket.put(path, like.xet_hash, like.size, like.mtime_ms)
+        return web.json_response({})
+
+    app = web.Application(client_max_size=_LARGEST_BODY)
+    cas.add_routes(app)
+    hub.add_routes(app)
+    app.router.add_get("/_requests", requests)
+    app.router.add_post("/_reset", reset)
+    app.router.add_post("/_faults", arm)
+    app.router.add_post("/_events/{bucket:.+}", events)
+    app.router.add_post("/_fill/{bucket:.+}", fill)
+    return app
+
+
+async def serve(port: int) -> None:
+    """Serve on the loopback interface until cancelled."""
+    runner = web.AppRunner(application(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.Event().wait()
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="A Hub with buckets and a Xet CAS, in memory.")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when whoever started it ends")
+    arguments = parser.parse_args()
+    if arguments.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    asyncio.run(serve(arguments.port))
+
+
+if __name__ == "__main__":
+    main()

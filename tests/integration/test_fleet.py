@@ -1,0 +1,346 @@
+"""What replicas live through: they start late, fall far behind, are killed, lose the store, and share a node's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deltasync import Publisher, Replica, housekeeping, layout, open_store
+from deltasync.errors import TransientStoreError
+from deltasync.reader import ChannelReader
+from deltasync.stores import Store
+from deltasync.stores.cache import CachedStore
+from tests.conftest import assert_same_bits
+from tests.faults import FOREVER, FaultyStore
+
+Weights = dict[str, torch.Tensor]
+
+ROOT = Path(__file__).parents[2]
+CACHE_BYTES = 1 << 28
+
+
+def weights(elements: int = 1 << 16) -> Weights:
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(elements, generator=random).to(torch.bfloat16)
+    return {"w": w, "v": torch.arange(50), "n": torch.ones(7, dtype=torch.bfloat16)}
+
+
+def trained(state: Weights, version: int) -> Weights:
+    """Two of the three tensors changed, by what depends on the version only."""
+    random = torch.Generator().manual_seed(version)
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    index = torch.randint(0, state["w"].numel(), (9,), generator=random)
+    state["w"].view(torch.int16)[index] += 1 + version % 5
+    state["v"][version % 50] += version
+    return state
+
+
+def publish(publisher: Publisher, states: list[Weights], count: int) -> None:
+    """Publish so many further versions; version N has the weights `states[N - 1]`."""
+    for _ in range(count):
+        states.append(trained(states[-1], len(states) + 1) if states else weights())
+        publisher.publish(states[-1].items()).wait(60)
+
+
+def reads(store: FaultyStore) -> list[str]:
+    return [key for operation, key in store.calls if operation == "read"]
+
+
+def immutable(keys: list[str]) -> list[str]:
+    """Those that a cache may hold: manifests and weights."""
+    return [key for key in keys if key.startswith((layout.MANIFESTS, "deltas/", "anchors/"))]
+
+
+@pytest.fixture
+def store(memory_url: str) -> FaultyStore:
+    return FaultyStore(open_store(memory_url))
+
+
+@pytest.fixture
+def cached(store: FaultyStore, tmp_path: Path) -> Store:
+    return CachedStore(store, tmp_path / "cache", CACHE_BYTES)
+
+
+def test_a_replica_that_starts_late_catches_up_with_a_running_trainer(store: FaultyStore) -> None:
+    states: list[Weights] = []
+    with Publisher(store, anchor_every=20) as publisher:
+        publish(publisher, states, 30)
+        training = threading.Thread(target=publish, args=(publisher, states, 60))
+        training.start()
+        replica, seen = Replica(store), []
+        while replica.version != 90:
+            seen.append(replica.sync())
+            assert_same_bits(replica.state_dict(), states[seen[-1] - 1])
+        training.join()
+    assert seen[0] >= 30
+    assert seen == sorted(seen)
+
+
+def test_a_thousand_versions_behind(store: FaultyStore) -> None:
+    with Publisher(store, anchor_every=10_000) as publisher:
+        state = weights(1 << 19)
+        publisher.publish(state.items()).wait(60)
+        plain, folded = Replica(store), Replica(store)
+        plain.sync()
+        folded.sync()
+        for version in range(2, 1002):
+            state = trained(state, version)
+            publisher.publish(state.items()).wait(60)
+
+    store.calls.clear()
+    assert plain.sync() == 1001
+    assert_same_bits(plain.state_dict(), state)
+    read = reads(store)
+    assert sum(key.startswith("deltas/") for key in read) == len({key for key in read if key.startswith("deltas/")}) == 1000
+    # Of each version its manifest and its delta; head, a listing, and again some of the manifests that name the others.
+    assert len(store.calls) <= 2000 + 2 + 1000 // 128 + 1
+
+    for base, version in ((1, 600), (600, 990)):
+        housekeeping.write_fold(ChannelReader(store), base, version)
+    store.calls.clear()
+    assert folded.sync() == 1001
+    assert_same_bits(folded.state_dict(), state)
+    # Head, a listing, 8 manifests that name the chain; of two folds document, payload, manifest; of 11 deltas two each.
+    assert len(store.calls) <= 2 + 8 + 2 * 3 + 11 * 2
+    assert sum(key.startswith("deltas/") for key in reads(store)) == 11
+
+
+class TestPruned:
+    """Versions 3 to 8 are gone, and version 9 has an anchor."""
+
+    @pytest.fixture
+    def states(self, store: FaultyStore) -> list[Weights]:
+        states: list[Weights] = []
+        with Publisher(store, anchor_every=8) as publisher:
+            publish(publisher, states, 12)
+        return states
+
+    @staticmethod
+    def prune(store: FaultyStore, manifests: bool = True) -> None:
+        for version in range(3, 9):
+            keys = [info.key for info in store.inner.list(layout.delta_dir(version))]
+            store.inner.delete(*keys, *([layout.manifest(version)] if manifests else []))
+
+    @pytest.mark.parametrize("manifests", [True, False])
+    def test_what_is_pruned_is_passed_by_on_the_anchor(
+        self, store: FaultyStore, states: list[Weights], manifests: bool
+    ) -> None:
+        replica = Replica(store)
+        replica.sync(2)
+        self.prune(store, manifests)
+        assert replica.sync() == 12
+        assert_same_bits(replica.state_dict(), states[-1])
+
+    def test_what_is_pruned_but_in_the_cache_is_used(self, store: FaultyStore, cached: Store, states: list[Weights]) -> None:
+        slow, quick = Replica(cached), Replica(cached)
+        for replica in (slow, quick):
+            replica.sync(2)
+        quick.sync()
+        self.prune(store)
+        store.calls.clear()
+        assert slow.sync() == 12
+        assert_same_bits(slow.state_dict(), states[-1])
+        assert reads(store) == ["head.json"]
+
+
+class TestWithoutStore:
+    def test_the_version_before_is_served_until_the_store_is_back(self, store: FaultyStore) -> None:
+        states: list[Weights] = []
+        with Publisher(store.inner) as publisher:
+            publish(publisher, states, 3)
+            replica = Replica(store)
+            replica.sync()
+            for operation in ("read", "list"):
+                store.fail_at(operation, times=FOREVER)
+            for _ in range(5):
+                publish(publisher, states, 1)
+                with pytest.raises(TransientStoreError):
+                    replica.sync()
+                assert replica.version == 3
+                assert_same_bits(replica.state_dict(), states[2])
+            store.heal()
+            assert replica.sync() == 8
+            assert_same_bits(replica.state_dict(), states[-1])
+
+    @pytest.mark.parametrize("key_prefix", ["head.json", layout.MANIFESTS, "deltas/", "folds/"])
+    def test_it_may_go_away_at_any_step(self, store: FaultyStore, key_prefix: str) -> None:
+        states: list[Weights] = []
+        with Publisher(store.inner) as publisher:
+            publish(publisher, states, 1)
+            replica = Replica(store)
+            replica.sync()
+            publish(publisher, states, 9)
+        faults = [store.fail_at(operation, key_prefix, times=3) for operation in ("read", "list")]
+        failures = 0
+        while replica.version != 10:
+            try:
+                replica.sync()
+            except TransientStoreError:
+                failures += 1
+            version = replica.version
+            assert version is not None
+            assert_same_bits(replica.state_dict(), states[version - 1])
+        assert failures == sum(fault.hits for fault in faults) == 3
+
+    def test_what_came_before_it_went_is_not_downloaded_again(self, store: FaultyStore, cached: Store) -> None:
+        states: list[Weights] = []
+        with Publisher(store.inner) as publisher:
+            publish(publisher, states, 40)
+        replica, failures = Replica(cached), 0
+        while replica.version != 40:
+            # Seven good requests, then none.
+            store.heal()
+            many = len(store.calls) + 7
+            store.tamper("", lambda data, many=many: data if len(store.calls) <= many else _fail())  # type: ignore[misc]
+            try:
+                replica.sync()
+            except TransientStoreError:
+                failures += 1
+            assert failures < 40
+        assert_same_bits(replica.state_dict(), states[-1])
+        assert failures > 5
+
+
+def _fail() -> bytes:
+    raise TransientStoreError("gone, says the test")
+
+
+_CHILD = """
+import sys, time
+from safetensors.torch import save_file
+from deltasync import Replica, open_store
+from deltasync.memory import LiveMemory
+from deltasync.stores.cache import CachedStore
+from tests.faults import FaultyStore
+
+url, directory, limit, saved = sys.argv[1:]
+
+def begin():
+    global store, replica
+    store = FaultyStore(open_store(url))
+    replica = Replica(CachedStore(store, directory, int(limit)))
+
+def follow(version):
+    while replica.version != version:
+        replica.sync()
+        time.sleep(0.002)
+
+def hang(*arguments):
+    print("hangs", flush=True)
+    time.sleep(1000)
+
+def hang_after_one(memory, write):
+    LiveMemory._write = hang
+    return write_one(memory, write)
+
+write_one = LiveMemory._write
+begin()
+print("ready", flush=True)
+for line in sys.stdin:
+    store.calls.clear()
+    exec(line)
+    print("done", *(key for operation, key in store.calls if operation == "read"), flush=True)
+save_file(replica.state_dict(), saved)
+"""
+
+
+class Process:
+    """A replica in a process of its own, behind the node's cache; it does what lines of Python say."""
+
+    def __init__(self, url: str, folder: Path, name: str) -> None:
+        self._saved = folder / f"{name}.safetensors"
+        arguments = [url, str(folder / "cache"), str(CACHE_BYTES), str(self._saved)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, *arguments],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def says(self) -> list[str]:
+        """The words of its next line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"it ended with {self._process.wait(10)}"
+        return line.split()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def done(self) -> list[str]:
+        """Once it has done what it was told last: which keys it read from the store meanwhile."""
+        word, *keys = self.says()
+        assert word == "done"
+        return keys
+
+    def end(self) -> Weights:
+        """Its weights, after which it is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        return load_file(self._saved)
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait(60)
+
+    def close(self) -> None:
+        with self._process as process:
+            process.kill()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[list[Process]]:
+    """Four, following `tmp_path / "channel"`."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number in range(4):
+            started.append(Process(f"file://{tmp_path}/channel", tmp_path, f"replica-{number}"))
+            stack.callback(started[-1].close)
+        for process in started:
+            assert process.says() == ["ready"]
+        yield started
+
+
+def test_four_processes_of_a_node_download_once_and_two_are_killed_at_a_commit(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    states: list[Weights] = []
+    with Publisher(f"file://{tmp_path}/channel") as publisher:
+        publish(publisher, states, 3)
+        for process in processes:
+            process.tell("follow(20)")
+        for _ in range(17):
+            publish(publisher, states, 1)
+            time.sleep(0.02)
+        downloaded = immutable([key for process in processes for key in process.done()])
+        assert len(downloaded) == len(set(downloaded))
+        assert sum(key.startswith("deltas/") for key in downloaded) == 19
+        publish(publisher, states, 3)
+
+    staged, committing, restarted, live = processes
+    staged.tell("LiveMemory.commit = hang; follow(23)")
+    assert staged.says() == ["hangs"]
+    staged.kill()
+    committing.tell("LiveMemory._write = hang_after_one; follow(23)")
+    assert committing.says() == ["hangs"]
+    committing.kill()
+    restarted.tell("begin(); follow(23)")
+    live.tell("follow(23)")
+    for process in (restarted, live):
+        assert set(process.done()) <= {"channel.json", "head.json"}
+        assert_same_bits(process.end(), states[-1])

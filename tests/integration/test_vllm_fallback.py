@@ -1,0 +1,138 @@
+"""A real vLLM that keeps weights in a layout of its own: expert layers on the CPU, which it packs for its kernels."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from deltasync.demo import model as demo_model
+from deltasync.demo.processes import get_json
+from deltasync.demo.run import free_port
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, one_thread, start
+
+pytestmark = pytest.mark.vllm
+
+EXPERTS, LAYERS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    torch.manual_seed(0)
+    tokenizer = demo_model.build_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    channel = f"file://{checkpoint.parent}/channel"
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    with one_thread(), start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
+        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        server = Server(url, channel, weights)
+        yield server
+        if server.publisher is not None:
+            server.publisher.close()
+
+
+def greedy(url: str) -> list[int]:
+    body = {
+        "model": get_json(f"{url}/v1/models")["data"][0]["id"],
+        "prompt": [5, 6, 7, 8, 9],
+        "max_tokens": 60,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        return tokens
+
+
+def test_packed_experts_take_the_fallback_and_nothing_else_does(server: Server) -> None:
+    server.assert_serves(server.publish())
+    assert server.status()["reloaded_tensors"] == EXPERTS * LAYERS * 3
+    assert server.status()["commits"] == []
+
+
+def test_versions_are_committed_and_the_tokens_are_those_of_a_server_that_loaded_them(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    before = greedy(server.url)
+    for _ in range(3):
+        for tensor in server.weights.values():
+            tensor += 0.01 * torch.randn(tensor.shape, generator=server.rng)
+        server.assert_serves(server.publish())
+    commits = server.status()["commits"]
+    assert len(commits) == 3
+    assert all(commit["reload_s"] > 0 for commit in commits)
+    after = greedy(server.url)
+    assert after != before
+
+    # The proof of what the fingerprint cannot see: packed weights that do what the published ones do.
+    server.publish_anchor()
+    expected = greedy(server.url)
+    (folder,) = sorted((checkpoint.parent / "channel" / "anchors").iterdir())[-1:]
+    for file in checkpoint.iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with start(folder, server.channel, port, tmp_path / "server.log") as child:
+        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        loaded = Server(url, server.channel, server.weights)
+        loaded.wait(lambda status: status["state"] == "serving")
+        assert loaded.status()["commits"] == []  # recognised: nothing was patched
+        assert greedy(url) == expected
+
+
+def test_a_version_without_changes_to_experts_loads_nothing_again(server: Server) -> None:
+    server.weights["model.norm.weight"] *= 1.5
+    server.assert_serves(server.publish())
+    assert server.status()["commits"][-1]["reload_s"] == 0
+
+
+def test_bits_that_are_not_the_published_ones_are_rolled_back_in_packed_layers_too(server: Server) -> None:
+    version, tokens = server.status()["version"], greedy(server.url)
+    before = {name: tensor.clone() for name, tensor in server.weights.items()}
+    for tensor in server.weights.values():
+        tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng)
+    with server.publishing_a_wrong_fingerprint():
+        server.publish()
+    status = server.wait(lambda status: "did not give the published bits" in (status["error"] or ""))
+    assert status["version"] == version
+    assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
+    assert greedy(server.url) == tokens
+    assert len(complete(server.url, 5)) == 5

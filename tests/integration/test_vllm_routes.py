@@ -1,0 +1,228 @@
+"""The HTTP side of a replica: a real vLLM server that wants a token, and a real browser for its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from deltasync import layout, manifest
+from deltasync.demo import model as demo_model
+from deltasync.demo.processes import get_json
+from deltasync.demo.run import free_port
+from deltasync.manifest import Head
+from tests.integration.vllm_server import PATIENCE_S, Server, one_thread, start
+
+pytestmark = pytest.mark.vllm
+
+TOKEN = "token-of-this-test"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    checkpoint, port = folder / "model", free_port()
+    torch.manual_seed(0)
+    tokenizer = demo_model.build_tokenizer()
+    demo_model.build_model(tokenizer).to(torch.bfloat16).save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    server = Server(f"http://127.0.0.1:{port}", f"file://{folder}/channel", weights, TOKEN)
+    log = folder / "server.log"
+    with one_thread(), start(checkpoint, server.channel, port, log, DELTASYNC_HTTP_TOKEN=TOKEN) as child:
+        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        server.assert_serves(server.publish())
+        yield server
+        assert server.publisher is not None
+        server.publisher.close()
+
+
+def post(server: Server, path: str, **body: object) -> tuple[int, dict[str, Any]]:
+    try:
+        with server.open(path, body) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def samples(server: Server) -> dict[str, float]:
+    """What /metrics says of deltasync, by sample name and labels."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as reply:
+        lines = reply.read().decode().splitlines()
+    assert any(line.startswith("vllm:generation_tokens_total") for line in lines)
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("deltasync_")}
+
+
+def test_sync_answers_when_the_version_is_served(server: Server) -> None:
+    for _ in range(3):
+        server.step()
+        version = server.publish()
+        status, reply = post(server, "/deltasync/sync")
+        assert (status, reply["version"]) == (200, version)
+        assert 0 <= reply["waited_s"] < PATIENCE_S
+        server.assert_serves(version)
+
+
+def test_sync_waits_for_a_version_that_is_published_later(server: Server) -> None:
+    wanted = server.status()["version"] + 2
+    replies: list[tuple[int, dict[str, Any]]] = []
+    waiting = threading.Thread(
+        target=lambda: replies.append(post(server, "/deltasync/sync", version=wanted, timeout_s=PATIENCE_S))
+    )
+    waiting.start()
+    server.step()
+    server.publish()
+    server.step()
+    assert server.publish() == wanted
+    waiting.join()
+    assert [(status, reply["version"]) for status, reply in replies] == [(200, wanted)]
+    server.assert_serves(wanted)
+
+
+def test_sync_says_when_time_is_up_and_what_is_wrong_with_a_request(server: Server) -> None:
+    version = server.status()["version"]
+    status, reply = post(server, "/deltasync/sync", version=version + 100, timeout_s=0.2)
+    assert status == 504
+    assert f"Version {version + 100} is not served after 0.2 s" in reply["error"]
+    assert (reply["version"], reply["head_version"], reply["state"]) == (version, version, "serving")
+    status, reply = post(server, "/deltasync/sync", version="newest")
+    assert status == 422
+    assert "version" in reply["error"]
+
+
+def test_a_trainer_of_pipeline_rl_can_ask_for_an_update(server: Server) -> None:
+    server.step()
+    version = server.publish()
+    parameters = [{"name": name, "shape": list(t.shape), "dtype": "torch.bfloat16"} for name, t in server.weights.items()]
+    body = {"kind": "weight_update_request", "version": version, "parameters_info": parameters, "timestamp": 0.0}
+    status, reply = post(server, "/request_weight_update", **body)
+    assert (status, reply["version"]) == (200, version)
+    server.assert_serves(version)
+
+
+def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, folder: Path) -> None:
+    assert set(get_json(f"{server.url}/deltasync/status")) == {"state", "version", "head_version"}
+    for path, data in (
+        ("/deltasync/", None),
+        ("/deltasync/digest", None),
+        ("/deltasync/sync", b"{}"),
+        ("/request_weight_update", b"{}"),
+    ):
+        for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
+            with pytest.raises(urllib.error.HTTPError, match="401") as caught:
+                urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE_S)
+            assert caught.value.headers["WWW-Authenticate"]
+            caught.value.close()
+    assert TOKEN not in (folder / "server.log").read_text(errors="replace")
+
+
+def test_metrics_stand_beside_vllms_own(server: Server) -> None:
+    server.step()
+    version = server.publish()
+    post(server, "/deltasync/sync", version=version)
+    server.wait(lambda status: status["state"] == "serving" and status["commits"][-1]["version"] == version)
+    status, found = server.status(), samples(server)
+    commits = status["commits"]
+    assert found["deltasync_served_version"] == found["deltasync_head_version"] == version
+    assert found['deltasync_commits_total{kind="delta"}'] == len(commits)
+    assert found['deltasync_commits_total{kind="anchor"}'] == found['deltasync_commits_total{kind="fold"}'] == 0
+    assert found["deltasync_payload_bytes_total"] == sum(commit["payload_bytes"] for commit in commits)
+    for name in ("lag", "stage", "pause"):
+        assert found[f"deltasync_{name}_seconds_count"] == len(commits)
+        assert found[f"deltasync_{name}_seconds_sum"] == pytest.approx(sum(commit[f"{name}_s"] for commit in commits))
+    assert found["deltasync_rollbacks_total"] == 0
+
+
+def test_completions_say_which_versions_were_live_while_they_ran(server: Server) -> None:
+    model = server.json("/v1/models")["data"][0]["id"]
+    chat = {"messages": [{"role": "user", "content": "1+1="}]}
+    prompts: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": [5, 6, 7]}, "/v1/chat/completions": chat}
+
+    def versions(path: str, token_count: int, **more: object) -> str:
+        body = {"model": model, "max_tokens": token_count, "ignore_eos": True, **prompts[path], **more}
+        with server.open(path, body) as reply:
+            reply.read()
+            return str(reply.headers["x-deltasync-versions"])
+
+    version = server.status()["version"]
+    for path in prompts:
+        assert versions(path, 5) == f"{version}..{version}"
+        assert versions(path, 5, stream=True) == f"{version}.."
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.append(versions("/v1/completions", 900)))
+    asking.start()
+    server.wait_for_requests(1)
+    for _ in range(3):
+        server.step()
+        server.assert_serves(server.publish())
+    asking.join()
+    first, last = map(int, found[0].split(".."))
+    assert first == version
+    assert version < last <= version + 3
+    assert versions("/v1/completions", 5) == f"{version + 3}..{version + 3}"
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
+    with server.open("/deltasync/") as reply:
+        page, headers = reply.read().decode(), reply.headers
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert set(re.findall(r"\w+://[^\"'`\s]*", page)) == {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)")
+def test_the_page_shows_the_replica_in_a_browser(server: Server, tmp_path: Path) -> None:
+    address = server.url.replace("://", f"://anyone:{TOKEN}@")
+
+    def browse(what: str, *arguments: str) -> str:
+        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+        flags += " --disable-component-update --disable-sync --window-size=1000,900 --virtual-time-budget=3000"
+        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / what}", *arguments, f"{address}/deltasync/"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def shown(page: str) -> dict[str, str]:
+        return dict(re.findall(r'id="(state|version|head|count|replica|error)"[^>]*>([^<]*)<', page))
+
+    status = server.status()
+    page, commits = browse("serving", "--dump-dom"), status["commits"]
+    assert shown(page) == {
+        "state": "serving",
+        "version": str(status["version"]),
+        "head": str(status["version"]),
+        "count": str(len(commits)),
+        "replica": "test-server",
+        "error": "\N{EN DASH}",
+    }
+    assert page.count("<circle") == 3 * len(commits) > 0
+    assert re.search(r'<section id="error"[^>]* hidden', page)
+
+    good = server.store.read(layout.HEAD)
+    head = manifest.decode(good, Head, layout.HEAD)
+    server.store.replace(layout.HEAD, manifest.encode(dataclasses.replace(head, run_id="<b>another</b>")))
+    server.wait(lambda status: status["state"] == "failed")
+    page = browse("failed", "--dump-dom")
+    assert shown(page)["state"] == "failed"
+    assert "belongs to run &lt;b&gt;another&lt;/b&gt;" in shown(page)["error"]
+    browse("picture", f"--screenshot={tmp_path}/page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    server.store.replace(layout.HEAD, good)
+    server.wait(lambda status: status["state"] == "serving")
+    assert samples(server)['deltasync_errors_total{class="RunMismatchError"}'] >= 1

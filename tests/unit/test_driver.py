@@ -1,0 +1,429 @@
+"""The driver and its routes over one real worker in this process; tests/integration/test_vllm_routes.py has a real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry
+from starlette.testclient import TestClient
+
+from deltasync import Publisher
+from deltasync.config import ReplicaSettings
+from deltasync.errors import ApplyError, NotPublishedError
+from vllm_plugin import metrics
+from vllm_plugin.access import presents
+from vllm_plugin.driver import Driver
+from vllm_plugin.endpoints import DeltaSyncEndpoints
+from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.metrics import Metrics
+
+PATIENCE_S = 60.0
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        self.w = torch.nn.Parameter(weight, requires_grad=False)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self, name).copy_(tensor)
+
+
+class Engine:
+    """vLLM's engine client as far as the driver goes, with one worker on this thread."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.worker = DeltaSyncWorkerExtension()
+        self.worker.model_runner = SimpleNamespace(
+            get_model=lambda: self.model, model_config=SimpleNamespace(model="/no/checkpoint")
+        )
+        self.weight_version = "default"
+        self.events: list[tuple[str, int | None]] = []
+        self.driver: Driver | None = None
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        await asyncio.sleep(0)
+        return [getattr(self.worker, method)(*args)]
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self._note("pause")
+
+    async def resume_generation(self) -> None:
+        self._note("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.weight_version = version
+
+    def _note(self, what: str) -> None:
+        if self.driver is not None:
+            self.events.append((what, self.driver.version))
+
+
+class Trainer:
+    """Publishes what the engine's model started from, and then changes of it."""
+
+    def __init__(self, url: str) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+        self.publisher = Publisher(url)
+
+    def publish(self) -> int:
+        self.weights["w"].view(torch.int16)[:3] += 1
+        return self.publisher.publish(self.weights.items()).wait(PATIENCE_S).version
+
+
+@pytest.fixture
+def trainer(memory_url: str) -> Iterator[Trainer]:
+    trainer = Trainer(memory_url)
+    yield trainer
+    trainer.publisher.close()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    # There is no vLLM here to name the files that it loaded, so nothing is compared with them.
+    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(()))
+    return Engine()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@contextlib.asynccontextmanager
+async def following(engine: Engine, url: str, registry: CollectorRegistry) -> AsyncIterator[Driver]:
+    driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit"), Metrics(registry))
+    task = asyncio.create_task(driver.run())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield driver
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+def test_reach_waits_for_the_first_version_and_then_for_the_newest(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
+    async def body() -> None:
+        async with following(engine, memory_url, registry) as driver:
+            first = asyncio.create_task(driver.reach(None))
+            await asyncio.sleep(0.05)
+            assert not first.done()
+            trainer.publish()
+            assert await first == 1
+            for version in (2, 3, 4):
+                assert trainer.publish() == version
+                assert await driver.reach(None) == version
+                assert torch.equal(engine.model.w, trainer.weights["w"])
+                assert engine.weight_version == str(version)
+            assert await driver.reach(2) == 4
+
+    asyncio.run(body())
+
+
+def test_reach_makes_the_driver_look_at_once(
+    engine: Engine,
+    trainer: Trainer,
+    memory_url: str,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deltasync.poll._FIRST_S", 1000.0)
+
+    async def body() -> None:
+        trainer.publish()
+        driver = Driver(
+            engine, ReplicaSettings(channel=memory_url, poll_interval_s=1000, replica_id="unit"), Metrics(registry)
+        )
+        task = asyncio.create_task(driver.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await until(lambda: driver.version is not None and driver.status()["state"] == "serving")
+            version = trainer.publish()
+            await asyncio.sleep(0.1)
+            assert driver.version != version
+            assert await driver.reach(version) == version
+        task.cancel()
+
+    asyncio.run(body())
+
+
+def test_the_version_changes_only_while_generation_is_paused(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
+    async def body() -> None:
+        async with following(engine, memory_url, registry) as driver:
+            trainer.publish()
+            await driver.reach(1)
+            trainer.publish()
+            await driver.reach(2)
+            await until(lambda: driver.status()["state"] == "serving")
+
+    asyncio.run(body())
+    # The first version has other weights than the model, so that it is loaded as well.
+    assert engine.events == [("pause", None), ("resume", 1), ("pause", 1), ("resume", 2)]
+
+
+def test_a_version_that_is_live_counts_though_vllm_could_not_be_told(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        async with following(engine, memory_url, registry) as driver:
+            trainer.publish()
+            await driver.reach(1)
+
+            async def fail(version: str) -> None:
+                raise RuntimeError("no answer")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "update_weight_version", fail)
+                trainer.publish()
+                await driver.reach(2)
+                await until(lambda: value(registry, "deltasync_errors_total", **{"class": "RuntimeError"}) == 1)
+            await driver.reach(2)
+            await until(lambda: driver.status()["state"] == "serving")
+
+    asyncio.run(body())
+    assert engine.events[-1] == ("resume", 2)
+
+
+def test_metrics_count_what_was_committed(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
+    async def body() -> list[dict[str, Any]]:
+        async with following(engine, memory_url, registry) as driver:
+            for version in (1, 2, 3):
+                trainer.publish()
+                await driver.reach(version)
+            await until(lambda: value(registry, "deltasync_served_version") == 3)
+            commits: list[dict[str, Any]] = driver.status()["commits"]
+            assert driver.status(0)["commits"] == []
+            assert driver.status(2)["commits"] == commits[-2:]
+            return commits
+
+    commits = asyncio.run(body())
+    assert [commit["anchor"] for commit in commits] == [True, False, False]
+    assert value(registry, "deltasync_head_version") == 3
+    assert value(registry, "deltasync_commits_total", kind="anchor") == 1
+    assert value(registry, "deltasync_commits_total", kind="delta") == 2
+    assert value(registry, "deltasync_commits_total", kind="fold") == 0
+    assert value(registry, "deltasync_payload_bytes_total") == sum(commit["payload_bytes"] for commit in commits)
+    for name in ("lag", "stage", "pause"):
+        assert value(registry, f"deltasync_{name}_seconds_count") == 3
+        total = sum(commit[f"{name}_s"] for commit in commits)
+        assert value(registry, f"deltasync_{name}_seconds_sum") == pytest.approx(total)
+    assert value(registry, "deltasync_rollbacks_total") == 0
+
+
+def test_a_rollback_is_counted_and_keeps_the_version(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
+    async def body() -> None:
+        async with following(engine, memory_url, registry) as driver:
+            trainer.publish()
+            await driver.reach(1)
+            before = engine.model.w.clone()
+            trainer.publisher._fingerprints["no such tensor"] = 1
+            trainer.publish()
+            await until(lambda: driver.status()["state"] == "failed")
+            assert driver.version == 1
+            assert torch.equal(engine.model.w, before)
+
+    asyncio.run(body())
+    assert value(registry, "deltasync_rollbacks_total") == 1
+    assert (value(registry, "deltasync_errors_total", **{"class": "FingerprintMismatchError"}) or 0) >= 1
+    assert value(registry, "deltasync_pause_seconds_count") == 2
+    assert value(registry, "deltasync_lag_seconds_count") == 1
+
+
+def test_a_workers_error_keeps_its_class() -> None:
+    assert metrics.error_class(ApplyError("FingerprintMismatchError: Version 2 ...")) == "FingerprintMismatchError"
+    assert metrics.error_class(ApplyError("Unexpected KeyError: 'x'")) == "ApplyError"
+    assert metrics.error_class(ApplyError("DTYPES: no class")) == "ApplyError"
+    assert metrics.error_class(NotPublishedError("ApplyError: told by itself")) == "NotPublishedError"
+    assert metrics.error_class(KeyError("x")) == "KeyError"
+
+
+def test_a_failed_undo_is_no_rollback(registry: CollectorRegistry) -> None:
+    counted = Metrics(registry)
+    counted.rolled_back(ApplyError("CommitError: the weights are uncertain"))
+    assert value(registry, "deltasync_rollbacks_total") == 0
+    counted.rolled_back(ApplyError("FingerprintMismatchError: rolled back"))
+    assert value(registry, "deltasync_rollbacks_total") == 1
+
+
+def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> None:
+    write = """
+from vllm_plugin.metrics import Metrics
+metrics = Metrics()
+metrics.looked(5, 7)
+metrics.paused(0.02)
+"""
+    read = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+    env = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for code in (write, read):
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "deltasync_served_version 5.0" in done.stdout
+    assert "deltasync_head_version 7.0" in done.stdout
+    assert "deltasync_pause_seconds_count 1.0" in done.stdout
+
+
+def test_only_the_token_itself_is_taken() -> None:
+    def basic(credentials: str) -> str:
+        return "Basic " + base64.b64encode(credentials.encode()).decode()
+
+    for good in ("Bearer s3cret", "bearer s3cret", basic("anyone:s3cret"), basic(":s3cret")):
+        assert presents(good, "s3cret"), good
+    bad = [None, "", "s3cret", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Bearer S3CRET", "Digest s3cret"]
+    bad += ["Basic s3cret", "Basic !!!", basic("s3cret"), basic("s3cret:"), "Bearer \xe9", "Bearer \udcff"]
+    for header in bad:
+        assert not presents(header, "s3cret"), header
+
+
+@contextlib.contextmanager
+def serving(engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **environ: str) -> Iterator[TestClient]:
+    monkeypatch.setattr("vllm_plugin.endpoints.Metrics", lambda: Metrics(CollectorRegistry()))
+    for name, text in environ.items():
+        monkeypatch.setenv(f"DELTASYNC_{name}", text)
+    plugin = DeltaSyncEndpoints()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        args = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension", enable_prefix_caching=False)
+        await plugin.init_state(engine, app.state, args)
+        yield
+        if plugin._task is not None:
+            plugin._task.cancel()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/v1/completions")
+    async def complete(to: int = 0, stream: bool = False) -> Any:
+        if to:
+            assert plugin._driver is not None
+            await plugin._driver.reach(to)
+        return StreamingResponse(iter(["data: [DONE]\n\n"]), media_type="text/event-stream") if stream else {}
+
+    plugin.attach_router(app)
+    with TestClient(app) as client:
+        yield client
+
+
+def test_sync_answers_once_the_version_is_served(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        trainer.publish()
+        reply = client.post("/deltasync/sync")
+        assert reply.status_code == 200
+        assert reply.json()["version"] == 1
+        assert reply.json()["waited_s"] >= 0
+        trainer.publish()
+        assert client.post("/deltasync/sync", json={"version": 2, "timeout_s": 30}).json()["version"] == 2
+        trainer.publish()
+        pipeline_rl = {"kind": "weight_update_request", "version": 3, "parameters_info": [], "timestamp": 0.5}
+        assert client.post("/request_weight_update", json=pipeline_rl).json()["version"] == 3
+        assert client.post("/request_weight_update").json()["version"] == 3
+        late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.5})
+        assert late.status_code == 504
+        assert late.json()["error"] == (
+            "Version 9 is not served after 0.5 s: this replica serves version 3, head is at version 3, and it is serving."
+        )
+        assert (late.json()["version"], late.json()["cause"]) == (3, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'"\xff"',
+        b'{"version": 0}',
+        b'{"version": "7"}',
+        b'{"version": 1.5}',
+        b'{"version": true}',
+        b'{"timeout_s": 0}',
+        b'{"timeout_s": 1e9}',
+        b'{"timeout_s": NaN}',
+        b'{"timeout": 5}',
+    ],
+)
+def test_a_bad_body_is_refused(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        reply = client.post("/deltasync/sync", content=body)
+        assert reply.status_code == 422
+        assert "The body is not what this route takes" in reply.json()["error"]
+
+
+def test_with_a_token_only_the_state_and_the_versions_are_open(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer secret"}
+    with serving(engine, monkeypatch, CHANNEL=memory_url, HTTP_TOKEN="s3cret", DIGEST_ROUTE="1") as client:
+        trainer.publish()
+        guarded = [("POST", "/deltasync/sync"), ("POST", "/request_weight_update")]
+        guarded += [("GET", "/deltasync/"), ("GET", "/deltasync"), ("GET", "/deltasync/digest")]
+        for method, path in guarded:
+            for headers in ({}, bad):
+                reply = client.request(method, path, headers=headers)
+                assert reply.status_code == 401, path
+                assert "Basic" in reply.headers["www-authenticate"]
+                assert "s3cret" not in reply.text
+            assert client.request(method, path, headers=good).status_code == 200, path
+        assert client.get("/deltasync/status", headers=bad).status_code == 401
+        assert client.get("/deltasync/status").json() == {"state": "serving", "version": 1, "head_version": 1}
+        assert client.get("/deltasync/status", headers=good).json()["replica_id"]
+
+
+def test_a_server_that_follows_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(None, monkeypatch) as client:
+        for reply in (client.get("/deltasync/status"), client.post("/deltasync/sync")):
+            assert reply.status_code == 503
+            assert "DELTASYNC_CHANNEL" in reply.json()["error"]
+        assert "x-deltasync-versions" not in client.post("/v1/completions").headers
+
+
+def test_the_versions_that_were_live_during_a_request_are_in_its_headers(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        assert "x-deltasync-versions" not in client.post("/v1/completions").headers
+        trainer.publish()
+        client.post("/deltasync/sync")
+        assert client.post("/v1/completions").headers["x-deltasync-versions"] == "1..1"
+        assert client.post("/v1/completions?stream=1").headers["x-deltasync-versions"] == "1.."
+        trainer.publish()
+        reply = client.post("/v1/completions?to=2")
+        assert reply.headers["x-deltasync-versions"] in ("1..2", "2..2")  # the driver may have been faster
+        assert "x-deltasync-versions" not in client.get("/deltasync/status").headers

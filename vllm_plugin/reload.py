@@ -1,0 +1,88 @@
+"""The fallback: tensors that vLLM keeps in a layout of its own (repacked, quantized) are patched in a mirror on the host,
+and the layers they belong to are loaded again by vLLM.
+
+Correct first: the work is proportional to the layers that changed, not to what changed in them. The fingerprint proves the
+mirror; that live memory holds what the mirror does is left to vLLM's loader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+
+from deltasync.bits import int_view
+from deltasync.errors import ModelMismatchError
+from deltasync.memory import Segment
+from vllm_plugin.cpu import prepare_reload
+
+
+class Mirror:
+    """Host copies of tensors, and vLLM's layerwise reload from them.
+
+    Args:
+        runner: vLLM's model runner.
+        layers: Tensors to mirror -> the modules whose parameters they are loaded into.
+        tensors: The tensors, as the checkpoint has them; kept, and mutated by commits.
+    """
+
+    def __init__(self, runner: Any, layers: Mapping[str, Set[torch.nn.Module]], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._runner = runner
+        self._layers = layers
+        self._tensors = tensors
+
+    @property
+    def names(self) -> Set[str]:
+        """The mirrored tensors."""
+        return self._tensors.keys()
+
+    @property
+    def segments(self) -> dict[str, list[Segment]]:
+        """Where the mirrored tensors lie."""
+        return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
+
+    def prove(self) -> None:
+        """Load the layers again from the unchanged mirror, and make sure that live memory is what it was.
+
+        Raises:
+            ModelMismatchError: it is not; what was there is there again.
+        """
+        layers = {layer for of in self._layers.values() for layer in of}
+        before = {layer: {name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers}
+        self.reload(self._tensors)
+        wrong = []
+        for layer, tensors in before.items():
+            for name, tensor in layer.state_dict().items():
+                if not torch.equal(int_view(tensor.contiguous()), int_view(tensors[name].contiguous())):
+                    wrong.append(f"{type(layer).__name__}.{name}")
+                    tensor.copy_(tensors[name])
+        if wrong:
+            raise ModelMismatchError(
+                f"vLLM keeps {len(self._tensors)} tensors in a layout of its own, and loading the same weights again gives "
+                f"another live memory ({', '.join(sorted(set(wrong))[:5])}), so they cannot be updated."
+            )
+
+    def reload(self, changed: Iterable[str]) -> float:
+        """Load the layers of the mirrored ones among these tensors again; mutates live weights. Returns seconds.
+
+        Raises:
+            Exception: whatever vLLM raises; the layers are in an unknown state then.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        layers = {layer for name in changed for layer in self._layers.get(name, ())}
+        if not layers:
+            return 0.0
+        before = time.perf_counter()
+        names = [name for name, of in self._layers.items() if of & layers]
+        model = self._runner.get_model()
+        with torch.no_grad():
+            for layer in layers:
+                prepare_reload(layer)
+                initialize_layerwise_reload(layer)
+            model.load_weights((name, self._tensors[name]) for name in names)
+            for layer in layers:
+                finalize_layerwise_reload(layer, self._runner.model_config)
+        return time.perf_counter() - before

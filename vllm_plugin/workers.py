@@ -1,0 +1,86 @@
+"""All workers of a server as one: RPCs to every one of them, and their shards put together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync.errors import ApplyError
+from deltasync.memory import Region
+from deltasync.types import TensorSpec
+
+# Between two looks at work in the background: each is an RPC that runs between two engine steps.
+_POLL_S = (0.002, 0.05)
+
+
+class Workers:
+    """RPCs to the workers behind one engine client; each returns one reply per worker, in the order of their ranks."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def rpc(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
+        """Call a method of the worker extension.
+
+        Raises:
+            ApplyError: one of them failed, if `check`.
+        """
+        replies: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+        errors = [reply["error"] for reply in replies if "error" in reply and "state" not in reply]
+        if check and errors:
+            raise ApplyError(errors[0])
+        return replies
+
+    async def call(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
+        """Call a method of every `WorkerReplica`; errors as in `rpc`."""
+        return await self.rpc("deltasync_call", method, *args, check=check)
+
+    async def work(self, method: str, *args: object) -> list[dict[str, Any]]:
+        """Have all workers do something in the background while tokens are generated; what each ended with.
+
+        Raises:
+            ApplyError: one of them failed, and not at a step of the channel.
+        """
+        wait_s, longest_s = _POLL_S
+        replies = await self.call(method, *args)
+        while any(reply["state"] == "working" for reply in replies):
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, longest_s)
+            # Those that have ended told so once, and say `idle` from then on.
+            later = await self.call("poll")
+            replies = [new if old["state"] == "working" else old for old, new in zip(replies, later, strict=True)]
+        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "step" not in reply]
+        if errors:
+            raise ApplyError(errors[0])
+        return replies
+
+
+def regions_of(reply: dict[str, Any]) -> dict[str, list[Region]]:
+    """A worker's regions out of its reply, on the way of which tuples became lists."""
+    return {
+        name: [(offset, tuple((size, stride) for size, stride in dims)) for offset, dims in regions]
+        for name, regions in reply["regions"].items()
+    }
+
+
+def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[bytes]]) -> np.ndarray:
+    """A tensor's bits, flat and unsigned, from the bits of the segments that the workers hold.
+
+    Raises:
+        ApplyError: two copies of the same elements differ.
+    """
+    flat_N = np.zeros(spec.element_count, spec.bits_dtype)
+    view = torch.from_numpy(flat_N.view(f"i{flat_N.itemsize}"))
+    seen: dict[Region, bytes] = {}
+    for held, data in zip(regions, shards, strict=True):
+        for region, bits in zip(held, data, strict=True):
+            if seen.setdefault(region, bits) != bits:
+                raise ApplyError(f"Two workers hold different copies of the same elements of {spec}.")
+            offset, dims = region
+            source = torch.frombuffer(bytearray(bits), dtype=view.dtype) if bits else view[:0]
+            shape = [size for size, _ in dims]
+            view.as_strided(shape, [stride for _, stride in dims], offset).copy_(source.reshape(shape))
+    return flat_N
