@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,8 +32,32 @@ from deltasync.stores.cache import CachedStore, Check
 from deltasync.types import Patch, TensorSpec
 
 _FOLDS_FROM = 4  # steps from which on a listing of the folds is likely to save more than it costs
-_FETCH_AHEAD = 2
+_FILES_AHEAD = 2
 _MANIFESTS = 256  # each with its chain takes some 30 kB
+
+
+FetchedStep = tuple[Delta | Fold, Sequence[tuple[FileRef, bytes]]]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
+    """Results of `action` in order, those of the next `count` items being made in threads meanwhile."""
+    if len(items) == 1:
+        yield action(items[0])
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch") as pool:
+        waiting = deque(pool.submit(action, item) for item in items[:count])
+        try:
+            for at in range(len(items)):
+                result = waiting.popleft().result()
+                if at + count < len(items):
+                    waiting.append(pool.submit(action, items[at + count]))
+                yield result
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 class ChannelReader:
@@ -44,6 +70,7 @@ class ChannelReader:
         self._specs: dict[str, TensorSpec] = {}
         # Immutable; the last ones are kept to plan without reading them again.
         self._manifests: dict[int, tuple[Manifest, str]] = {}
+        self._trimming = threading.Lock()
         self._folds: tuple[int, list[chain.Step]] = 0, []
         self._distrusted: set[chain.Step] = set()
 
@@ -103,11 +130,12 @@ class ChannelReader:
         key = layout.manifest(version)
         if version not in self._manifests:
             self._manifests[version] = self._read_manifest(version, key, sha256)
+        document, found = self._manifests[version]
+        with self._trimming:
             if len(self._manifests) > _MANIFESTS:
                 del self._manifests[next(iter(self._manifests))]
-        document, found = self._manifests[version]
         if sha256 is not None and found != sha256:
-            del self._manifests[version]
+            self._manifests.pop(version, None)
             raise _not_the_named(key, "head or the next manifest")
         return document
 
@@ -176,7 +204,7 @@ class ChannelReader:
                 if not any(step.use_anchor for step in steps):
                     raise
                 break
-            sha256 = self._manifests[wanted][1]
+            sha256 = sha256 or self._manifests[wanted][1]
             if found.anchor is not None:
                 steps.append(chain.Step(wanted, sha256, None, found.anchor.payload_bytes))
             if found.delta is None:
@@ -264,20 +292,30 @@ class ChannelReader:
         return data
 
     def _fetch_all(self, files: Sequence[FileRef]) -> Iterator[tuple[FileRef, bytes]]:
-        """Files in order, the next ones being fetched while one is used; at most `_FETCH_AHEAD` + 1 are in memory."""
-        if len(files) == 1:
-            yield files[0], self.fetch(files[0])
-            return
-        with ThreadPoolExecutor(_FETCH_AHEAD, thread_name_prefix="deltasync-fetch") as pool:
-            waiting = deque(pool.submit(self.fetch, file) for file in files[:_FETCH_AHEAD])
-            for at, file in enumerate(files):
-                data = waiting.popleft().result()
-                if at + _FETCH_AHEAD < len(files):
-                    waiting.append(pool.submit(self.fetch, files[at + _FETCH_AHEAD]))
-                yield file, data
+        """Files in order, the next ones being fetched while one is used."""
+        return zip(files, ahead(self.fetch, files, _FILES_AHEAD), strict=True)
+
+    def fetch_step(self, step: chain.Step) -> FetchedStep:
+        """All that it takes to decode a delta or fold, in memory. May run in several threads.
+
+        Raises:
+            FormatError, MissingVersionError: as `fetch`.
+        """
+        delta = self._delta(step)
+        return delta, [(file, self.fetch(file)) for file in delta.files]
+
+    def _delta(self, step: chain.Step) -> Delta | Fold:
+        delta = self.manifest(step.version, step.manifest_sha256).delta if step.fold is None else self.fold(step)
+        if delta is None or delta.base_version != step.base_version:
+            raise MissingVersionError(f"Version {step.version} has no delta from version {step.base_version}.")
+        return delta
 
     def patches(
-        self, step: chain.Step, old: codec.OldBits | None = None, wanted: codec.Wanted | None = None
+        self,
+        step: chain.Step,
+        old: codec.OldBits | None = None,
+        wanted: codec.Wanted | None = None,
+        fetched: FetchedStep | None = None,
     ) -> Iterator[tuple[Patch, int]]:
         """Patches of one step and the fingerprint of each tensor after it, fetched and decoded tensor by tensor.
 
@@ -285,25 +323,24 @@ class ChannelReader:
             step: Which.
             old: Gives the bits of a tensor before the step; some codecs need them.
             wanted: As in `Codec.decode`.
+            fetched: What `fetch_step` returned; otherwise files are fetched as they are needed.
 
         Raises:
             FormatError, MissingVersionError: as `fetch` and `Codec.decode`.
         """
-        version = self.manifest(step.version, step.manifest_sha256)
         if step.use_anchor:
-            return self._anchor_patches(version)
-        delta = version.delta if step.fold is None else self.fold(step)
-        if delta is None or delta.base_version != step.base_version:
-            raise MissingVersionError(f"Version {step.version} has no delta from version {step.base_version}.")
-        return self._delta_patches(step.version, delta, old, wanted)
-
-    def _delta_patches(
-        self, version: int, delta: Delta | Fold, old: codec.OldBits | None, wanted: codec.Wanted | None
-    ) -> Iterator[tuple[Patch, int]]:
-        for file, data in self._fetch_all(delta.files):
+            yield from self._anchor_patches(self.manifest(step.version, step.manifest_sha256))
+            return
+        files: Iterable[tuple[FileRef, bytes]]
+        if fetched is None:
+            delta = self._delta(step)
+            files = self._fetch_all(delta.files)
+        else:
+            delta, files = fetched
+        for file, data in files:
             payload = codec.open_payload(data)
             names = (payload.codec, payload.version, payload.base_version)
-            if names != (delta.codec, version, delta.base_version):
+            if names != (delta.codec, step.version, delta.base_version):
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
             fingerprints = payload.fingerprints
             for patch in codec.get(payload.codec).decode(payload, self.specs, old, wanted):

@@ -28,13 +28,14 @@ from deltasync.fold import fold_all
 from deltasync.manifest import Head, Manifest
 from deltasync.memory import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.poll import Poll
-from deltasync.reader import ChannelReader
+from deltasync.reader import ChannelReader, FetchedStep, ahead
 from deltasync.stores import Store, open_store
 from deltasync.types import Patch
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+_STEPS_AHEAD = 4  # being fetched while one is decoded
 _BATCH = 64  # steps that are merged into one commit
 _BATCH_BYTES = 1 << 28  # of their payloads; what they decode to is held in memory
 _DETOURS = 8  # taken in one go; the next call may take more
@@ -167,9 +168,11 @@ class Follower:
         version = self.reader.manifest(last.version, last.manifest_sha256)
         return StagedVersion(version, steps, staged, time.perf_counter() - before)
 
-    def _patches(self, step: chain.Step, old: codec.OldBits) -> Iterator[tuple[Patch, int]]:
+    def _patches(
+        self, step: chain.Step, old: codec.OldBits, fetched: Iterator[FetchedStep] | None = None
+    ) -> Iterator[tuple[Patch, int]]:
         try:
-            yield from self.reader.patches(step, old, self.memory.held)
+            yield from self.reader.patches(step, old, self.memory.held, None if fetched is None else next(fetched))
         except MissingVersionError:
             self.reader.distrust(step)
             raise
@@ -196,10 +199,11 @@ class Follower:
                 patch.apply(bits_N)
             return bits_N
 
-        for step in steps:
-            for patch, expected in self._patches(step, old):
-                done.setdefault(patch.name, []).append(patch)
-                fingerprints[patch.name] = expected
+        with contextlib.closing(ahead(self.reader.fetch_step, steps, _STEPS_AHEAD)) as fetched:
+            for step in steps:
+                for patch, expected in self._patches(step, old, fetched):
+                    done.setdefault(patch.name, []).append(patch)
+                    fingerprints[patch.name] = expected
         for name, expected in fingerprints.items():
             patches = done.pop(name)
             nothing = Patch(name, np.empty(0, np.int32), patches[0].data[:0], absolute=False)  # all cancelled out
