@@ -1,0 +1,98 @@
+"""Requests and bytes of a version and of an idle replica, counted between the real clients and servers on this machine.
+
+    .venv/bin/python -m benchmarks.cost_sheet
+
+from the root of the repository, with the development dependencies. S3 is moto in this process, the Hub is the stand-in of
+the tests; both are behind a proxy that counts. Bytes are whole HTTP messages, headers included, without TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import huggingface_hub
+import torch
+
+from deltasync import Publisher, Replica, heartbeat, open_store
+from deltasync.heartbeat import Heartbeat
+from deltasync.reader import ChannelReader
+from tests.http_faults import FaultProxy
+from tests.hub import fixtures as hub
+from tests.servers.reverse_proxy import Exchange
+from tests.servers.s3 import KEYS, MotoServer
+
+VERSIONS, POLLS = 10, 20
+ELEMENTS = 4_000_000
+
+
+@contextlib.contextmanager
+def s3() -> Iterator[tuple[str, FaultProxy]]:
+    """A channel's URL and the proxy that its requests pass."""
+    os.environ.update(KEYS)
+    with contextlib.closing(MotoServer()) as server, FaultProxy(server.endpoint) as proxy:
+        yield server.url(server.new_bucket(), endpoint=proxy.url), proxy
+
+
+@contextlib.contextmanager
+def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
+    """As `s3`."""
+    with hub.running_server() as server, FaultProxy(server.endpoint) as proxy:
+        os.environ.update(server.env)
+        os.environ["HF_HUB_OFFLINE"] = "0"
+        huggingface_hub.constants.ENDPOINT = proxy.url
+        huggingface_hub.constants.HF_HUB_OFFLINE = False
+        yield "hf://buckets/user/cost/run", proxy
+        huggingface_hub.close_session()
+
+
+def row(what: str, exchanges: list[Exchange], times: int) -> str:
+    """Requests and bytes for one time."""
+    to_hub = sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges)
+    up, down = sum(exchange.bytes_up for exchange in exchanges), sum(exchange.bytes_down for exchange in exchanges)
+    note = f" ({to_hub / times:g} to the Hub)" if to_hub else ""
+    return f"| {what} | {len(exchanges) / times:g}{note} | {up / times:,.0f} | {down / times:,.0f} |"
+
+
+def measure(name: str, url: str, proxy: FaultProxy) -> None:
+    """Print the rows of one store."""
+
+    def taken(action: Callable[[], object]) -> list[Exchange]:
+        proxy.exchanges.clear()
+        action()
+        return proxy.exchanges[:]
+
+    random = torch.Generator().manual_seed(0)
+    weights = {"w": torch.randn(ELEMENTS, generator=random).to(torch.bfloat16)}
+    published, followed, payload_bytes = list[Exchange](), list[Exchange](), 0
+    store = open_store(url)
+    with Publisher(url) as publisher:
+        publisher.publish(weights.items()).wait(600)
+        replica, reader = Replica(store), ChannelReader(store)
+        replica.sync()
+        for _ in range(VERSIONS):
+            weights["w"].view(torch.int16)[torch.rand(ELEMENTS, generator=random) < 0.01] += 1
+            published += taken(lambda: publisher.publish(weights.items()).wait(600))
+            followed += taken(replica.sync)
+            payload_bytes += reader.manifest(reader.head().version).delta.payload_bytes  # type: ignore[union-attr]
+        beat = Heartbeat(replica_id="r", run_id=publisher.run_id, version=1, state="serving")
+        polled = taken(lambda: [reader.head() for _ in range(POLLS)])
+        beaten = taken(lambda: [heartbeat.write(store, beat) for _ in range(POLLS)])
+    print(f"{name}, payload of {payload_bytes / VERSIONS:,.0f} bytes")
+    print(row("publish a version", published, VERSIONS))
+    print(row("follow a version", followed, VERSIONS))
+    print(row("poll of an idle channel", polled, POLLS))
+    print(row("heartbeat", beaten, POLLS))
+
+
+def main() -> None:
+    """Measure all stores."""
+    print("| | requests | bytes up | bytes down |")
+    for name, server in (("S3", s3), ("Hugging Face", hugging_face)):
+        with server() as (url, proxy):
+            measure(name, url, proxy)
+
+
+if __name__ == "__main__":
+    main()
