@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_plugin.extension import DeltaSyncWorkerExtension
+    from vllm_plugin.offline import follow
 
-__all__ = ["DeltaSyncWorkerExtension", "register"]
+__all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
 
 
 def register() -> None:
@@ -31,8 +32,12 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "DeltaSyncWorkerExtension":
-        raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
-    from vllm_plugin.extension import DeltaSyncWorkerExtension
+    if name == "DeltaSyncWorkerExtension":
+        from vllm_plugin.extension import DeltaSyncWorkerExtension
 
-    return DeltaSyncWorkerExtension
+        return DeltaSyncWorkerExtension
+    if name == "follow":
+        from vllm_plugin.offline import follow
+
+        return follow
+    raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")

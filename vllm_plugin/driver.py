@@ -138,14 +138,14 @@ class Driver:
             while True:
                 wake.clear()
                 before = self._version
-                await self._look()
+                await self.look()
                 await self._write_heartbeat()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(
                         wake.wait(), poll.delay_s(self._version != before, self._state in ("serving", "waiting"))
                     )
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
         """Follow once, and report what came of it."""
         try:
             await self._follow_once()
