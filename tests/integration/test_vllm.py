@@ -13,37 +13,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltasync import Publisher, layout, manifest
-from deltasync.demo import model as demo_model
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
 from deltasync.manifest import Head
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, one_thread, start
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vllm") / "model"
-    torch.manual_seed(0)
-    tokenizer = demo_model.build_tokenizer()
-    demo_model.build_model(tokenizer).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_model(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
-    channel = f"file://{checkpoint.parent}/channel"
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
-    with one_thread(), start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
-        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
-        server = Server(url, channel, weights)
+    with serving(checkpoint) as server:
         yield server
-        if server.publisher is not None:
-            server.publisher.close()
 
 
 def test_a_replica_started_before_the_first_anchor_waits_and_says_so(server: Server) -> None:

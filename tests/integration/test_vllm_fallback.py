@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig
 
-from deltasync.demo import model as demo_model
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, one_thread, start
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
 pytestmark = pytest.mark.vllm
 
@@ -24,44 +22,15 @@ EXPERTS, LAYERS = 4, 2
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vllm") / "model"
-    torch.manual_seed(0)
-    tokenizer = demo_model.build_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "num_hidden_layers": LAYERS}
+    return save_model(tmp_path_factory.mktemp("vllm"), Qwen3MoeConfig, **sizes, **experts)
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
-    channel = f"file://{checkpoint.parent}/channel"
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
-    with one_thread(), start(checkpoint, channel, port, checkpoint.parent / "server.log") as child:
-        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
-        server = Server(url, channel, weights)
+    with serving(checkpoint) as server:
         yield server
-        if server.publisher is not None:
-            server.publisher.close()
 
 
 def greedy(url: str) -> list[int]:

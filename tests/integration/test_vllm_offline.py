@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltasync import Publisher
-from deltasync.demo import model as demo_model
-from tests.integration.vllm_server import PATIENCE_S, digests
+from tests.integration.vllm_server import PATIENCE_S, digests, save_model
 
 pytestmark = pytest.mark.vllm
 
@@ -48,11 +47,7 @@ replica.close()
 
 
 def test_an_offline_llm_follows_when_asked(tmp_path: Path) -> None:
-    path, channel = tmp_path / "model", f"file://{tmp_path}/channel"
-    torch.manual_seed(0)
-    tokenizer = demo_model.build_tokenizer()
-    demo_model.build_model(tokenizer).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    path, channel = save_model(tmp_path), f"file://{tmp_path}/channel"
     weights = {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
     with Publisher(channel) as publisher:
         for _ in range(3):

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from deltasync import layout, manifest
-from deltasync.demo import model as demo_model
 from deltasync.demo.processes import get_json
-from deltasync.demo.run import free_port
 from deltasync.manifest import Head
-from tests.integration.vllm_server import PATIENCE_S, Server, one_thread, start
+from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -37,20 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    checkpoint, port = folder / "model", free_port()
-    torch.manual_seed(0)
-    tokenizer = demo_model.build_tokenizer()
-    demo_model.build_model(tokenizer).to(torch.bfloat16).save_pretrained(checkpoint)
-    tokenizer.save_pretrained(checkpoint)
-    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
-    server = Server(f"http://127.0.0.1:{port}", f"file://{folder}/channel", weights, TOKEN)
-    log = folder / "server.log"
-    with one_thread(), start(checkpoint, server.channel, port, log, DELTASYNC_HTTP_TOKEN=TOKEN) as child:
-        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+    with serving(save_model(folder), token=TOKEN, DELTASYNC_HTTP_TOKEN=TOKEN) as server:
         server.assert_serves(server.publish())
         yield server
-        assert server.publisher is not None
-        server.publisher.close()
 
 
 def post(server: Server, path: str, **body: object) -> tuple[int, dict[str, Any]]:

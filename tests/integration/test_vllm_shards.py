@@ -5,66 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
-from deltasync.demo import model as demo_model
 from deltasync.demo.processes import get_json
-from deltasync.demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, one_thread, start
+from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Biases, one key and value head that both workers copy, tied embeddings of a vocabulary that they pad."""
-    path = tmp_path_factory.mktemp("vllm") / "model"
-    torch.manual_seed(0)
-    tokenizer = demo_model.build_tokenizer()
-    config = Qwen2Config(
-        vocab_size=71,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    channel = f"file://{checkpoint.parent}/channel"
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
-    assert "lm_head.weight" not in weights
+    fields = {"vocab_size": 71, "intermediate_size": 192, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
     cores = sorted(os.sched_getaffinity(0))[-2:]
-    arguments = ["--tensor-parallel-size", "2"]
     bind = "|".join(map(str, cores))
-    log = checkpoint.parent / "server.log"
-    with (
-        one_thread(),
-        start(checkpoint, channel, port, log, *arguments, cores=cores, VLLM_CPU_OMP_THREADS_BIND=bind) as child,
-    ):
-        child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
-        server = Server(url, channel, weights)
+    with serving(checkpoint, "--tensor-parallel-size", "2", cores=cores, VLLM_CPU_OMP_THREADS_BIND=bind) as server:
+        assert "lm_head.weight" not in server.weights
         yield server
-        if server.publisher is not None:
-            server.publisher.close()
 
 
 def test_the_anchor_is_recognised_over_both_workers(server: Server) -> None:

@@ -18,10 +18,14 @@ from typing import Any
 
 import numba
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from deltasync import Publisher
 from deltasync.bits import bits_of, cast
+from deltasync.demo import model as demo_model
 from deltasync.demo.processes import Child, get_json
+from deltasync.demo.run import free_port
 from deltasync.stores import Store, open_store
 
 Weights = dict[str, torch.Tensor]
@@ -173,3 +177,50 @@ def one_thread() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads[0])
         numba.set_num_threads(threads[1])
+
+
+def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fields: object) -> Path:
+    """A checkpoint with random weights and a tokenizer.
+
+    Args:
+        folder: Where to put it, as `model`.
+        config: Class of its configuration; the demo's model if None.
+        **fields: Of the configuration, beside those of a tiny model.
+    """
+    torch.manual_seed(0)
+    tokenizer = demo_model.build_tokenizer()
+    model = demo_model.build_model(tokenizer)
+    if config is not None:
+        tiny = {
+            "vocab_size": 64,
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.15,
+            "tie_word_embeddings": False,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+        }
+        model = AutoModelForCausalLM.from_config(config(**{**tiny, **fields}))
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@contextlib.contextmanager
+def serving(
+    checkpoint: Path, *arguments: str, token: str | None = None, cores: list[int] | None = None, **environ: str
+) -> Iterator[Server]:
+    """A server of this checkpoint that follows an empty channel beside it, once it answers."""
+    weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    channel, port = f"file://{checkpoint.parent}/channel", free_port()
+    server = Server(f"http://127.0.0.1:{port}", channel, weights, token)
+    log = checkpoint.parent / "server.log"
+    with one_thread(), start(checkpoint, channel, port, log, *arguments, cores=cores, **environ) as child:
+        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        yield server
+        if server.publisher is not None:
+            server.publisher.close()
