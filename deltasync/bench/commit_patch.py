@@ -1,0 +1,193 @@
+"""One delta written into the live weights of a vLLM model: by deltasync, by vLLM's own sparse path, by a plain scatter.
+
+All of them in one process and on the same memory, one after the other; after each the bits are compared with the
+published ones, and then brought back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import torch
+
+from deltasync import manifest
+from deltasync.bench.codec import _peak_extra_bytes
+from deltasync.bits import tensor_of
+from deltasync.memory import LiveMemory, model_fingerprint
+from deltasync.reader import ChannelReader
+from deltasync.replica import Follower
+from deltasync.stores import open_store
+from deltasync.types import TensorSpec
+from vllm_plugin import load_plan
+
+_Result = TypeVar("_Result")
+
+PEERS = {"default": {}, "unique indices unchecked": {"validate_unique_indices": False}}
+"""Settings of vLLM's `load_checkpoint_weight_patches`."""
+
+_PAUSES = 5
+
+Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Live memory, positions in it, bit patterns there before and after."""
+
+
+def measure(
+    model: torch.nn.Module, channel: str, old_sha256: dict[str, str], new_sha256: dict[str, str], repeats: int
+) -> dict[str, Any]:
+    """Measure commits of version 2 into a model that holds version 1.
+
+    Args:
+        model: As vLLM loaded it.
+        channel: With head at version 2.
+        old_sha256: Of each tensor's bits at version 1.
+        new_sha256: At version 2.
+        repeats: Of each measurement, after a first one.
+
+    Returns:
+        Seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time, which
+        may compile or ask for memory, the median of the others and the best; the extra memory of ours and of vLLM's path;
+        and how long vLLM sleeps in each pause.
+
+    Raises:
+        AssertionError: one of them left other bits.
+    """
+    reader = ChannelReader(open_store(channel))
+    segments = load_plan.record(model, reader.specs).segments
+    memory = LiveMemory(reader.specs, segments)
+    load_plan.check_coverage(reader.specs, [memory.regions])
+    memory.audit()
+    follower = Follower(reader, memory)
+    head = reader.head()
+    follower.identify(head, model_fingerprint(memory.fingerprints))
+    _check(memory, old_sha256, "loading")
+    (step,) = follower.plan(head, 2)
+
+    rounds = []
+    for number in range(repeats + 1):
+        times: dict[str, float] = {}
+        times["stage"], staged = _timed(lambda: follower.stage(step))
+        times["commit"], committed = _timed(lambda staged=staged: follower.commit(staged))  # type: ignore[misc]
+        times["confirm"], _ = _timed(lambda committed=committed: follower.confirm(committed))  # type: ignore[misc]
+        times["scatter"] = committed.report.scatter_s
+        if number == repeats:
+            _check(memory, new_sha256, "the commit")
+        times["rollback"], _ = _timed(lambda committed=committed: follower.rollback(committed))  # type: ignore[misc]
+        follower.version = 1
+        rounds.append(times)
+        del staged, committed  # the next round's memory is this one's
+    _check(memory, old_sha256, "the rollback")
+    stage_extra_bytes = _peak_extra_bytes(lambda: follower.stage(step))
+
+    writes = []
+    patches = []
+    for patch, _ in reader.patches(step, memory.gather, memory.held):
+        assert patch.index_K is not None and not patch.absolute
+        old_K = memory.gather(patch.name)[patch.index_K]
+        new_K = old_K + patch.data
+        patches.append((reader.specs[patch.name], patch.index_K, new_K))
+        for segment in segments[patch.name]:
+            at, dest_index_K = segment.locate(patch.index_K)
+            live = segment.flat().numpy()
+            taken = slice(None) if at is None else at
+            writes.append((live.view(f"u{live.itemsize}"), dest_index_K.astype(np.int64), old_K[taken], new_K[taken]))
+
+    def plain() -> None:
+        for live, dest_index_K, _, new_K in writes:
+            live[dest_index_K] = new_K
+
+    plain_s = _repeat(plain, lambda: _restore(writes), repeats)
+    _check(memory, new_sha256, "the plain scatter")
+    _restore(writes)
+    peers = {}
+    load = _peer(model, patches)
+    for name, options in PEERS.items():
+        peers[name] = _repeat(lambda options=options: load(**options), lambda: _restore(writes), repeats)  # type: ignore[misc]
+        _check(memory, new_sha256, f"vLLM's path ({name})")
+        _restore(writes)
+    return {
+        "threads": {"numba": numba.get_num_threads(), "torch": torch.get_num_threads()},
+        "segment_count": sum(map(len, segments.values())),
+        "deltasync": {name: _summary([times[name] for times in rounds]) for name in rounds[0]},
+        "plain": _summary(plain_s),
+        "vllm": {name: _summary(times_s) for name, times_s in peers.items()},
+        "stage_extra_bytes": stage_extra_bytes,
+        "vllm_extra_bytes": _peak_extra_bytes(load),
+        "vllm_sleep_s": _sleep_s(),
+    }
+
+
+def _peer(model: torch.nn.Module, patches: Sequence[tuple[TensorSpec, np.ndarray, np.ndarray]]) -> Callable[..., object]:
+    """vLLM's own sparse path with this delta, decoded and in the form that it takes."""
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+
+    converted = []
+    for spec, index_K, new_K in patches:
+        values_K = tensor_of(new_K, dataclasses.replace(spec, shape=new_K.shape))
+        converted.append(
+            CheckpointWeightPatch(
+                spec.name, spec.shape, values_K.dtype, values_K, torch.from_numpy(index_K.astype(np.int64))
+            )
+        )
+    return lambda **options: load_checkpoint_weight_patches(model, converted, **options)
+
+
+def _restore(writes: Sequence[Write]) -> None:
+    for live, dest_index_K, old_K, _ in writes:
+        live[dest_index_K] = old_K
+
+
+def _check(memory: LiveMemory, sha256: Mapping[str, str], what: str) -> None:
+    """Compare every bit of live memory."""
+    for name, digest in sha256.items():
+        if manifest.sha256_hex(memory.gather(name).data) != digest:
+            raise AssertionError(f"{what} left other bits in {name}")
+
+
+def _sleep_s() -> float | None:
+    """How long `pause_generation` of this vLLM takes when its engine has nothing to do; None if it is not as known."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def nothing(**_: object) -> None:
+        pass
+
+    async def pause() -> float:
+        idle = SimpleNamespace(engine_core=SimpleNamespace(pause_scheduler_async=nothing))
+        before = time.perf_counter()
+        await AsyncLLM.pause_generation(idle, mode="keep", clear_cache=False)
+        return time.perf_counter() - before
+
+    try:
+        return min(asyncio.run(pause()) for _ in range(_PAUSES))
+    except (AttributeError, TypeError):
+        return None
+
+
+def _repeat(action: Callable[[], object], restore: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each time, one more than `repeats`; what the last one did is left."""
+    times_s = []
+    for number in range(repeats + 1):
+        if number:
+            restore()
+        times_s.append(_timed(action)[0])
+    return times_s
+
+
+def _timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
+    before = time.perf_counter()
+    result = action()
+    return time.perf_counter() - before, result
+
+
+def _summary(times_s: Sequence[float]) -> dict[str, float]:
+    return {"first_s": times_s[0], "median_s": statistics.median(times_s[1:]), "best_s": min(times_s[1:])}

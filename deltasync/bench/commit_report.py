@@ -1,0 +1,114 @@
+"""What `bench commit` found out, as tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_PLAIN_WIDTH = 120
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    # Not to a terminal: nothing is cut off.
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    for part in (_head, _commit, _pause, _throughput, _memory):
+        for item in part(result):
+            console.print(item, soft_wrap=isinstance(item, str))
+
+
+def _head(result: dict[str, Any]) -> Iterator[str]:
+    machine, model, commit = result["machine"], result["model"], result["commit"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in ("cpu", "cores"))
+    yield f"{machine['cpu']}, {machine['cores']} cores; {versions}"
+    yield (
+        f"Qwen3 of random weights ({model['size']}): "
+        f"{model['element_count']:,} elements in {model['tensor_count']} tensors; {model['changed']:,} changed "
+        f"({model['changed'] / model['element_count']:.2%}), payload {model['payload_bytes'] / 1e6:.2f} MB"
+    )
+    yield f"threads: {commit['threads']['numba']} in deltasync's kernels, {commit['threads']['torch']} in vLLM's"
+
+
+def _commit(result: dict[str, Any]) -> Iterator[str | Table]:
+    commit, ratios = result["commit"], result["ratios"]
+    table = _table("a version into live weights", "first, ms", "median, ms", "best, ms", "times the commit")
+    texts = {
+        "stage": "deltasync: stage (fetch, check, decode, translate)",
+        "commit": "deltasync: commit (write, keep the old values, fingerprint)",
+        "confirm": "deltasync: confirm (compare fingerprints)",
+        "rollback": "deltasync: rollback",
+    }
+    for name, text in texts.items():
+        table.add_row(text, *_times(commit["deltasync"][name]), "")
+    for name, times in commit["vllm"].items():
+        table.add_row(f"vLLM's sparse path: {name}", *_times(times), f"{ratios['vllm_per_commit'][name]:.1f}")
+    share = f"{1 / ratios['commit_per_plain_scatter']:.2f}"
+    table.add_row("plain scatter through the load plan, one thread", *_times(commit["plain"]), share)
+    yield ""
+    yield table
+    yield "Tokens are generated while a version is staged. Times the commit: the median, by that of commit and confirm."
+
+
+def _pause(result: dict[str, Any]) -> Iterator[str | Table]:
+    pause, ratios, sleep_s = result["pause"], result["ratios"], result["commit"]["vllm_sleep_s"]
+    changed, unchanged = pause["changed"], pause["unchanged"]
+    table = _table("pause of generation, medians in ms", f"{changed['commits']} versions", "versions without a change")
+    texts = {
+        "silence_s": "from the last token before to the first after",
+        "extra_s": f"of that, more than the usual {1e3 * pause['token_gap_s']:.1f} between two tokens",
+        "pause_s": "server: from asking vLLM to pause until it had resumed",
+        "scatter_s": "server: writing live weights",
+        "stage_s": "server: staging, while tokens are generated",
+    }
+    for key, text in texts.items():
+        table.add_row(text, f"{1e3 * changed[key]:.1f}", f"{1e3 * unchanged[key]:.1f}")
+    yield ""
+    yield table
+    slept = "?" if sleep_s is None else f"{1e3 * sleep_s:.1f}"
+    without = ratios["pause_without_sleep_per_scatter"]
+    yield (
+        f"More than usual: {ratios['pause_per_scatter']:.2f} times the scatter; without the {slept} ms that vLLM's "
+        f" pause_generation sleeps {'?' if without is None else format(without, '.2f')} times; and "
+        f"{ratios['pause_beyond_empty_per_scatter']:.2f} times beyond that of a version without a change. "
+        f"The first pause took {1e3 * pause['first_pause_s']:.1f} ms."
+    )
+
+
+def _throughput(result: dict[str, Any]) -> Iterator[str | Table]:
+    throughput = result["throughput"]
+    table = _table(f"tokens/s, tiny model, {throughput['requests']} requests at a time", "windows", "mean")
+    for key, text in (("without", "no versions"), ("with_versions", "a version a second")):
+        rates = throughput[key]
+        table.add_row(text, ", ".join(f"{rate:.0f}" for rate in rates), f"{sum(rates) / len(rates):.0f}")
+    yield ""
+    yield table
+    yield f"With versions: {throughput['share']:.1%} of the throughput without."
+
+
+def _memory(result: dict[str, Any]) -> Iterator[str | Table]:
+    table = _table("extra memory at its peak", "MB", "bytes per change", "times values", "times values and positions")
+    for name, key in (("deltasync: stage", "stage_extra_bytes"), ("vLLM's sparse path", "vllm_extra_bytes")):
+        extra_bytes = result["commit"][key]
+        if extra_bytes is None:
+            table.add_row(name, "?", "?", "?", "?")
+        else:
+            each = extra_bytes / result["model"]["changed"]
+            table.add_row(name, f"{extra_bytes / 1e6:.1f}", f"{each:.1f}", f"{each / 2:.1f}", f"{each / 6:.1f}")
+    yield ""
+    yield table
+    yield "Values are 2 bytes per changed element, positions 4 more."
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    return table
+
+
+def _times(times: dict[str, float]) -> Iterator[str]:
+    return (f"{1e3 * times[key]:,.2f}" for key in ("first_s", "median_s", "best_s"))
