@@ -14,6 +14,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -65,7 +66,7 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
         say: Told what is going on.
 
     Returns:
-        `machine`; `model`: size, elements, tensors, changed elements, payload; `commit`: see `commit_patch.measure`;
+        `machine`; `load_average`, of the last minute before: numbers are worth little where something else ran; `model`: size, elements, tensors, changed elements, payload; `commit`: see `commit_patch.measure`;
         `pause`: see `commit_server.pauses`; `throughput`: see `commit_server.throughput`, of the tiny model; `ratios`: what
         is said about them.
 
@@ -75,6 +76,7 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
         AssertionError: wrong bits.
     """
     _require_packages()
+    load_average = os.getloadavg()[0]
     pauses = [settings.changed_fraction, 0.0] * settings.commits
     arrivals = [settings.changed_fraction] * (settings.pairs * int(settings.window_s))
     with _workspace() as folder:
@@ -102,7 +104,14 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
         "changed": versions.changed,
         "payload_bytes": versions.payload_bytes,
     }
-    result = {"machine": _machine(), "model": model, "commit": commit, "pause": pause, "throughput": throughput}
+    result = {
+        "machine": _machine(),
+        "load_average": load_average,
+        "model": model,
+        "commit": commit,
+        "pause": pause,
+        "throughput": throughput,
+    }
     return result | {"ratios": _ratios(result)}
 
 

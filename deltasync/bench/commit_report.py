@@ -30,7 +30,10 @@ def _head(result: dict[str, Any]) -> Iterator[str]:
         f"{model['element_count']:,} elements in {model['tensor_count']} tensors; {model['changed']:,} changed "
         f"({model['changed'] / model['element_count']:.2%}), payload {model['payload_bytes'] / 1e6:.2f} MB"
     )
-    yield f"threads: {commit['threads']['numba']} in deltasync's kernels, {commit['threads']['torch']} in vLLM's"
+    yield (
+        f"threads: {commit['threads']['numba']} in deltasync's kernels, {commit['threads']['torch']} in vLLM's; "
+        f"load of the machine before: {result['load_average']:.2f}"
+    )
 
 
 def _commit(result: dict[str, Any]) -> Iterator[str | Table]:
@@ -72,7 +75,7 @@ def _pause(result: dict[str, Any]) -> Iterator[str | Table]:
     without = ratios["pause_without_sleep_per_scatter"]
     yield (
         f"More than usual: {ratios['pause_per_scatter']:.2f} times the scatter; without the {slept} ms that vLLM's "
-        f" pause_generation sleeps {'?' if without is None else format(without, '.2f')} times; and "
+        f"pause_generation sleeps {'?' if without is None else format(without, '.2f')} times; and "
         f"{ratios['pause_beyond_empty_per_scatter']:.2f} times beyond that of a version without a change. "
         f"The first pause took {1e3 * pause['first_pause_s']:.1f} ms."
     )
