@@ -121,6 +121,20 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A scatter worked out beforehand, on the host: nothing is left for the commit but to exchange new for old.
+
+    Attributes:
+        old_K: What is there now; by the commit, what was there.
+        gained: What the fingerprint gains, if nothing changes in between.
+    """
+
+    old_K: np.ndarray
+    new_K: np.ndarray
+    gained: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Scatter:
     """Elements of one segment to write: positions in `dest`, data, and checkpoint indices for the fingerprint."""
 
@@ -131,6 +145,7 @@ class _Scatter:
     data_K: torch.Tensor
     absolute: bool
     index_K: torch.Tensor
+    prepared: _Prepared | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,7 +285,7 @@ class LiveMemory:
         changed = 0
         for patch, expected in patches:
             for at, segment in enumerate(self._place(patch.name)):
-                write, size = _write_of(patch, at, segment)
+                write, size = _write_of(self._keys[patch.name], patch, at, segment)
                 if size:
                     writes.append(write)
                     changed += size
@@ -325,6 +340,11 @@ class LiveMemory:
             return device_kernels(write.dest.device).scatter(
                 self._keys[write.name], write.dest, write.dest_index_K, write.data_K, write.absolute, write.index_K
             )
+        if write.prepared is not None:
+            ready, dest, dest_index_K = write.prepared, _unsigned(write.dest), write.dest_index_K.numpy()
+            if not cpu.exchange(dest, dest_index_K, ready.new_K, ready.old_K):
+                return _signed(ready.old_K), ready.gained
+            dest[dest_index_K] = ready.old_K  # live memory changed since staging: work it out anew
         old_K, gained = cpu.scatter(
             self._keys[write.name],
             _unsigned(write.dest),
@@ -364,7 +384,7 @@ def model_fingerprint(fingerprints: Mapping[str, int]) -> int:
     return -1 if -1 in fingerprints.values() else sum(fingerprints.values()) & fingerprint.MASK
 
 
-def _write_of(patch: Patch, number: int, segment: Segment) -> tuple[_Scatter | _Copy, int]:
+def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> tuple[_Scatter | _Copy, int]:
     """What a patch writes to a segment, and how many elements."""
     if patch.index_K is not None:
         at, dest_index_K = segment.locate(patch.index_K)
@@ -387,8 +407,11 @@ def _write_of(patch: Patch, number: int, segment: Segment) -> tuple[_Scatter | _
     device = segment.live.device
     if device.type != "cpu":
         device_kernels(device).warm_up(device, segment.live.dtype)
+    prepared = None
+    if device.type == "cpu" and dest_index_K.size:
+        prepared = _Prepared(*cpu.prepare(key, _unsigned(segment.flat()), dest_index_K, data_K, absolute, index_K))
     dest, data, index = (x.to(device) for x in (torch.from_numpy(dest_index_K), _signed(data_K), torch.from_numpy(index_K)))
-    return _Scatter(patch.name, number, segment.flat(), dest, data, absolute, index), dest_index_K.size
+    return _Scatter(patch.name, number, segment.flat(), dest, data, absolute, index, prepared), dest_index_K.size
 
 
 def _undo(done: list[tuple[_Scatter | _Copy, torch.Tensor]]) -> None:

@@ -66,9 +66,9 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
         say: Told what is going on.
 
     Returns:
-        `machine`; `load_average`, of the last minute before: numbers are worth little where something else ran; `model`: size, elements, tensors, changed elements, payload; `commit`: see `commit_patch.measure`;
-        `pause`: see `commit_server.pauses`; `throughput`: see `commit_server.throughput`, of the tiny model; `ratios`: what
-        is said about them.
+        `machine`; `load_average` of the last minute before, because numbers of a busy machine are worth little; `model`: its
+        size, elements, tensors, changed elements and payload; `commit`: see `commit_patch.measure`; `pause`: see
+        `commit_server.pauses`; `throughput`: see `commit_server.throughput`, of the tiny model; `ratios` between them.
 
     Raises:
         ConfigError: a package is missing.

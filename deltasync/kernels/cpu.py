@@ -140,6 +140,45 @@ def _scatter(key, dest, dest_index_K, data_K, absolute, index_K, old_K):
     return added
 
 
+@njit(parallel=True, nogil=True, cache=True)
+def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, old_K, new_K):
+    added = np.uint64(0)
+    chunks = (data_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
+    for chunk in prange(chunks):
+        part = np.uint64(0)
+        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, data_K.size)
+        for k in range(first, last):
+            old_K[k] = dest[dest_index_K[k]]
+        for k in range(first, last):
+            new = data_K[k]
+            if not absolute:
+                new += old_K[k]
+            new_K[k] = new
+            part += _cell(key, index_K[k], new_K[k]) - _cell(key, index_K[k], old_K[k])
+        added += part
+    return added
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _exchange(dest, dest_index_K, new_K, old_K):
+    differing = 0
+    chunks = (new_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
+    for chunk in prange(chunks):
+        found = 0
+        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, new_K.size)
+        # Loads, then stores, as in `_scatter`; unsigned indices, so that numba need not look for negative ones.
+        now = np.empty(last - first, dest.dtype)
+        for k in range(first, last):
+            now[k - first] = dest[np.uint64(dest_index_K[k])]
+        for k in range(first, last):
+            dest[np.uint64(dest_index_K[k])] = new_K[k]
+        for k in range(first, last):
+            found += now[k - first] != old_K[k]
+            old_K[k] = now[k - first]
+        differing += found
+    return differing
+
+
 @contextlib.contextmanager
 def threads(task_count: int) -> Iterator[None]:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
@@ -195,3 +234,19 @@ def scatter(
     with threads(data_K.size // _SCATTER_CHUNK):
         added = _scatter(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, old_K)
     return old_K, int(added)
+
+
+def prepare(
+    key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """What `scatter` would do, without doing it: the old and the new bit patterns, and what they add to the fingerprint."""
+    old_K, new_K = np.empty_like(data_K), np.empty_like(data_K)
+    with threads(data_K.size // _SCATTER_CHUNK):
+        added = _prepare(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, old_K, new_K)
+    return old_K, new_K, int(added)
+
+
+def exchange(dest: np.ndarray, dest_index_K: np.ndarray, new_K: np.ndarray, old_K: np.ndarray) -> int:
+    """Write `new_K` into `dest` and what was there into `old_K`, both mutated; how many were not what `old_K` said."""
+    with threads(new_K.size // _SCATTER_CHUNK):
+        return int(_exchange(dest, dest_index_K, new_K, old_K))
