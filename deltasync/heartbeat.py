@@ -1,16 +1,24 @@
 """Heartbeats: small objects by which people and the publisher see the fleet without a connection to it.
 
-Never needed for correctness: a lost or stale heartbeat only makes a replica look late.
+Never needed for correctness: a lost or stale heartbeat only makes a replica look late. Servers whose URL is known can be
+asked instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import msgspec
 
 from deltasync import layout
+from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ConfigError, ObjectMissingError, TransientStoreError
 from deltasync.stores.base import Store
 
@@ -19,6 +27,9 @@ LIVE_S = 60.0
 
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
+_ANSWER_S = 5.0
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +73,51 @@ def read_all(store: Store, run_id: str) -> list[Heartbeat]:
     return found
 
 
-def wait_for(store: Store, run_id: str, version: int, ack: str, timeout_s: float) -> list[Heartbeat]:
+def ask(urls: Sequence[str], run_id: str) -> list[Heartbeat]:
+    """What servers say of themselves at `GET /deltasync/status`. One out of reach, or with another run, serves nothing.
+
+    Sends `DELTASYNC_HTTP_TOKEN` if it is set.
+    """
+    return _each(urls, lambda url: _ask_one(url, run_id))
+
+
+def wake(urls: Sequence[str], version: int) -> None:
+    """Have servers look for a version now instead of at their next poll; one that does not answer is left alone."""
+    # Too short to wait for anything: a server looks at head as soon as it is asked for a version.
+    body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
+    _each(urls, lambda url: _call(f"{url}/deltasync/sync", body))
+
+
+def check_ack(ack: str | int) -> int | None:
+    """How many replicas `any` or a number asks for, None for `all`.
+
+    Raises:
+        ConfigError: it is neither of these, or a number below 1.
+    """
+    if ack == "all":
+        return None
+    try:
+        needed = 1 if ack == "any" else int(ack)
+    except ValueError:
+        needed = 0
+    if needed < 1:
+        raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
+    return needed
+
+
+def wait_for(
+    store: Store, run_id: str, version: int, ack: str | int, timeout_s: float, urls: Sequence[str] = ()
+) -> list[Heartbeat]:
     """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
         store: The channel's store.
         run_id: The run whose replicas count.
         version: Which; a replica that serves a later one counts too.
-        ack: `any`: at least one replica serves it. `all`: at least one replica is live and every live one serves it.
+        ack: `any`: at least one replica serves it. A number: at least so many. `all`: at least one replica is live and
+            every live one serves it.
         timeout_s: How long to wait. The store is looked at least once.
+        urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
 
     Returns:
         The heartbeats of the replicas that serve it.
@@ -79,25 +126,30 @@ def wait_for(store: Store, run_id: str, version: int, ack: str, timeout_s: float
         AckTimeoutError: time is up; names the live replicas that lag, with their errors.
         StoreError: the heartbeats cannot be read; a transient error is tried again until time is up.
     """
-    if ack not in ("any", "all"):
-        raise ConfigError(f"ack must be any or all, not {ack!r}.")
+    needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
     while True:
         try:
-            heartbeats = read_all(store, run_id)
+            heartbeats = ask(urls, run_id) if urls else read_all(store, run_id)
         except TransientStoreError:
             if time.monotonic() >= deadline:
                 raise
         else:
             serving = [beat for beat in heartbeats if _serves(beat, version)]
-            lagging = [beat for beat in heartbeats if not _serves(beat, version) and _age_s(beat) < LIVE_S]
-            if serving and (ack == "any" or (not lagging and any(_age_s(beat) < LIVE_S for beat in serving))):
+            lagging = [beat for beat in heartbeats if not _serves(beat, version) and is_live(beat)]
+            everyone = not lagging and any(is_live(beat) for beat in serving)
+            if everyone if needed is None else len(serving) >= needed:
                 return serving
             if time.monotonic() >= deadline:
-                raise AckTimeoutError(_explain(store, version, timeout_s, heartbeats, lagging))
+                raise AckTimeoutError(_explain(store, version, timeout_s, needed, serving, lagging, heartbeats))
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def is_live(heartbeat: Heartbeat) -> bool:
+    """Whether it is recent, by our clock; a replica whose clock is ahead is taken as live."""
+    return _age_s(heartbeat) < LIVE_S
 
 
 def _serves(heartbeat: Heartbeat, version: int) -> bool:
@@ -105,24 +157,64 @@ def _serves(heartbeat: Heartbeat, version: int) -> bool:
 
 
 def _age_s(heartbeat: Heartbeat) -> float:
-    """Age by our clock; a replica whose clock is ahead is taken as live."""
     return time.time() - heartbeat.time_s
 
 
-def _explain(store: Store, version: int, timeout_s: float, heartbeats: list[Heartbeat], lagging: list[Heartbeat]) -> str:
+def _explain(
+    store: Store,
+    version: int,
+    timeout_s: float,
+    needed: int | None,
+    serving: list[Heartbeat],
+    lagging: list[Heartbeat],
+    heartbeats: list[Heartbeat],
+) -> str:
     published = f"Version {version} is published to {store.url}, but after {timeout_s:g} s"
     if not heartbeats:
         return (
             f"{published} no replica has ever reported to this run. Start one that follows the channel, check that its "
             "channel URL is this one, or do not ask for an acknowledgement."
         )
-    if not lagging:
-        ages = ", ".join(f"{beat.replica_id} ({_age_s(beat):.0f} s ago)" for beat in heartbeats)
-        return f"{published} no replica is live. Last heard of: {ages}. Restart them, or set their clocks right."
-    return f"{published} these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}."
+    if lagging:
+        return f"{published} these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}."
+    if needed is not None and serving:
+        names = ", ".join(beat.replica_id for beat in serving)
+        return f"{published} {len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live."
+    ages = ", ".join(f"{beat.replica_id} ({_age_s(beat):.0f} s ago)" for beat in heartbeats)
+    return f"{published} no replica is live. Last heard of: {ages}. Restart them, or set their clocks right."
 
 
 def _describe(heartbeat: Heartbeat) -> str:
     serves = "no version" if heartbeat.version is None else f"version {heartbeat.version}"
     error = "" if heartbeat.error is None else f", error: {heartbeat.error}"
     return f"{heartbeat.replica_id} (serves {serves}, {heartbeat.state}, {_age_s(heartbeat):.0f} s ago{error})"
+
+
+def _ask_one(url: str, run_id: str) -> Heartbeat:
+    status, error = _call(f"{url}/deltasync/status?commits=0")
+    if error is not None:
+        return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
+    version, error, found = status.get("version"), status.get("error"), status.get("run_id")
+    if "run_id" not in status:
+        version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
+    elif found is not None and found != run_id:
+        version, error = None, f"it follows run {found} of {status.get('channel')}"
+    return Heartbeat(replica_id=url, run_id=found, version=version, state=status["state"], error=error)
+
+
+def _call(url: str, body: bytes | None = None) -> tuple[dict[str, Any], str | None]:
+    """The JSON that a GET, or with a body a POST, returns; or what went wrong."""
+    token = ReplicaSettings.from_env().http_token
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
+            return msgspec.json.decode(reply.read(), type=dict), None
+    except urllib.error.HTTPError as error:
+        return {}, f"{url} answered {error.code}"
+    except (OSError, ValueError, http.client.HTTPException, msgspec.DecodeError) as error:
+        return {}, f"{url} does not answer: {error}"
+
+
+def _each(urls: Sequence[str], action: Callable[[str], _Result]) -> list[_Result]:
+    with ThreadPoolExecutor(max(1, len(urls))) as pool:
+        return list(pool.map(action, urls))

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import http.server
+import json
 import threading
 import time
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -36,8 +39,8 @@ def beat(
     )
 
 
-def wait(store: Store, version: int, ack: str, timeout_s: float = 0.0) -> list[str]:
-    return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, ack, timeout_s)]
+def wait(store: Store, version: int, ack: str | int, timeout_s: float = 0.0, urls: Sequence[str] = ()) -> list[str]:
+    return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, ack, timeout_s, urls)]
 
 
 def test_any_needs_one_replica(store: Store) -> None:
@@ -127,6 +130,114 @@ def test_a_lasting_error_is_raised(store: Store) -> None:
         wait(faulty, 2, "any", timeout_s=20)
 
 
-def test_refuses_an_unknown_ack(store: Store) -> None:
+@pytest.mark.parametrize("ack", ["none", "some", "0", -1])
+def test_refuses_an_unknown_ack(store: Store, ack: str | int) -> None:
     with pytest.raises(ConfigError):
-        wait(store, 2, "none")
+        wait(store, 2, ack)
+
+
+@pytest.mark.parametrize("ack", [2, "2"])
+def test_a_number_needs_so_many(store: Store, ack: str | int) -> None:
+    beat(store, "one", 3)
+    beat(store, "late", 2)
+    with pytest.raises(AckTimeoutError, match="late"):
+        wait(store, 3, ack)
+    beat(store, "two", 4)
+    assert wait(store, 3, ack) == ["one", "two"]
+
+
+def test_a_number_that_the_fleet_does_not_have_says_how_many_there_are(store: Store) -> None:
+    beat(store, "one", 3)
+    with pytest.raises(AckTimeoutError, match="1 of the 2 replicas"):
+        wait(store, 3, 2)
+
+
+# --- servers that are asked --------------------------------------------------------------------------------------------
+
+
+class StatusServer:
+    """Answers as a replica's routes do; the real ones are asked in the tests with vLLM."""
+
+    def __init__(self, replica_id: str) -> None:
+        self.status = {
+            "replica_id": replica_id,
+            "run_id": RUN,
+            "channel": "x",
+            "state": "serving",
+            "version": 2,
+            "error": None,
+        }
+        self.token: str | None = None
+        self.asked_for: list[int] = []
+        status_server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status = status_server.status
+                if status_server.token is not None and "authorization" not in self.headers:
+                    status = {name: status[name] for name in ("state", "version")}
+                elif status_server.token is not None:
+                    assert self.headers["authorization"] == f"Bearer {status_server.token}"
+                self.reply(200, status)
+
+            def do_POST(self) -> None:
+                status_server.asked_for.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["version"])
+                self.reply(504, {"error": "not yet"})
+
+            def reply(self, code: int, body: object) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(code)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[StatusServer]:
+    server = StatusServer("asked")
+    yield server
+    server.close()
+
+
+def test_servers_are_asked_instead_of_heartbeats(store: Store, server: StatusServer) -> None:
+    beat(store, "elsewhere", 9)
+    assert wait(store, 2, "all", urls=[server.url]) == [server.url]
+    with pytest.raises(AckTimeoutError, match=rf"{server.url} .serves version 2"):
+        wait(store, 3, "all", urls=[server.url])
+    heartbeat.wake([server.url], 3)
+    assert server.asked_for == [3]
+
+
+def test_all_means_every_server_on_the_list(store: Store, server: StatusServer) -> None:
+    nobody = "http://127.0.0.1:9"
+    assert wait(store, 2, "any", urls=[server.url, nobody]) == [server.url]
+    with pytest.raises(AckTimeoutError, match=rf"lag: {nobody} .serves no version, unreachable"):
+        wait(store, 2, "all", urls=[server.url, nobody])
+    heartbeat.wake([nobody], 2)  # nothing to wake, nothing raised
+
+
+def test_a_server_that_follows_another_run_lags(store: Store, server: StatusServer) -> None:
+    server.status["run_id"] = "run-2"
+    with pytest.raises(AckTimeoutError, match="it follows run run-2"):
+        wait(store, 2, "any", urls=[server.url])
+
+
+def test_a_server_with_a_token_wants_it(store: Store, server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.token = "secret"
+    with pytest.raises(AckTimeoutError, match="set DELTASYNC_HTTP_TOKEN here too"):
+        wait(store, 2, "any", urls=[server.url])
+    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
+    assert wait(store, 2, "any", urls=[server.url]) == [server.url]
