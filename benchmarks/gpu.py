@@ -56,7 +56,7 @@ def run(device: torch.device, element_count: int, changed_fraction: float, round
     """Check and measure on one device."""
     _check(device)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    # Per element: old, new and marks; per changed one: indices, steps, old values and the temporaries of the torch scatter.
+    # Per element: old, new and marks; per changed one: indices, steps and the temporaries of torch's swap.
     fitting = int(0.9 * free_bytes / (4.2 + 120 * changed_fraction))
     if fitting < element_count:
         print(f"memory for {fitting:,} of {element_count:,} elements")
@@ -93,13 +93,13 @@ def _measure_bfloat16(
     what = f"{index_K.numel() / 1e6:.1f} M of {element_count / 1e9:.2f} G bfloat16"
     report("diff", _median_s(lambda: gpu.diff(old_N, new_N), rounds), 2 * old_N.nbytes, what)
     report("fingerprint", _median_s(lambda: gpu.fingerprint(KEY, old_N), rounds), old_N.nbytes, what)
-    moved_bytes = index_K.numel() * (2 * index_K.element_size() + 2 * step_K.element_size() + 2 * SECTOR_BYTES)
+    moved_bytes = index_K.numel() * (index_K.element_size() + 2 * step_K.element_size() + 2 * SECTOR_BYTES)
 
-    def scatter(kernels: DeviceKernels) -> float:
-        return _median_s(lambda: kernels.scatter(KEY, old_N, index_K, step_K, False, index_K), rounds)
+    def swap(kernels: DeviceKernels) -> float:
+        return _median_s(lambda: kernels.swap([(old_N, index_K, step_K)]), rounds)
 
-    report("scatter", scatter(device_kernels(device)), moved_bytes, what)
-    report("scatter in torch", scatter(torch_ops), moved_bytes, what)
+    report("swap", swap(device_kernels(device)), moved_bytes, what)
+    report("swap in torch", swap(torch_ops), moved_bytes, what)
 
 
 def _measure_master(report: Report, device: torch.device, element_count: int, changed_fraction: float, rounds: int) -> None:
@@ -143,7 +143,8 @@ def _check(device: torch.device) -> None:
             for x, y in zip(found, reference.diff(old_N, new_N), strict=True)
         )
         before = reference.fingerprint(KEY, old_N)
-        _, added = gpu.scatter(KEY, old, found[0], found[1], False, found[0])
+        value_K, added, check = gpu.prepare(KEY, old, found[0], found[1], False, found[0])
+        same &= gpu.swap([(old, found[0], value_K)]) == check
         same &= torch.equal(old, new) and gpu.fingerprint(KEY, new) == reference.fingerprint(KEY, new_N)
         same &= (before + added) % (1 << 64) == reference.fingerprint(KEY, new_N)
         if not same:

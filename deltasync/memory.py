@@ -23,7 +23,7 @@ from deltasync import fingerprint
 from deltasync.bits import int_view, tensor_of
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, device_kernels
-from deltasync.types import Patch, TensorSpec
+from deltasync.types import Patch, TensorSpec, index_dtype
 
 _DIFFERS = -1
 
@@ -121,31 +121,23 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A scatter worked out beforehand, on the host: nothing is left for the commit but to exchange new for old.
+class _Swap:
+    """Elements of one segment to write: nothing is left for the commit but to exchange values with live memory.
 
     Attributes:
-        old_K: What is there now; by the commit, what was there.
-        gained: What the fingerprint gains, if nothing changes in between.
+        dest: Live memory, and `dest_index_K` positions in it.
+        value_K: The new bits; from the commit on, the old ones.
+        gained: What the segment's fingerprint gains.
+        check: What `swap` returns if live memory is what it was when this was staged.
     """
-
-    old_K: np.ndarray
-    new_K: np.ndarray
-    gained: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Scatter:
-    """Elements of one segment to write: positions in `dest`, data, and checkpoint indices for the fingerprint."""
 
     name: str
     segment: int
     dest: torch.Tensor
     dest_index_K: torch.Tensor
-    data_K: torch.Tensor
-    absolute: bool
-    index_K: torch.Tensor
-    prepared: _Prepared | None
+    value_K: torch.Tensor
+    gained: int
+    check: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,14 +155,21 @@ class Staged:
     """One version, ready to commit.
 
     Attributes:
-        writes: What to write; only `LiveMemory` looks inside.
+        swaps, copies: What to write; only `LiveMemory` looks inside.
         changed: Elements that will be written.
         fingerprints: What the fingerprint of each tensor that the version names must be afterwards.
     """
 
-    writes: tuple[_Scatter | _Copy, ...]
+    swaps: tuple[_Swap, ...]
+    copies: tuple[_Copy, ...]
     changed: int
     fingerprints: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that it takes beside the live weights, on their device, until the commit is confirmed."""
+        swaps = sum(swap.dest_index_K.nbytes + swap.value_K.nbytes for swap in self.swaps)
+        return swaps + sum(2 * copy.source.nbytes for copy in self.copies)
 
 
 Parts = dict[str, tuple[int, ...]]
@@ -184,12 +183,14 @@ class CommitReport:
     Attributes:
         parts: Fingerprint of each segment of each tensor that the version names, afterwards.
         scatter_s: Seconds during which live weights were being written.
-        undo: Old values, in the order of the writes.
+        staged: What was committed.
+        overwritten: Old values of its copies; those of its swaps are in them.
     """
 
     parts: Parts
     scatter_s: float
-    undo: tuple[tuple[_Scatter | _Copy, torch.Tensor], ...]
+    staged: Staged
+    overwritten: tuple[torch.Tensor, ...]
 
 
 class LiveMemory:
@@ -280,17 +281,19 @@ class LiveMemory:
             StageError: a patch names a tensor that has no place in live memory.
             FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
         """
-        writes: list[_Scatter | _Copy] = []
+        swaps: list[_Swap] = []
+        copies: list[_Copy] = []
         fingerprints = {}
-        changed = 0
         for patch, expected in patches:
             for at, segment in enumerate(self._place(patch.name)):
-                write, size = _write_of(self._keys[patch.name], patch, at, segment)
-                if size:
-                    writes.append(write)
-                    changed += size
+                write = _write_of(self._keys[patch.name], patch, at, segment)
+                if isinstance(write, _Copy):
+                    copies.append(write)
+                elif write.value_K.numel():
+                    swaps.append(write)
             fingerprints[patch.name] = expected
-        return Staged(tuple(writes), changed, fingerprints)
+        changed = sum(swap.value_K.numel() for swap in swaps) + sum(copy.source.numel() for copy in copies)
+        return Staged(tuple(swaps), tuple(copies), changed, fingerprints)
 
     def commit(self, staged: Staged) -> CommitReport:
         """Write a staged version into live memory and update `parts`. Mutates the live weights, and only that.
@@ -300,25 +303,27 @@ class LiveMemory:
 
         Raises:
             CommitError: the write failed and so did undoing it.
+            StageError: live memory is not what it was when this was staged.
         """
         before = time.perf_counter()
-        undo: list[tuple[_Scatter | _Copy, torch.Tensor]] = []
-        added: dict[tuple[str, int], int] = {}
+        overwritten: list[torch.Tensor] = []
+        self._exchange(staged)
         try:
-            for write in staged.writes:
-                old, gained = self._write(write)
-                undo.append((write, old))
-                at = write.name, write.segment
-                added[at] = added.get(at, 0) + gained
+            for copy in staged.copies:
+                overwritten.append(copy.live.clone())
+                copy.live.copy_(copy.source)
         except BaseException:
-            _undo(undo)
+            self._undo(staged, overwritten)
             raise
         scatter_s = time.perf_counter() - before
-        for name in staged.fingerprints:
-            self.parts[name] = tuple(
-                (part + added.get((name, at), 0)) & fingerprint.MASK for at, part in enumerate(self.parts[name])
-            )
-        return CommitReport({name: self.parts[name] for name in staged.fingerprints}, scatter_s, tuple(undo))
+        parts = {name: list(self.parts[name]) for name in staged.fingerprints}
+        for swap in staged.swaps:
+            parts[swap.name][swap.segment] += swap.gained
+        for copy in staged.copies:
+            parts[copy.name][copy.segment] = self._part(copy.name, copy.segment)
+        new = {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
+        self.parts |= new
+        return CommitReport(new, scatter_s, staged, tuple(overwritten))
 
     def rollback(self, report: CommitReport, parts: Parts) -> None:
         """Write the old values of a commit back.
@@ -327,33 +332,22 @@ class LiveMemory:
             report: Of the last commit.
             parts: A copy of `self.parts` from before that commit.
         """
-        _undo(list(report.undo))
+        self._undo(report.staged, report.overwritten)
         self.parts = dict(parts)
 
-    def _write(self, write: _Scatter | _Copy) -> tuple[torch.Tensor, int]:
-        """Do one write; returns the old values and what it adds to the segment's fingerprint."""
-        if isinstance(write, _Copy):
-            old = write.live.clone()
-            write.live.copy_(write.source)
-            return old, self._part(write.name, write.segment) - self.parts[write.name][write.segment]
-        if write.dest.device.type != "cpu":
-            return device_kernels(write.dest.device).scatter(
-                self._keys[write.name], write.dest, write.dest_index_K, write.data_K, write.absolute, write.index_K
-            )
-        if write.prepared is not None:
-            ready, dest, dest_index_K = write.prepared, _unsigned(write.dest), write.dest_index_K.numpy()
-            if not cpu.exchange(dest, dest_index_K, ready.new_K, ready.old_K):
-                return _signed(ready.old_K), ready.gained
-            dest[dest_index_K] = ready.old_K  # live memory changed since staging: work it out anew
-        old_K, gained = cpu.scatter(
-            self._keys[write.name],
-            _unsigned(write.dest),
-            write.dest_index_K.numpy(),
-            _unsigned(write.data_K),
-            write.absolute,
-            write.index_K.numpy(),
-        )
-        return _signed(old_K), gained
+    def _exchange(self, staged: Staged) -> None:
+        """Exchange the new values with the old ones; undone if those are not what they were."""
+        if _swap(staged.swaps) != sum(each.check for each in staged.swaps) & fingerprint.MASK:
+            _swap(staged.swaps)
+            raise StageError("Live memory was written by someone else since this version was staged.")
+
+    def _undo(self, staged: Staged, overwritten: Sequence[torch.Tensor]) -> None:
+        try:
+            for copy, old in zip(staged.copies, overwritten, strict=False):
+                copy.live.copy_(old)
+            _swap(staged.swaps)
+        except Exception as error:
+            raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error
 
 
 def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
@@ -384,8 +378,9 @@ def model_fingerprint(fingerprints: Mapping[str, int]) -> int:
     return -1 if -1 in fingerprints.values() else sum(fingerprints.values()) & fingerprint.MASK
 
 
-def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> tuple[_Scatter | _Copy, int]:
-    """What a patch writes to a segment, and how many elements."""
+def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> _Swap | _Copy:
+    """What a patch writes to a segment."""
+    live = segment.live
     if patch.index_K is not None:
         at, dest_index_K = segment.locate(patch.index_K)
         data_K, index_K = (x if at is None else x[at] for x in (patch.data, patch.index_K))
@@ -393,36 +388,40 @@ def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> tuple[_S
     else:
         # The whole tensor. Often little of it differs, and what is not written need not be undone.
         source = segment.source(_signed(patch.data)).contiguous()
-        new_N, old_N = (_unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous().cpu()))
+        new_N, old_N = (_unsigned(view.reshape(-1)) for view in (source, live.contiguous().cpu()))
         at, _ = cpu.diff(old_N, new_N)
         if at.size > new_N.size // 8:
-            return _Copy(patch.name, number, segment.live, source.to(segment.live.device)), new_N.size
-        coordinates = np.unravel_index(at, segment.live.shape) if segment.live.ndim else ()
+            return _Copy(patch.name, number, live, source.to(live.device))
+        coordinates = np.unravel_index(at, live.shape) if live.ndim else ()
         dest_index_K, index_K = np.zeros((2, at.size), np.int64)
         index_K += segment.offset
-        for coordinate, live_stride, stride in zip(coordinates, segment.live.stride(), segment.stride, strict=True):
+        for coordinate, live_stride, stride in zip(coordinates, live.stride(), segment.stride, strict=True):
             dest_index_K += coordinate * live_stride
             index_K += coordinate * stride
         data_K, absolute = new_N[at], True
-    device = segment.live.device
-    if device.type != "cpu":
-        device_kernels(device).warm_up(device, segment.live.dtype)
-    prepared = None
-    if device.type == "cpu" and dest_index_K.size:
-        prepared = _Prepared(*cpu.prepare(key, _unsigned(segment.flat()), dest_index_K, data_K, absolute, index_K))
-    dest, data, index = (x.to(device) for x in (torch.from_numpy(dest_index_K), _signed(data_K), torch.from_numpy(index_K)))
-    return _Scatter(patch.name, number, segment.flat(), dest, data, absolute, index, prepared), dest_index_K.size
+    dest = segment.flat()
+    dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
+    if live.device.type == "cpu":
+        new_K, gained, check = cpu.prepare(key, _unsigned(dest), dest_index_K, data_K, absolute, index_K)
+        return _Swap(patch.name, number, dest, torch.from_numpy(dest_index_K), _signed(new_K), gained, check)
+    kernels = device_kernels(live.device)
+    kernels.warm_up(live.device, live.dtype)
+    dest_index, data, index = (
+        x.to(live.device) for x in (torch.from_numpy(dest_index_K), _signed(data_K), torch.from_numpy(index_K))
+    )
+    return _Swap(patch.name, number, dest, dest_index, *kernels.prepare(key, dest, dest_index, data, absolute, index))
 
 
-def _undo(done: list[tuple[_Scatter | _Copy, torch.Tensor]]) -> None:
-    try:
-        for write, old in reversed(done):
-            if isinstance(write, _Copy):
-                write.live.copy_(old)
-            else:
-                write.dest[write.dest_index_K] = old
-    except Exception as error:
-        raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error
+def _swap(swaps: Sequence[_Swap]) -> int:
+    """Exchange all values with live memory; returns the sum of the checks."""
+    check = 0
+    for device in {swap.dest.device for swap in swaps}:
+        writes = [(swap.dest, swap.dest_index_K, swap.value_K) for swap in swaps if swap.dest.device == device]
+        if device.type == "cpu":
+            check += cpu.swap([(_unsigned(dest), at_K.numpy(), _unsigned(value_K)) for dest, at_K, value_K in writes])
+        else:
+            check += device_kernels(device).swap(writes)
+    return check & fingerprint.MASK
 
 
 def _signed(bits: np.ndarray) -> torch.Tensor:

@@ -12,7 +12,7 @@ import datetime
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +85,10 @@ class Receipt:
     def done(self) -> bool:
         """Whether the upload has ended, well or not."""
         return self._job.uploaded.done()
+
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Call `action` once the upload has ended, well or not; in the thread that ends it."""
+        self._job.uploaded.add_done_callback(lambda _: action())
 
     def wait(self, timeout_s: float | None = None) -> Self:
         """Block until head names this version or a later one.

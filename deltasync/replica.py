@@ -211,9 +211,18 @@ class Follower:
                 yield patch, expected
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:
-        """Write a staged version; follow it by `confirm` or `rollback`."""
+        """Write a staged version; follow it by `confirm` or `rollback`.
+
+        Raises:
+            StageError: live memory was written by someone else.
+            CommitError: the write failed and could not be undone.
+        """
         before = dict(self.memory.parts)
-        return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+        try:
+            return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+        except BaseException:
+            self.doubt()
+            raise
 
     def confirm(
         self, committed: CommittedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None

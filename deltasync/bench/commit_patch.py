@@ -53,7 +53,8 @@ def measure(
 
     Returns:
         Seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time, which
-        may compile or ask for memory, the median of the others and the best; the extra memory of ours and of vLLM's path;
+        may compile or ask for memory, the median of the others and the best; the bytes that stay staged on the device until
+        the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path;
         and how long vLLM sleeps in each pause.
 
     Raises:
@@ -82,6 +83,7 @@ def measure(
         times["rollback"], _ = _timed(lambda committed=committed: follower.rollback(committed))  # type: ignore[misc]
         follower.version = 1
         rounds.append(times)
+        staged_bytes = staged.staged.device_bytes
         del staged, committed  # the next round's memory is this one's
     _check(memory, old_sha256, "the rollback")
     stage_extra_bytes = _peak_extra_bytes(lambda: follower.stage(step))
@@ -118,6 +120,7 @@ def measure(
         "deltasync": {name: _summary([times[name] for times in rounds]) for name in rounds[0]},
         "plain": _summary(plain_s),
         "vllm": {name: _summary(times_s) for name, times_s in peers.items()},
+        "staged_bytes": staged_bytes,
         "stage_extra_bytes": stage_extra_bytes,
         "vllm_extra_bytes": _peak_extra_bytes(load),
         "vllm_sleep_s": _sleep_s(),

@@ -93,8 +93,13 @@ def _throughput(result: dict[str, Any]) -> Iterator[str | Table]:
 
 
 def _memory(result: dict[str, Any]) -> Iterator[str | Table]:
-    table = _table("extra memory at its peak", "MB", "bytes per change", "times values", "times values and positions")
-    for name, key in (("deltasync: stage", "stage_extra_bytes"), ("vLLM's sparse path", "vllm_extra_bytes")):
+    table = _table("extra memory", "MB", "bytes per change", "times values", "times values and positions")
+    texts = {
+        "staged_bytes": "deltasync: staged on the device, old values included",
+        "stage_extra_bytes": "deltasync: stage, at its peak, decoding on the host included",
+        "vllm_extra_bytes": "vLLM's sparse path, at its peak",
+    }
+    for key, name in texts.items():
         extra_bytes = result["commit"][key]
         if extra_bytes is None:
             table.add_row(name, "?", "?", "?", "?")

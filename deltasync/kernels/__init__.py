@@ -1,4 +1,4 @@
-"""The loops over elements: diff, scatter and fingerprint, one module per machine.
+"""The loops over elements, one module per machine: diff, fingerprint, scatter, and its two halves, prepare and swap.
 
 `reference` is plain numpy and the truth; `cpu` is numba, compiled once per machine (the cache lies beside the module)
 and free of the GIL; `gpu` is Triton; `torch_ops` serves any other device. What a module has of them equals the reference,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class DeviceKernels(Protocol):
     """What memory on a device needs of a module of kernels."""
 
-    def scatter(
+    def prepare(
         self,
         key: int,
         dest: torch.Tensor,
@@ -27,11 +28,14 @@ class DeviceKernels(Protocol):
         data_K: torch.Tensor,
         absolute: bool,
         index_K: torch.Tensor,
-    ) -> tuple[torch.Tensor, int]:
-        """As `reference.scatter`, on signed views; all tensors on the device of `dest`, which is mutated."""
+    ) -> tuple[torch.Tensor, int, int]:
+        """As `reference.prepare`, on signed views; all tensors on the device of `dest`."""
+
+    def swap(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> int:
+        """As `reference.swap`, on signed views of one device; memory and values are mutated."""
 
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile what `scatter` needs on this device for signed views of this dtype, so that no commit waits for it."""
+        """Compile what the others need on this device for signed views of this dtype, so that no commit waits for it."""
 
 
 @functools.cache

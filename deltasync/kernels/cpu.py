@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from llvmlite import ir
-from numba import get_num_threads, njit, prange, set_num_threads, types
+from numba import carray, get_num_threads, njit, prange, set_num_threads, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from deltasync.kernels import reference
@@ -22,7 +23,10 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 # Elements per parallel task: large enough to hide the scheduling, small enough for both cores to share one tensor.
 _CHUNK = 1 << 18
 _SCATTER_CHUNK = 1 << 12
+_SWAP_CHUNK = 1 << 14
 _JOINED = 1 << 17
+
+_AHEAD = 64  # elements between asking for a cache line and using it
 
 
 @intrinsic
@@ -31,6 +35,32 @@ def _trailing_zeros(_context, _value):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _pointer(_context, address, like):
+    """An address as a pointer to elements of the type of the array `like`."""
+
+    def generate(_context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], _context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), generate
+
+
+@intrinsic
+def _prefetch(_context, array, at):
+    """Ask for the cache line of an element, to write to it."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [byte, number(1), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, at), generate
 
 
 @njit(inline="always")
@@ -141,42 +171,53 @@ def _scatter(key, dest, dest_index_K, data_K, absolute, index_K, old_K):
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, old_K, new_K):
-    added = np.uint64(0)
+def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, new_K):
+    added, check = np.uint64(0), np.uint64(0)
     chunks = (data_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
     for chunk in prange(chunks):
-        part = np.uint64(0)
+        part, part_check = np.uint64(0), np.uint64(0)
         first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, data_K.size)
+        # Nothing but loads first: many of them miss the cache, and so they wait together.
         for k in range(first, last):
-            old_K[k] = dest[dest_index_K[k]]
+            new_K[k] = dest[dest_index_K[k]]
         for k in range(first, last):
+            old = new_K[k]
             new = data_K[k]
             if not absolute:
-                new += old_K[k]
+                new += old
             new_K[k] = new
-            part += _cell(key, index_K[k], new_K[k]) - _cell(key, index_K[k], old_K[k])
+            part += _cell(key, index_K[k], new_K[k]) - _cell(key, index_K[k], old)
+            part_check += _weighted(dest_index_K[k], old)
         added += part
-    return added
+        check += part_check
+    return added, check
+
+
+@njit(inline="always")
+def _weighted(at, bits):
+    return np.uint64(bits) * (np.uint64(2) * np.uint64(at) + np.uint64(1))
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _exchange(dest, dest_index_K, new_K, old_K):
-    differing = 0
-    chunks = (new_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
-    for chunk in prange(chunks):
-        found = 0
-        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, new_K.size)
-        # Loads, then stores, as in `_scatter`; unsigned indices, so that numba need not look for negative ones.
-        now = np.empty(last - first, dest.dtype)
-        for k in range(first, last):
-            now[k - first] = dest[np.uint64(dest_index_K[k])]
-        for k in range(first, last):
-            dest[np.uint64(dest_index_K[k])] = new_K[k]
-        for k in range(first, last):
-            found += now[k - first] != old_K[k]
-            old_K[k] = now[k - first]
-        differing += found
-    return differing
+def _swap(chunk_CF, bits, index):
+    """`chunk_CF` holds addresses of memory, positions and values, and the number of values; the others only types."""
+    check = np.uint64(0)
+    for c in prange(chunk_CF.shape[0]):
+        count = chunk_CF[c, 3]
+        dest = carray(_pointer(chunk_CF[c, 0], bits), 1 << 62)
+        at_K = carray(_pointer(chunk_CF[c, 1], index), count)
+        value_K = carray(_pointer(chunk_CF[c, 2], bits), count)
+        part = np.uint64(0)
+        for k in range(count):
+            if k + _AHEAD < count:
+                _prefetch(dest, np.uint64(at_K[k + _AHEAD]))
+            at = np.uint64(at_K[k])
+            old = dest[at]
+            dest[at] = value_K[k]
+            value_K[k] = old
+            part += _weighted(at, old)
+        check += part
+    return check
 
 
 @contextlib.contextmanager
@@ -238,15 +279,27 @@ def scatter(
 
 def prepare(
     key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """What `scatter` would do, without doing it: the old and the new bit patterns, and what they add to the fingerprint."""
-    old_K, new_K = np.empty_like(data_K), np.empty_like(data_K)
+) -> tuple[np.ndarray, int, int]:
+    """As `reference.prepare`."""
+    new_K = np.empty_like(data_K)
     with threads(data_K.size // _SCATTER_CHUNK):
-        added = _prepare(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, old_K, new_K)
-    return old_K, new_K, int(added)
+        added, check = _prepare(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, new_K)
+    return new_K, int(added), int(check)
 
 
-def exchange(dest: np.ndarray, dest_index_K: np.ndarray, new_K: np.ndarray, old_K: np.ndarray) -> int:
-    """Write `new_K` into `dest` and what was there into `old_K`, both mutated; how many were not what `old_K` said."""
-    with threads(new_K.size // _SCATTER_CHUNK):
-        return int(_exchange(dest, dest_index_K, new_K, old_K))
+def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
+    """As `reference.swap`, one call of a kernel for all writes of the same types."""
+    alike: dict[tuple[np.dtype, np.dtype], list[tuple[int, int, int, int]]] = {}
+    for dest, dest_index_K, value_K in writes:
+        chunks = alike.setdefault((value_K.dtype, dest_index_K.dtype), [])
+        for first in range(0, value_K.size, _SWAP_CHUNK):
+            addresses = (
+                dest_index_K.ctypes.data + first * dest_index_K.itemsize,
+                value_K.ctypes.data + first * value_K.itemsize,
+            )
+            chunks.append((dest.ctypes.data, *addresses, min(_SWAP_CHUNK, value_K.size - first)))
+    check = 0
+    for (bits, index), chunks in alike.items():
+        with threads(len(chunks)):
+            check += int(_swap(np.array(chunks, np.int64).reshape(-1, 4), np.empty(0, bits), np.empty(0, index)))
+    return check % (1 << 64)

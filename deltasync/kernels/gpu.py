@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -98,16 +99,16 @@ def _compact(
         tl.store(old_ptr + at, new, changed)
 
 
-# Not specialized on values or alignment: a commit must not meet a compilation that `warm_up` has not done.
 @triton.jit(do_not_specialize=["key", "K"], do_not_specialize_on_alignment=["dest_ptr"])
-def _scatter(
+def _prepare(
     key: tl.uint64,
     dest_ptr,
     dest_index_ptr,
     data_ptr,
     index_ptr,
-    old_ptr,
-    part_ptr,
+    new_ptr,
+    added_ptr,
+    check_ptr,
     K: tl.int64,
     ABSOLUTE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,11 +121,29 @@ def _scatter(
     new = tl.load(data_ptr + k, inside, other=0)
     if not ABSOLUTE:
         new += old
-    tl.store(dest_ptr + at, new, inside)
-    tl.store(old_ptr + k, old, inside)
+    tl.store(new_ptr + k, new, inside)
     index = tl.load(index_ptr + k, inside, other=0)
     # Outside, old and new are both 0 and add nothing.
-    tl.store(part_ptr + block, tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0))
+    tl.store(added_ptr + block, tl.sum(_cell(key, index, new) - _cell(key, index, old), axis=0))
+    tl.store(check_ptr + block, tl.sum(_weighted(at, old), axis=0))
+
+
+@triton.jit
+def _weighted(at, bits):
+    return bits.to(tl.uint64) * (at.to(tl.uint64) * 2 + 1)
+
+
+# Not specialized on values or alignment: a commit must not meet a compilation that `warm_up` has not done.
+@triton.jit(do_not_specialize=["K"], do_not_specialize_on_alignment=["dest_ptr", "dest_index_ptr", "value_ptr", "check_ptr"])
+def _swap(dest_ptr, dest_index_ptr, value_ptr, check_ptr, K: tl.int64, BLOCK: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    k = block * BLOCK + tl.arange(0, BLOCK)
+    inside = k < K
+    at = tl.load(dest_index_ptr + k, inside, other=0).to(tl.int64)
+    old = tl.load(dest_ptr + at, inside, other=0)
+    tl.store(dest_ptr + at, tl.load(value_ptr + k, inside, other=0), inside)
+    tl.store(value_ptr + k, old, inside)
+    tl.store(check_ptr + block, tl.sum(_weighted(at, old), axis=0))
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -193,40 +212,58 @@ def _diff(old_N: torch.Tensor, new_N: torch.Tensor, *, rounded: bool, update: bo
     return index_K, step_K
 
 
-def scatter(
+def prepare(
     key: int, dest: torch.Tensor, dest_index_K: torch.Tensor, data_K: torch.Tensor, absolute: bool, index_K: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """As `reference.scatter`, one kernel: `dest` is mutated. Waits for the device: after return the new bits are live."""
+) -> tuple[torch.Tensor, int, int]:
+    """As `reference.prepare`, one kernel; waits for the device."""
     assert dest.dtype == data_K.dtype
-    old_K = torch.empty_like(data_K)
-    part_B = data_K.new_empty(triton.cdiv(data_K.numel(), _SCATTER_BLOCK), dtype=torch.int64)
-    if part_B.numel():
+    new_K = torch.empty_like(data_K)
+    sum_2B = data_K.new_empty((2, triton.cdiv(data_K.numel(), _SCATTER_BLOCK)), dtype=torch.int64)
+    if data_K.numel():
         with _on(dest.device):
-            _scatter[(part_B.numel(),)](
+            _prepare[(sum_2B.shape[1],)](
                 key,
                 _unsigned(dest),
                 dest_index_K.contiguous(),
                 _unsigned(data_K),
                 index_K.contiguous(),
-                _unsigned(old_K),
-                _unsigned(part_B),
+                _unsigned(new_K),
+                _unsigned(sum_2B[0]),
+                _unsigned(sum_2B[1]),
                 data_K.numel(),
                 absolute,
                 _SCATTER_BLOCK,
             )
-    return old_K, int(part_B.sum()) & MASK
+    added, check = sum_2B.sum(1).tolist()
+    return new_K, added & MASK, check & MASK
+
+
+def swap(writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> int:
+    """As `reference.swap`, a kernel for each write. Waits for the device once: after return the new bits are live."""
+    writes = [write for write in writes if write[2].numel()]
+    if not writes:
+        return 0
+    start_W = [0, *itertools.accumulate(triton.cdiv(value_K.numel(), _SCATTER_BLOCK) for _, _, value_K in writes)]
+    check_B = writes[0][0].new_empty(start_W[-1], dtype=torch.int64)
+    with _on(check_B.device):
+        for (dest, dest_index_K, value_K), (first, last) in zip(writes, itertools.pairwise(start_W), strict=True):
+            check = _unsigned(check_B[first:last])
+            _swap[(last - first,)](_unsigned(dest), dest_index_K, _unsigned(value_K), check, value_K.numel(), _SCATTER_BLOCK)
+    return int(check_B.sum()) & MASK
 
 
 @functools.cache
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what `scatter` needs on this device for signed views of this dtype, once per process.
+    """Compile what `prepare` and `swap` need on this device for signed views of this dtype, once per process.
 
     It costs seconds that a commit would otherwise spend; Triton keeps what it compiled on disk, for later processes.
     """
     dest = torch.zeros(1, dtype=dtype, device=device)
     first = [torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)]
     for dest_index_K, index_K, absolute in itertools.product(first, first, (True, False)):
-        scatter(0, dest, dest_index_K, dest.clone(), absolute, index_K)
+        prepare(0, dest, dest_index_K, dest.clone(), absolute, index_K)
+    for dest_index_K in first:
+        swap([(dest, dest_index_K, dest.clone())])
 
 
 def _unsigned(view: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from deltasync.types import index_dtype
@@ -57,3 +59,42 @@ def scatter(
     with np.errstate(over="ignore"):
         added = cell_hash(key, index_K, new_K).sum(dtype=np.uint64) - cell_hash(key, index_K, old_K).sum(dtype=np.uint64)
     return old_K, int(added)
+
+
+def prepare(
+    key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
+) -> tuple[np.ndarray, int, int]:
+    """Work out what `scatter` with the same arguments would do; nothing is mutated.
+
+    Returns:
+        The new bit patterns, shape K, what the writes add to the fingerprint, and what `swap` will return.
+    """
+    after = dest.copy()
+    old_K, added = scatter(key, after, dest_index_K, data_K, absolute, index_K)
+    return after[dest_index_K], added, _checksum(dest_index_K, old_K)
+
+
+def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
+    """Exchange values with memory; a second call with the same writes brings everything back.
+
+    Args:
+        writes: Memory, positions in it, and the values to put there, all of them distinct places; memory and values are
+            mutated. It fails before the first write or not at all.
+
+    Returns:
+        A checksum of the values that were in memory, modulo 2**64.
+    """
+    check = 0
+    for dest, dest_index_K, value_K in writes:
+        old_K = dest[dest_index_K]
+        dest[dest_index_K] = value_K
+        value_K[:] = old_K
+        check += _checksum(dest_index_K, old_K)
+    return check % (1 << 64)
+
+
+def _checksum(dest_index_K: np.ndarray, bits_K: np.ndarray) -> int:
+    """Weighted by odd numbers, so that no change of a single value goes unnoticed."""
+    with np.errstate(over="ignore"):
+        weight_K = np.uint64(2) * dest_index_K.astype(np.uint64) + np.uint64(1)
+        return int((weight_K * bits_K.astype(np.uint64)).sum(dtype=np.uint64))

@@ -1,10 +1,12 @@
-"""The scatter in torch operations: any device, and the fallback where no kernel of its own exists.
+"""Preparing and swapping in torch operations: any device, and the fallback where no kernel of its own exists.
 
 torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as the reference's unsigned one;
 only shifts need a mask. The fingerprint's sum leaves the device as one number.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -26,25 +28,43 @@ def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
+def _widened(bits_K: torch.Tensor) -> torch.Tensor:
+    """A signed view of bit patterns as int64 of the unsigned ones."""
+    width = 8 * bits_K.element_size()
+    return bits_K.to(torch.int64) & ((1 << width) - 1 if width < 64 else -1)
+
+
 def cell_hash(key: int, index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
     """As `reference.cell_hash`, int64; `bits_K` is a signed view of the bit patterns."""
-    width = 8 * bits_K.element_size()
-    unsigned_K = bits_K.to(torch.int64) & ((1 << width) - 1 if width < 64 else -1)
-    z = _as_signed(key) + index_K.to(torch.int64) * _INDEX_STEP + unsigned_K * _VALUE_STEP
+    z = _as_signed(key) + index_K.to(torch.int64) * _INDEX_STEP + _widened(bits_K) * _VALUE_STEP
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     return z ^ _shift(z, 31)
 
 
-def scatter(
+def prepare(
     key: int, dest: torch.Tensor, dest_index_K: torch.Tensor, data_K: torch.Tensor, absolute: bool, index_K: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """As `reference.scatter`, on signed views; all tensors on the device of `dest`."""
+) -> tuple[torch.Tensor, int, int]:
+    """As `reference.prepare`, on signed views; all tensors on the device of `dest`."""
     old_K = dest[dest_index_K]
-    new_K = data_K if absolute else old_K + data_K
-    dest[dest_index_K] = new_K
+    new_K = data_K.clone() if absolute else old_K + data_K
     added = (cell_hash(key, index_K, new_K) - cell_hash(key, index_K, old_K)).sum()
-    return old_K, int(added) & MASK
+    return new_K, int(added) & MASK, int(_checksum(dest_index_K, old_K)) & MASK
+
+
+def swap(writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> int:
+    """As `reference.swap`, on signed views."""
+    held = [dest[dest_index_K] for dest, dest_index_K, _ in writes]
+    check = 0
+    for (dest, dest_index_K, value_K), old_K in zip(writes, held, strict=True):
+        dest[dest_index_K] = value_K
+        value_K.copy_(old_K)
+        check += int(_checksum(dest_index_K, old_K))
+    return check & MASK
+
+
+def _checksum(dest_index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
+    return ((2 * dest_index_K.to(torch.int64) + 1) * _widened(bits_K)).sum()
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:

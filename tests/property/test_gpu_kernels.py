@@ -72,6 +72,21 @@ def _assert_diff(found: tuple[torch.Tensor, torch.Tensor], old_N: np.ndarray, ne
     np.testing.assert_array_equal(_bits(found[1]), step_K)
 
 
+def _scatter(
+    key: int, dest: torch.Tensor, at_K: torch.Tensor, data_K: torch.Tensor, absolute: bool, index_K: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """As `reference.scatter`, in two writes."""
+    before = dest[at_K].clone()
+    new_K, added, check = gpu.prepare(key, dest, at_K, data_K, absolute, index_K)
+    assert torch.equal(dest[at_K], before)
+    half = at_K.numel() // 2
+    value_K = new_K.clone()
+    writes = [(dest, at_K[part], value_K[part]) for part in (slice(half), slice(half, None))]
+    assert gpu.swap(writes) == check
+    assert torch.equal(dest[at_K], new_K)
+    return value_K, added
+
+
 def _bfloat16_of(master_N: np.ndarray) -> np.ndarray:
     """float32 bits to bfloat16 bits as torch rounds; NaNs, of which torch keeps nothing, truncated and made quiet."""
     values_N = torch.from_numpy(master_N.view("f4").copy())
@@ -151,7 +166,7 @@ def test_scatter_is_the_reference(
     memory[address_N] = old_N
     dest = _signed(np.concatenate((memory[:1], memory)))
     at, index = (torch.from_numpy(x.astype(dtype)).to(DEVICE) for x in (address_N[index_K], index_K))
-    old_K, added = gpu.scatter(key, dest[1 if memory.size else 0 :], at, _signed(data_K), absolute, index)
+    old_K, added = _scatter(key, dest[1 if memory.size else 0 :], at, _signed(data_K), absolute, index)
 
     expected = memory.copy()
     expected_old_K, expected_added = reference.scatter(key, expected, address_N[index_K], data_K, absolute, index_K)
@@ -175,7 +190,7 @@ def test_kernels_are_the_reference_over_blocks_of_their_real_size(
     index_K, step_K = gpu.diff(_signed(old_N), _signed(new_N))
     _assert_diff((index_K, step_K), old_N, new_N)
     dest = _signed(old_N)
-    _, added = gpu.scatter(MASK, dest, index_K, step_K, False, index_K)
+    _, added = _scatter(MASK, dest, index_K, step_K, False, index_K)
     np.testing.assert_array_equal(_bits(dest), new_N)
     assert added == (gpu.fingerprint(MASK, dest) - reference.fingerprint(MASK, old_N)) & MASK
 
@@ -187,14 +202,14 @@ def test_warming_up_compiles_all_that_commits_need() -> None:
     if INTERPRETED:
         return
     device = torch.cuda.current_device()
-    compiled = len(gpu._scatter.device_caches[device][0])
+    compiled = [len(kernel.device_caches[device][0]) for kernel in (gpu._prepare, gpu._swap)]
     for count in (1, 3, 16, 1024):
         dest = torch.zeros(2048, dtype=torch.int16, device=DEVICE)[count % 16 :]
         narrow = torch.arange(count, dtype=torch.int32, device=DEVICE)
         for at, index, key in itertools.product((narrow, narrow.long()), (narrow, narrow.long()), (0, 1, 1 << 40, MASK)):
             for absolute in (True, False):
-                gpu.scatter(key, dest, at, dest[:count].clone(), absolute, index)
-    assert len(gpu._scatter.device_caches[device][0]) == compiled
+                _scatter(key, dest, at, dest[:count].clone(), absolute, index)
+    assert [len(kernel.device_caches[device][0]) for kernel in (gpu._prepare, gpu._swap)] == compiled
 
 
 @marked(on_gpu)
@@ -205,7 +220,7 @@ def test_scatter_reaches_elements_past_every_limit_of_int32() -> None:
     at = torch.tensor([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, size - 1], device=DEVICE)
     data_K = torch.arange(1, 6, dtype=torch.int8, device=DEVICE)
     old_K = dest[at].clone()
-    found_old_K, added = gpu.scatter(3, dest, at, data_K, True, at)
+    found_old_K, added = _scatter(3, dest, at, data_K, True, at)
     assert dest[at].tolist() == [1, 2, 3, 4, 5]
     assert found_old_K.tolist() == old_K.tolist()
     expected = torch_ops.cell_hash(3, at, data_K).sum() - torch_ops.cell_hash(3, at, old_K).sum()
@@ -252,7 +267,7 @@ def test_diff_and_fingerprint_of_a_tensor_of_more_than_2_to_the_31_elements() ->
     assert index_K.tolist() == at.tolist()
     assert step_K.tolist() == [7] * 4
     before = gpu.fingerprint(9, old_N)
-    _, added = gpu.scatter(9, old_N, index_K, step_K, False, index_K)
+    _, added = _scatter(9, old_N, index_K, step_K, False, index_K)
     assert (before + added) & MASK == gpu.fingerprint(9, new_N)
 
 
@@ -281,8 +296,10 @@ def test_kernels_compile(target: tuple[str, int | str, int], width: int) -> None
         constants = {"ROUND": rounded, "UPDATE": True, **stream}
         assert binary in compiled(gpu._compact, constants, bits, new, "*u32", "*i64", "*i64", bits)
     for absolute in (False, True):
-        types = ("u64", bits, "*i32", bits, "*i64", bits, "*u64", "i64")
-        assert binary in compiled(gpu._scatter, {"ABSOLUTE": absolute, **scatter}, *types)
+        types = ("u64", bits, "*i32", bits, "*i64", bits, "*u64", "*u64", "i64")
+        assert binary in compiled(gpu._prepare, {"ABSOLUTE": absolute, **scatter}, *types)
+    for index in ("*i32", "*i64"):
+        assert binary in compiled(gpu._swap, scatter, bits, index, bits, "*u64", "i64")
 
 
 def test_a_device_without_kernels_of_its_own_is_served_by_torch() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_cell_hash_is_splitmix64_for_indices_past_every_limit(key: int, cells: l
 
 
 @given(keys, our.bit_pairs(), st.booleans(), st.data())
-def test_scatter_is_the_reference_on_every_machine(
+def test_scatter_is_the_reference(
     key: int, pair: tuple[np.ndarray, np.ndarray], absolute: bool, data: st.DataObject
 ) -> None:
     old_N, new_N = pair
@@ -82,17 +84,67 @@ def test_scatter_is_the_reference_on_every_machine(
     expected_memory = memory.copy()
     expected_memory[address_N] = new_N
 
-    results = []
+    wanted = (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
     for scatter in (reference.scatter, cpu.scatter):
         dest = memory.copy()
-        results.append((scatter(key, dest, address_N[index_K], data_K, absolute, index_K), dest))
-    dest_torch = _signed(memory)
-    at, index = torch.from_numpy(address_N[index_K]), torch.from_numpy(index_K)
-    old, added = torch_ops.scatter(key, dest_torch, at, _signed(data_K), absolute, index)
-    results.append(((old.numpy().view(old_N.dtype), added), dest_torch.numpy().view(old_N.dtype)))
-
-    wanted = (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
-    for (old_K, added), dest in results:
+        old_K, added = scatter(key, dest, address_N[index_K], data_K, absolute, index_K)
         np.testing.assert_array_equal(old_K, old_N[index_K])
         np.testing.assert_array_equal(dest, expected_memory)
         assert added == wanted
+
+
+@given(keys, our.bit_pairs(), st.booleans(), st.sampled_from([np.int32, np.int64]), st.data())
+def test_prepare_and_swap_are_the_reference_on_every_machine(
+    key: int, pair: tuple[np.ndarray, np.ndarray], absolute: bool, index_type: type, data: st.DataObject
+) -> None:
+    old_N, new_N = pair
+    index_K, step_K = reference.diff(old_N, new_N)
+    data_K = new_N[index_K] if absolute else step_K
+    address_N = np.random.default_rng(data.draw(our.seeds)).permutation(2 * old_N.size)[: old_N.size].astype(index_type)
+    memory = np.zeros(2 * old_N.size, old_N.dtype)
+    memory[address_N] = old_N
+    expected_memory = memory.copy()
+    expected_memory[address_N] = new_N
+    at_K = address_N[index_K]
+    arguments = key, memory, at_K, data_K, absolute, index_K
+    new_K, added, check = reference.prepare(*arguments)
+    np.testing.assert_array_equal(new_K, new_N[index_K])
+    assert added == (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
+    (cpu_new_K, *cpu_sums) = cpu.prepare(*arguments)
+    in_torch = _signed(memory), torch.from_numpy(at_K), _signed(data_K), absolute, torch.from_numpy(index_K)
+    (torch_new_K, *torch_sums) = torch_ops.prepare(key, *in_torch)
+    np.testing.assert_array_equal(cpu_new_K, new_K)
+    np.testing.assert_array_equal(torch_new_K.numpy().view(new_K.dtype), new_K)
+    assert cpu_sums == torch_sums == [added, check]
+
+    # In two writes, the second of which has other elements of the same memory.
+    half = at_K.size // 2
+    for swap, kind in ((reference.swap, np.asarray), (cpu.swap, np.asarray), (torch_ops.swap, _signed)):
+        dest, values = kind(memory.copy()), [kind(new_K[:half].copy()), kind(new_K[half:].copy())]
+        places = [at_K[:half], at_K[half:]]
+        if kind is _signed:
+            places = [torch.from_numpy(place) for place in places]
+        writes = [(dest, place, value) for place, value in zip(places, values, strict=True)]
+        assert swap(writes) == check
+        np.testing.assert_array_equal(np.asarray(dest).view(memory.dtype), expected_memory)
+        np.testing.assert_array_equal(np.concatenate(values).view(memory.dtype), old_N[index_K])
+        swap(writes)
+        np.testing.assert_array_equal(np.asarray(dest).view(memory.dtype), memory)
+        np.testing.assert_array_equal(np.concatenate(values).view(memory.dtype), new_K)
+        if at_K.size:
+            dest[int(at_K[0])] += 1
+            assert swap(writes) != check
+
+
+def test_a_swap_of_many_writes_of_every_size_reaches_all_of_them() -> None:
+    random = np.random.default_rng(0)
+    writes = []
+    for width, index, size in itertools.product((1, 2, 4, 8), (np.int32, np.int64), (1, 70, 5_000, 100_000)):
+        dest = random.integers(0, 256, size * width, np.uint8).view(f"u{width}")
+        at_K = np.flatnonzero(random.random(size) < 0.5).astype(index)
+        writes.append((dest, at_K, random.integers(0, 256, at_K.size * width, np.uint8).view(f"u{width}")))
+    expected = [tuple(array.copy() for array in write) for write in writes]
+    assert cpu.swap(writes) == reference.swap(expected)
+    for write, wanted in zip(writes, expected, strict=True):
+        for array, right in zip(write, wanted, strict=True):
+            np.testing.assert_array_equal(array, right)

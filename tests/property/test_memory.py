@@ -263,28 +263,58 @@ def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[Patc
     return memory, tensors, [(Patch(name, np.array([1]), ones, absolute=False), 0) for name in specs]
 
 
-def test_a_commit_that_fails_half_way_leaves_the_old_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+class _FailingOnce:
+    """Live memory of a copy that cannot be written the first time."""
+
+    def __init__(self, live: torch.Tensor) -> None:
+        self.live = live
+        self.fails = True
+
+    def clone(self) -> torch.Tensor:
+        return self.live.clone()
+
+    def copy_(self, source: torch.Tensor) -> None:
+        if self.fails:
+            self.fails = False
+            raise _Failure
+        self.live.copy_(source)
+
+
+def test_a_commit_that_fails_half_way_leaves_the_old_bits() -> None:
     memory, tensors, patches = _two_tensors()
     before = dict(memory.fingerprints)
-    staged = memory.stage(patches)
-    write = memory._write
-
-    def fail_at_b(one: object) -> object:
-        if getattr(one, "name", None) == "b":
-            raise _Failure
-        return write(one)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(memory, "_write", fail_at_b)
+    staged = memory.stage([patches[0], (Patch("b", None, np.full(3, 5, np.uint16), absolute=True), 0)])
+    (copy,) = staged.copies
+    broken = dataclasses.replace(copy, live=_FailingOnce(copy.live))  # type: ignore[arg-type]
     with pytest.raises(_Failure):
-        memory.commit(staged)
+        memory.commit(dataclasses.replace(staged, copies=(broken,)))
     assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
+    assert memory.fingerprints == before
+
+
+def test_live_memory_that_changed_since_staging_is_left_alone() -> None:
+    memory, tensors, patches = _two_tensors()
+    staged = memory.stage(patches)
+    before = dict(memory.fingerprints)
+    int_view(tensors["b"])[1] = 7
+    with pytest.raises(StageError, match="someone else"):
+        memory.commit(staged)
+    assert [int_view(tensors[name]).tolist() for name in ("a", "b")] == [[0, 0, 0], [0, 7, 0]]
     assert memory.fingerprints == before
 
 
 def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() -> None:
     memory, _, patches = _two_tensors()
-    report = memory.commit(memory.stage(patches))
-    (write, old), *rest = report.undo
-    broken = dataclasses.replace(report, undo=((write, old.to(torch.float32).reshape(1, 1, 1, 1).expand(2, 2, 2, 2)), *rest))
+    report = memory.commit(memory.stage([(Patch("a", None, np.ones(3, np.uint16), absolute=True), 0), patches[1]]))
+    broken = dataclasses.replace(report, overwritten=(torch.zeros(2, 2, 2),))
     with pytest.raises(CommitError):
         memory.rollback(broken, {})
+
+
+def test_what_is_staged_takes_three_times_the_changed_bytes() -> None:
+    spec = TensorSpec("w", "bfloat16", (1000, 100))
+    memory, _ = LiveMemory.on_host({"w": spec})
+    memory.audit()
+    index_K = np.arange(0, spec.element_count, 100, dtype=np.int32)
+    staged = memory.stage([(Patch("w", index_K, np.ones(index_K.size, np.uint16), absolute=False), 0)])
+    assert staged.device_bytes == 3 * 2 * index_K.size
