@@ -240,11 +240,11 @@ def hang(*arguments):
     print("hangs", flush=True)
     time.sleep(1000)
 
-def hang_after_one(memory, write):
-    LiveMemory._write = hang
-    return write_one(memory, write)
+def hang_half_way(memory, staged):
+    exchange(memory, staged)
+    hang()
 
-write_one = LiveMemory._write
+exchange = LiveMemory._exchange
 begin()
 print("ready", flush=True)
 for line in sys.stdin:
@@ -336,7 +336,7 @@ def test_four_processes_of_a_node_download_once_and_two_are_killed_at_a_commit(
     staged.tell("LiveMemory.commit = hang; follow(23)")
     assert staged.says() == ["hangs"]
     staged.kill()
-    committing.tell("LiveMemory._write = hang_after_one; follow(23)")
+    committing.tell("LiveMemory._exchange = hang_half_way; follow(23)")
     assert committing.says() == ["hangs"]
     committing.kill()
     restarted.tell("begin(); follow(23)")
