@@ -3,12 +3,14 @@
     --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension    RPC methods on each worker
     VLLM_PLUGINS=deltasync                                         the driver and the /deltasync/ routes
     DELTASYNC_CHANNEL=file:///data/run                             what to follow
+    --weight-transfer-config '{"backend": "deltasync"}'            or: follow by vLLM's own weight-transfer routes
 
 Without DELTASYNC_CHANNEL nothing of vLLM is touched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +22,14 @@ __all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
 
 
 def register() -> None:
-    """vLLM's general-plugin hook, called in every process of a server before the model is loaded.
+    """vLLM's general-plugin hook, called in every process of a server before the model is loaded; more than once is fine.
 
-    Returns at once, having imported nothing, where deltasync is not configured.
+    Where deltasync is not configured it only names the backend to vLLM, which imports it when it is chosen.
     """
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     from vllm_plugin.cpu import keep_weights_addressable

@@ -145,10 +145,10 @@ class Driver:
                         wake.wait(), poll.delay_s(self._version != before, self._state in ("serving", "waiting"))
                     )
 
-    async def look(self) -> None:
-        """Follow once, and report what came of it."""
+    async def look(self, version: int | None = None) -> None:
+        """Go one step towards a version, head's by default, and report what came of it."""
         try:
-            await self._follow_once()
+            await self._follow_once(version)
         except NotPublishedError as error:
             self._report("waiting", f"Waiting for the first version: {error}")
         except DeltaSyncError as error:
@@ -162,17 +162,16 @@ class Driver:
         self._looked.set()
         self._looked = asyncio.Event()
 
-    async def _follow_once(self) -> None:
-        """Look at head, and go one step towards it if it is ahead."""
+    async def _follow_once(self, version: int | None) -> None:
         self._head = await asyncio.to_thread(self._reader.head)
         async with self._busy:
             if not self._opened:
                 await self._open()
-            if self._version == self._head.version:
+            if self._version == (version or self._head.version):
                 self._report("serving", None)
                 return
             tokens_before = generated_tokens()
-            state = await self._stage(self._head)
+            state = await self._stage(self._head, version)
             if state == "unsettled":
                 await self._settle(first=False)
             elif state == "staged":
@@ -204,14 +203,14 @@ class Driver:
             logger.info("deltasync serves version=%d, which the loaded weights already were", version)
         self._version = version
 
-    async def _stage(self, head: Head) -> str:
-        """Have the workers stage the next step towards head: `staged`, `unsettled` or, with nothing to do, `idle`.
+    async def _stage(self, head: Head, version: int | None) -> str:
+        """Have the workers stage the next step: `staged`, `unsettled` or, with nothing to do, `idle`.
 
         Raises:
             ApplyError: a worker failed, or they do not agree; the next look tries again.
         """
         self._state = "staging"
-        replies = await self._workers.work("stage", dataclasses.asdict(head))
+        replies = await self._workers.work("stage", dataclasses.asdict(head), version)
         failed = [reply for reply in replies if reply["state"] == "failed"]
         if failed:
             await self._workers.call("distrust", [reply["step"] for reply in failed if reply.get("step") is not None])

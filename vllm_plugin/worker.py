@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from deltasync import manifest
 from deltasync.chain import Step
 from deltasync.config import ReplicaSettings
-from deltasync.errors import DeltaSyncError, FingerprintMismatchError
+from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError
 from deltasync.manifest import Head
 from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
@@ -33,6 +34,8 @@ logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose
 
 Reply = dict[str, Any]
 
+_followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
+
 
 class WorkerReplica:
     """Follows one channel with the parameters of one worker.
@@ -44,9 +47,15 @@ class WorkerReplica:
     Raises:
         NotPublishedError: the channel has none yet.
         ModelMismatchError: the model does not match the channel.
+        ConfigError: there is a `WorkerReplica` of this model already, of which only one can know what its bits are.
     """
 
     def __init__(self, runner: Any, channel: str) -> None:
+        if runner.get_model() in _followed:
+            raise ConfigError(
+                f"Something else in this server follows {_followed[runner.get_model()]} with the same weights; choose one: "
+                "the driver, the worker extension alone, or vLLM's weight-transfer routes."
+            )
         self._reader = ChannelReader(open_channel(channel))
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync")
@@ -58,6 +67,7 @@ class WorkerReplica:
         self._mirror: Mirror | None = None
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._follower = Follower(self._reader, self._memory)
+        _followed[runner.get_model()] = channel
         logger.info(
             "deltasync load plan: tensors=%d segments=%d record_s=%.3f",
             sum(1 for held in self._plan.segments.values() if held),
@@ -136,15 +146,20 @@ class WorkerReplica:
             self._follower.settle(total)
         return {"version": self._follower.version}
 
-    def stage(self, head: Reply) -> Reply:
-        """Begin to stage the next steps towards head; ends in `staged`, `idle` if there is none, or `unsettled`."""
-        return self._begin(lambda: self._stage(Head(**head)))
+    def stage(self, head: Reply, version: int | None) -> Reply:
+        """Begin to stage the next steps towards a version; ends in `staged`, `idle` if there is none, or `unsettled`.
 
-    def _stage(self, head: Head) -> Reply:
+        Args:
+            head: Of the channel.
+            version: None for head's.
+        """
+        return self._begin(lambda: self._stage(Head(**head), version))
+
+    def _stage(self, head: Head, version: int | None) -> Reply:
         self._staged = None
         if not self._follower.settled:
             return {"state": "unsettled"}
-        steps = self._follower.plan(head)
+        steps = self._follower.plan(head, version)
         if not steps:
             return {"state": "idle"}
         group = self._follower.batch(steps)

@@ -34,10 +34,24 @@ PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is n
 
 
 def start(
-    checkpoint: Path, channel: str, port: int, log: Path, *arguments: str, cores: list[int] | None = None, **environ: str
+    checkpoint: Path,
+    channel: str,
+    port: int,
+    log: Path,
+    *arguments: str,
+    cores: list[int] | None = None,
+    driver: bool = True,
+    **environ: str,
 ) -> Child:
-    """`deltasync serve` on one core, the last, by default: vLLM's processes spin while they wait, and starve others."""
+    """A server on one core, the last, by default: vLLM's processes spin while they wait, and starve others.
+
+    With the driver it is `deltasync serve`, without it vLLM alone with `DELTASYNC_CHANNEL` set.
+    """
     command = [sys.executable, "-m", "deltasync.cli", "serve", str(checkpoint), "--channel", channel]
+    if not driver:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+        command += ["--no-enable-prefix-caching"]
+        environ["DELTASYNC_CHANNEL"] = channel
     command += [
         "--host",
         "127.0.0.1",
@@ -212,15 +226,21 @@ def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fie
 
 @contextlib.contextmanager
 def serving(
-    checkpoint: Path, *arguments: str, token: str | None = None, cores: list[int] | None = None, **environ: str
+    checkpoint: Path,
+    *arguments: str,
+    token: str | None = None,
+    cores: list[int] | None = None,
+    driver: bool = True,
+    **environ: str,
 ) -> Iterator[Server]:
     """A server of this checkpoint that follows an empty channel beside it, once it answers."""
     weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     channel, port = f"file://{checkpoint.parent}/channel", free_port()
     server = Server(f"http://127.0.0.1:{port}", channel, weights, token)
     log = checkpoint.parent / "server.log"
-    with one_thread(), start(checkpoint, channel, port, log, *arguments, cores=cores, **environ) as child:
-        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+    route = "/deltasync/status" if driver else "/v1/models"
+    with one_thread(), start(checkpoint, channel, port, log, *arguments, cores=cores, driver=driver, **environ) as child:
+        child.wait_until(lambda: get_json(server.url + route), 2 * PATIENCE_S, "to start")
         yield server
         if server.publisher is not None:
             server.publisher.close()

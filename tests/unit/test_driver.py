@@ -147,6 +147,15 @@ def test_reach_waits_for_the_first_version_and_then_for_the_newest(
     asyncio.run(body())
 
 
+def test_weights_are_followed_in_one_way_only(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+    trainer.publish()
+    assert engine.worker.deltasync_open(memory_url) == {}
+    second = DeltaSyncWorkerExtension()
+    second.model_runner = engine.worker.model_runner
+    assert "choose one" in second.deltasync_open(memory_url)["error"]
+    assert Engine().worker.deltasync_open(memory_url) == {}
+
+
 def test_reach_makes_the_driver_look_at_once(
     engine: Engine,
     trainer: Trainer,

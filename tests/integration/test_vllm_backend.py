@@ -1,0 +1,205 @@
+"""vLLM's own weight-transfer routes push versions into a real vLLM of two workers, which runs no driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from transformers import Qwen2Config
+
+from deltasync import layout
+from deltasync.bits import cast
+from tests.integration.vllm_server import Server, complete, save_model, serving
+
+pytestmark = pytest.mark.vllm
+
+BACKEND = ("--weight-transfer-config", '{"backend": "deltasync"}')
+EXTENSION = ("--worker-extension-cls", "tests.integration.live_bits.LiveBits")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {"vocab_size": 71, "intermediate_size": 192, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    return save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    cores = sorted(os.sched_getaffinity(0))[-2:]
+    bind = "|".join(map(str, cores))
+    parallel = ("--tensor-parallel-size", "2")
+    with serving(
+        checkpoint, *BACKEND, *EXTENSION, *parallel, cores=cores, driver=False, VLLM_CPU_OMP_THREADS_BIND=bind
+    ) as server:
+        yield server
+
+
+def refusal(server: Server, path: str, body: object) -> str:
+    """What vLLM says to a POST that fails."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        server.open(path, body)
+    with caught.value as error:
+        message: str = json.load(error)["error"]["message"]
+        return message
+
+
+def push(server: Server, version: int | None, **names: str) -> None:
+    """In the order and with the bodies of TRL's `AsyncGRPOTrainer`."""
+    server.json("/pause?mode=keep", {})
+    server.json("/start_weight_update", {"is_checkpoint_format": True})
+    server.json("/update_weights", {"update_info": {"version": version}})
+    server.json("/finish_weight_update", names)
+    server.json("/resume", {})
+
+
+def refused_push(server: Server, update_info: object) -> str:
+    server.json("/start_weight_update", {})
+    return refusal(server, "/update_weights", {"update_info": update_info})
+
+
+def rpc(server: Server, method: str, **arguments: str) -> list[Any]:
+    results: list[Any] = server.json("/collective_rpc", {"method": method, "kwargs": arguments})["results"]
+    return results
+
+
+def live_bits(server: Server) -> list[Any]:
+    found = rpc(server, "live_bits")
+    assert len(found) == 2 and all(isinstance(held, dict) for held in found), found
+    return found
+
+
+def greedy(server: Server) -> list[int]:
+    model = server.json("/v1/models")["data"][0]["id"]
+    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+    tokens: list[int] = server.json("/v1/completions", {**body, "ignore_eos": True})["choices"][0]["token_ids"]
+    return tokens
+
+
+def assert_live(server: Server, checkpoint: Path, weights: dict[str, Any]) -> None:
+    """Live memory and tokens are those that vLLM gets when it loads these weights as a checkpoint itself."""
+    bits, tokens = live_bits(server), greedy(server)
+    folder = checkpoint.parent / "expected"
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    save_file({name: cast(tensor, "bfloat16") for name, tensor in weights.items()}, folder / "model.safetensors")
+    rpc(server, "reload_weights", weights_path=str(folder))
+    assert live_bits(server) == bits
+    assert greedy(server) == tokens
+
+
+def test_a_push_to_an_empty_channel_says_so_and_the_loaded_weights_stay(server: Server, checkpoint: Path) -> None:
+    server.json("/init_weight_transfer_engine", {"init_info": {}})
+    assert "holds no channel yet" in refused_push(server, {})
+    bad = {"init_info": {"channel": "nowhere://x"}}
+    assert "nowhere" in refusal(server, "/init_weight_transfer_engine", bad)
+    assert_live(server, checkpoint, server.weights)
+
+
+def test_versions_are_pushed_bit_for_bit(server: Server, checkpoint: Path) -> None:
+    loaded = live_bits(server)
+    push(server, server.publish())
+    assert live_bits(server) == loaded  # recognised
+    seen = {tuple(greedy(server))}
+    for _ in range(2):
+        server.step()
+        version = server.publish()
+        push(server, version, weight_version=str(version))
+        assert server.json("/weight_info") == {"weight_version": str(version)}
+        assert_live(server, checkpoint, server.weights)
+    server.weights["model.norm.weight"] *= 3.0
+    server.weights["model.layers.0.mlp.down_proj.weight"] *= -1.5
+    push(server, server.publish())
+    assert_live(server, checkpoint, server.weights)
+    assert tuple(greedy(server)) not in seen
+
+
+def test_versions_between_are_skipped_and_the_newest_is_the_default(server: Server, checkpoint: Path) -> None:
+    past = []
+    for _ in range(4):
+        server.step()
+        past.append((server.publish(), {name: tensor.clone() for name, tensor in server.weights.items()}))
+    version, weights = past[1]
+    push(server, version)
+    assert_live(server, checkpoint, weights)
+    push(server, None)
+    assert_live(server, checkpoint, server.weights)
+    push(server, version)  # back, by the anchor and the deltas after it
+    assert_live(server, checkpoint, weights)
+    push(server, past[-1][0])
+    assert_live(server, checkpoint, server.weights)
+
+
+def test_a_push_without_a_pause_keeps_running_requests(server: Server, checkpoint: Path) -> None:
+    lengths: list[int] = []
+    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 600))))
+    asking.start()
+    server.wait_for_requests(1)
+    for _ in range(3):
+        server.step()
+        server.publish()
+        server.json("/start_weight_update", {})
+        server.json("/update_weights", {"update_info": {}})
+        server.json("/finish_weight_update", {})
+    asking.join()
+    assert lengths == [600]
+    assert_live(server, checkpoint, server.weights)
+
+
+@pytest.mark.parametrize(
+    ("update_info", "said"),
+    [
+        ({"version": 999}, "Version 999 is not published; head is at version"),
+        ({"version": "7"}, "version must be a whole number from 1, or null for the newest, not '7'"),
+        ({"version": 0}, "version must be a whole number from 1"),
+        ({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]]}, "unexpected keyword argument 'names'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_changes_nothing(server: Server, update_info: object, said: str) -> None:
+    before, tokens = live_bits(server), greedy(server)
+    for _ in range(2):  # replies of the two workers would be out of step the second time
+        assert said in refused_push(server, update_info)
+        assert live_bits(server) == before
+    assert greedy(server) == tokens
+
+
+def test_a_bad_channel_is_refused(server: Server) -> None:
+    path = "/init_weight_transfer_engine"
+    other = refusal(server, path, {"init_info": {"channel": f"{server.channel}2"}})
+    assert "restart it to follow another channel" in other
+    assert "unexpected keyword argument 'port'" in refusal(server, path, {"init_info": {"port": 1}})
+    server.json(path, {"init_info": {"channel": server.channel}})
+
+
+def test_a_damaged_payload_leaves_the_old_bits_until_it_is_repaired(server: Server, checkpoint: Path) -> None:
+    before, tokens = live_bits(server), greedy(server)
+    server.step()
+    path = Path(server.channel.removeprefix("file://"), layout.delta_dir(server.publish()), layout.delta_part(1, 1))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "sha256" in refused_push(server, {})
+    assert (live_bits(server), greedy(server)) == (before, tokens)
+    path.write_bytes(data)
+    push(server, None)
+    assert_live(server, checkpoint, server.weights)
+
+
+def test_a_version_with_other_bits_than_it_promises_is_rolled_back_by_both(server: Server, checkpoint: Path) -> None:
+    before, tokens = live_bits(server), greedy(server)
+    server.step()
+    with server.publishing_a_wrong_fingerprint():
+        server.publish()
+    assert "did not give the published bits" in refused_push(server, {})
+    assert (live_bits(server), greedy(server)) == (before, tokens)
+    assert server.publisher is not None
+    server.publisher.settings = dataclasses.replace(server.publisher.settings, anchor_every=1)
+    server.publish()
+    push(server, None)
+    assert_live(server, checkpoint, server.weights)
