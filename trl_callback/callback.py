@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltasync.errors import ConfigError
 from trl_callback import compat, gather
+from trl_callback.client import client_class
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
 from trl_callback.weight_transfer import DeltaWeightTransfer
+
+logger = logging.getLogger(__name__)
+
+_STATE = "deltasync"
+"""Where the trainer's state names the run, in its `stateful_callbacks`. Not by transformers' `ExportableState`: with that, a
+checkpoint from before the callback was added cannot be resumed and saved, and restoring a callback makes another one."""
 
 
 class DeltaSyncCallback(TrainerCallback):
     """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that changed.
 
-    With TRL's `AsyncGRPOTrainer`, pass [`~DeltaSyncCallback.weight_transfer`] as well: TRL then decides when weights are
-    synced, and counts a version only when replicas serve it. The callback itself publishes nothing then.
+    With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`), it takes the
+    place of the transfer by NCCL: when TRL pushes weights to the server, they are published, and training goes on once the
+    replicas serve them. Neither side needs CUDA, and the trainer needs no vLLM.
+
+    With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, pass [`~DeltaSyncCallback.weight_transfer`] as well: TRL
+    then decides when weights are synced, and counts a version only when replicas serve it.
 
     With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
     ones. It waits for no replica, and for the uploads at the end of training only: while an upload lasts, newer weights
     join the version that waits. The model must be whole in the main process: no FSDP, no DeepSpeed ZeRO-3, no PEFT.
 
-    The latest record of [`~DeltaSyncCallback.history`] is added to the logs under `delta_sync/`. Callbacks added later, such
-    as the progress bar, and the log history of the trainer's state see it; the `report_to` integrations do not, as
-    transformers runs them before any callback of the user.
+    A trainer that resumes from a checkpoint continues the run that it wrote; any other used channel is refused, unless
+    `resume` is set. What is published, and what the replicas serve, is in the trainer's logs under `delta_sync/`.
 
     Args:
         channel (`str` or [`DeltaSyncConfig`]):
@@ -39,7 +52,9 @@ class DeltaSyncCallback(TrainerCallback):
 
     Example:
     ```python
-    >>> sync = DeltaSyncCallback("file:///data/run")
+    >>> trainer = GRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
+
+    >>> sync = DeltaSyncCallback("s3://bucket/run")
     >>> trainer = AsyncGRPOTrainer(..., weight_transfer=sync.weight_transfer, callbacks=[sync])
 
     >>> trainer = SFTTrainer(..., callbacks=[DeltaSyncCallback("file:///data/run", publish_steps=10)])
@@ -55,13 +70,15 @@ class DeltaSyncCallback(TrainerCallback):
         else:
             self.config = DeltaSyncConfig(channel, **settings)
         self._transfer = DeltaWeightTransfer(self.config)
-        self._publishes = True
-        self._published_step: int | None = None
-        self._logged: VersionRecord | None = None
+        self._publishes = True  # at the end of steps; otherwise TRL asks for it
+        self._on_policy = False
+        self._restore_client: Callable[[], None] | None = None
+        self._first = _First(self)
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
-        """The `weight_transfer` of TRL's `AsyncGRPOTrainer`. Once accessed, the callback publishes nothing by itself.
+        """The `weight_transfer` of TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer`. Once accessed, the callback
+        publishes nothing by itself.
 
         Raises:
             ConfigError: the installed TRL has no place for it.
@@ -85,8 +102,10 @@ class DeltaSyncCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Refuse at once a model that cannot be published."""
-        if self._publishes:
+        """Refuse at once a model that cannot be published; take the place of the client of a vLLM server."""
+        if compat.generates_on_server(args):
+            self._take_over(state)
+        elif self._publishes:
             gather.check_in_one_piece(model)
 
     def on_train_begin(
@@ -98,22 +117,40 @@ class DeltaSyncCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Learn the model, before TRL opens the transfer; publish the initial weights."""
-        self._transfer.step = state.global_step
-        self._transfer.bind(model, processing_class)
-        if self._publishes:
+        """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
+        compat.add_first(self._first)
+        transfer = self._transfer
+        transfer.step = state.global_step
+        transfer.bind(model, processing_class)
+        transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
+        if self._restore_client is not None:
+            self._restore_client()
+        if not state.is_world_process_zero:
+            return
+        if self._on_policy:
+            if transfer.server_url is None:
+                raise ConfigError(
+                    "This trainer has a client of its own for its vLLM server, which DeltaSyncCallback cannot replace. Use "
+                    "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
+                )
+            transfer.init_weight_transfer()
+        elif self._publishes:
             gather.check_in_one_piece(model)
-            if state.is_world_process_zero:
-                self._transfer.open()
-                self._publish(model)
+            transfer.open()
+            self._publish(model)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Publish every `publish_steps` steps. TRL's own sync comes after this."""
-        self._transfer.step = state.global_step
-        if self._publishes and state.is_world_process_zero and state.global_step % self.config.publish_steps == 0:
+        """Publish every `publish_steps` steps, if the store keeps up. TRL's own sync comes after this."""
+        transfer = self._transfer
+        transfer.step = state.global_step
+        if not state.is_world_process_zero:
+            return
+        if self._publishes and state.global_step % self.config.publish_steps == 0 and not transfer.is_behind():
             self._publish(model)
+        if transfer.publisher is not None and transfer.publisher.run_id is not None:
+            state.stateful_callbacks[_STATE] = {"run_id": transfer.publisher.run_id}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -123,13 +160,18 @@ class DeltaSyncCallback(TrainerCallback):
         Raises:
             PublishError: the last version did not become visible.
         """
-        if not self._publishes or not state.is_world_process_zero:
+        transfer = self._transfer
+        if transfer.publisher is None:
             return
         # The best model may have been loaded after the last step.
-        if self._published_step != state.global_step or args.load_best_model_at_end:
-            self._publish(model)
-        assert self._transfer.publisher is not None
-        self._transfer.publisher.flush()
+        if transfer.published_step != state.global_step or args.load_best_model_at_end:
+            if gather.is_peft(model) or gather.sharded_names(model):
+                logger.warning(
+                    "The last published weights are those of step %s, not the final ones.", transfer.published_step
+                )
+            else:
+                self._publish(model)
+        transfer.flush()
 
     def on_log(
         self,
@@ -139,16 +181,34 @@ class DeltaSyncCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the latest version to the logs, once."""
-        if logs is None or not self.history or self.history[-1] is self._logged:
+        """Add what is new since the last logs."""
+        if logs is None:
             return
-        self._logged = self.history[-1]
-        metrics = self._logged.metrics()
+        metrics = self._transfer.metrics()
         logs.update(metrics)
         if state.log_history:
             state.log_history[-1].update(metrics)
 
+    def _take_over(self, state: TrainerState) -> None:
+        if self.config.ack == "none":
+            raise ConfigError(
+                'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '
+                "Use AsyncGRPOTrainer, which generates with older weights meanwhile."
+            )
+        self._publishes, self._on_policy = False, True
+        self._transfer.ack = "all" if self.config.ack is None else self.config.ack
+        self._restore_client = compat.replace_client(functools.partial(client_class, self._transfer))
+
     def _publish(self, model: Any) -> None:
         self._transfer.publish(gather.checkpoint_tensors(model).items())
         self._transfer.record(ack_s=None)
-        self._published_step = self._transfer.step
+
+
+class _First(TrainerCallback):
+    """Runs before all other callbacks, so that they find the metrics in the logs."""
+
+    def __init__(self, sync: DeltaSyncCallback) -> None:
+        self._sync = sync
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._sync.on_log(args, state, control, **kwargs)

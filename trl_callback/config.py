@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from deltasync import heartbeat
 from deltasync.config import CODECS, DTYPES, PublisherSettings
 from deltasync.errors import ConfigError
 from deltasync.stores import open_store
-
-ACKS = ("all", "any", "none")
 
 
 @dataclass
@@ -34,21 +33,27 @@ class DeltaSyncConfig:
             `DELTASYNC_DTYPE` or deltasync's default decides. (Not called `dtype`, which TRL's configs use for the
             dtype of training.)
         resume (`bool`, *optional*, defaults to `False`):
-            Whether to continue the run that the channel holds. Otherwise a used channel is refused.
+            Whether to continue the run that the channel holds. Otherwise a used channel is refused, unless the trainer
+            resumes from a checkpoint of that very run.
 
         > Parameters that control when it is written
 
         publish_steps (`int`, *optional*, defaults to `1`):
-            Publish every N optimizer steps. Not used with `AsyncGRPOTrainer`, which asks for a sync every
-            `weight_sync_steps`.
+            Publish every N optimizer steps. Not used where TRL asks for the weights: with `AsyncGRPOTrainer` (see
+            `weight_sync_steps`) and with trainers that generate on a vLLM server.
 
         > Parameters that control what TRL waits for
 
-        ack (`str`, *optional*, defaults to `"any"`):
-            Which replicas must serve a version before TRL counts it as synced: `"any"` of them, `"all"` that are live,
-            or `"none"`: do not wait, not even for the upload. Used with `AsyncGRPOTrainer` only.
+        ack (`str`, *optional*):
+            Which replicas must serve a version before TRL goes on with it: `"all"` that are live, `"any"` of them, a
+            number of them, or `"none"`: do not wait, not even for the upload. If `None`, `"any"` with `AsyncGRPOTrainer`
+            and `"all"` with trainers that generate on a vLLM server, which are on-policy and cannot have `"none"`. Not
+            used with other trainers.
         ack_timeout_s (`float`, *optional*, defaults to `600.0`):
-            Seconds to wait for upload and acknowledgement before training fails.
+            Seconds to wait for upload and acknowledgement before training fails, and for uploads at its end.
+        replicas (`list[str]`, *optional*):
+            URLs of the servers to wait for, e.g. `["http://10.0.0.5:8000"]`. They are asked over HTTP, with
+            `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the channel.
     """  # noqa: D406, D407 - the section of TRL's configs
 
     channel: str = field(metadata={"help": "URL of the channel, e.g. file:///data/run. One run, one writer."})
@@ -76,23 +81,35 @@ class DeltaSyncConfig:
     )
     resume: bool = field(
         default=False,
-        metadata={"help": "Whether to continue the run that the channel holds. Otherwise a used channel is refused."},
+        metadata={
+            "help": "Whether to continue the run that the channel holds. Otherwise a used channel is refused, unless the "
+            "trainer resumes from a checkpoint of that very run."
+        },
     )
     publish_steps: int = field(
         default=1,
-        metadata={"help": "Publish every N optimizer steps. Not used with AsyncGRPOTrainer (see weight_sync_steps)."},
+        metadata={"help": "Publish every N optimizer steps. Not used where TRL asks for the weights."},
     )
-    ack: str = field(
-        default="any",
+    ack: str | None = field(
+        default=None,
         metadata={
-            "help": "Which replicas must serve a version before TRL counts it as synced: any of them, all that are live, or "
-            "none: do not wait, not even for the upload. Used with AsyncGRPOTrainer only.",
-            "choices": list(ACKS),
+            "help": "Which replicas must serve a version before TRL goes on with it: all that are live, any of them, a "
+            "number of them, or none: do not wait, not even for the upload. If None, any with AsyncGRPOTrainer, and all "
+            "with trainers that generate on a vLLM server."
         },
     )
     ack_timeout_s: float = field(
         default=600.0,
-        metadata={"help": "Seconds to wait for upload and acknowledgement before training fails."},
+        metadata={
+            "help": "Seconds to wait for upload and acknowledgement before training fails, and for uploads at its end."
+        },
+    )
+    replicas: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "URLs of the servers to wait for, asked over HTTP. If None, replicas are known from their heartbeats in "
+            "the channel."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -101,7 +118,12 @@ class DeltaSyncConfig:
         PublisherSettings.from_env(codec=self.codec, anchor_every=self.anchor_every, dtype=self.served_dtype)
         if self.publish_steps < 1:
             raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")
-        if self.ack not in ACKS:
-            raise ConfigError(f"ack must be one of {', '.join(ACKS)}, not {self.ack!r}.")
+        if self.ack is not None:
+            self.ack = str(self.ack)
+            if self.ack != "none":
+                heartbeat.check_ack(self.ack)
+        for url in self.replicas or ():
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"A replica is named by its URL, such as http://10.0.0.5:8000, not by {url!r}.")
         if self.ack_timeout_s <= 0:
             raise ConfigError(f"ack_timeout_s must be positive, not {self.ack_timeout_s}.")

@@ -20,6 +20,7 @@ class VersionRecord:
         anchor_bytes (`int`): Bytes of the full weights stored with the version.
         encode_s (`float`): Seconds that training waited for reading, comparing and encoding.
         ack_s (`float`, *optional*): Seconds that training then waited for upload and acknowledgement; `None` if it did not.
+        coalesced (`int`): How many times it was published: more than once if its upload had not begun by the next time.
         time_s (`float`): When, in seconds since the epoch.
     """
 
@@ -32,6 +33,7 @@ class VersionRecord:
     anchor_bytes: int
     encode_s: float
     ack_s: float | None
+    coalesced: int = 1
     time_s: float = dataclasses.field(default_factory=time.time)
 
     @property
@@ -53,5 +55,6 @@ class VersionRecord:
             "bits_per_changed": self.bits_per_changed,
             "encode_s": self.encode_s,
             "ack_s": self.ack_s,
+            "coalesced": self.coalesced,
         }
         return {f"delta_sync/{name}": value for name, value in values.items() if value is not None}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from deltasync import Publisher, Receipt, heartbeat
+from deltasync import Publisher, Receipt, heartbeat, open_store
 from deltasync.config import PublisherSettings
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, NotPublishedError, PublishError
+from deltasync.reader import ChannelReader
 from trl_callback import gather
 from trl_callback.config import DeltaSyncConfig
+from trl_callback.fleet import Fleet
+from trl_callback.patience import RETRIES, Backlog, PatientStore
 from trl_callback.record import VersionRecord
 
 logger = logging.getLogger(__name__)
@@ -32,18 +37,30 @@ class DeltaWeightTransfer:
 
     Attributes:
         step (`int`): The trainer's `global_step`, published with each version; kept up to date by the callback.
+        published_step (`int`, *optional*): That of the last version; `None` before the first.
         history (`list[VersionRecord]`): What was published.
-        publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
+        publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`, and after `destroy`.
+        ack (`str`): As in the config, decided.
+        server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
+        run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
     """
 
     def __init__(self, config: DeltaSyncConfig) -> None:
         self.config = config
         self.step = 0
+        self.published_step: int | None = None
         self.history: list[VersionRecord] = []
         self.publisher: Publisher | None = None
+        self.ack = "any" if config.ack is None else config.ack
+        self.server_url: str | None = None
+        self.run_id: str | None = None
+        self._store = PatientStore(open_store(config.channel))
+        self._backlog = Backlog(self._store)
+        self._fleet = Fleet(self._store, config.replicas or ())
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
         self._receipt: Receipt | None = None
+        self._news: dict[str, float] = {}
 
     def bind(self, model: torch.nn.Module, processing_class: Any = None) -> None:
         """Learn whose weights these are. Anchors get its config and the files of the tokenizer or processor.
@@ -67,19 +84,32 @@ class DeltaWeightTransfer:
         self.open()
 
     def open(self) -> None:
-        """Open the channel for the bound model, once."""
+        """Open the channel for the bound model, once.
+
+        Raises:
+            ChannelInUseError: the channel holds a run that is neither `run_id` nor to be resumed.
+        """
         if self.publisher is not None:
             return
         assert self._model is not None
         dtype = PublisherSettings.from_env(dtype=self.config.served_dtype).dtype
         self.publisher = Publisher(
-            self.config.channel,
+            self._store,
             codec=self.config.codec,
             anchor_every=self.config.anchor_every,
             dtype=dtype,
+            retries=RETRIES,
             model_files=gather.checkpoint_files(self._model, self._processing_class, dtype),
-            resume=self.config.resume,
+            resume=self.config.resume or self._holds_our_run(),
         )
+
+    def _holds_our_run(self) -> bool:
+        if self.run_id is None:
+            return False
+        try:
+            return ChannelReader(self._store).channel().run_id == self.run_id
+        except NotPublishedError:
+            return False
 
     def pause(self) -> None:
         """Nothing: generation goes on, and a replica switches versions by itself."""
@@ -87,15 +117,20 @@ class DeltaWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Read the stream to its end and publish it; the upload goes on in the background.
 
+        While the store is behind, and TRL is not to wait for it, a version may be left out; the next one covers it.
+
         Raises:
             ModelMismatchError: the weights are not of the channel's model.
             PublishError: another publisher writes to the channel.
         """
         assert self._model is not None
-        self.publish(gather.complete(iterator, self._model))
+        if self.is_behind():
+            deque(iterator, maxlen=0)  # gathering shards, it takes all processes
+        else:
+            self.publish(gather.complete(iterator, self._model))
 
     def resume(self) -> None:
-        """Wait until the version is stored and served as `config.ack` asks, then record it.
+        """Wait until the version is stored and served as `ack` asks, then record it.
 
         Raises:
             PublishError: the version did not become visible.
@@ -104,37 +139,84 @@ class DeltaWeightTransfer:
         """
         if self._receipt is None:
             return
-        if self.config.ack == "none":
+        if self.ack == "none":
             self.record(ack_s=None)
             return
-        assert self.publisher is not None and self.publisher.run_id is not None
         before = time.perf_counter()
-        self._receipt.wait(self.config.ack_timeout_s)
+        receipt, urls = self._receipt, self.config.replicas or ()
+        self._wait_for_upload(receipt)
+        assert self.publisher is not None and self.publisher.run_id is not None
+        heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
         left_s = self.config.ack_timeout_s - (time.perf_counter() - before)
-        heartbeat.wait_for(self.publisher.store, self.publisher.run_id, self._receipt.version, self.config.ack, left_s)
+        heartbeat.wait_for(self._store, self.publisher.run_id, receipt.version, self.ack, left_s, urls)
         self.record(ack_s=time.perf_counter() - before)
 
     def destroy(self) -> None:
         """Finish the uploads and close the channel.
 
         Raises:
+            PublishError: the last version did not become visible in `config.ack_timeout_s`.
+        """
+        if self.publisher is None:
+            return
+        try:
+            self.flush()
+        finally:
+            publisher, self.publisher = self.publisher, None
+            self.run_id = publisher.run_id
+            with contextlib.suppress(PublishError):  # told by flush
+                publisher.close()
+
+    def flush(self) -> None:
+        """Wait for the uploads; what is not stored after `config.ack_timeout_s` is given up.
+
+        Raises:
             PublishError: the last version did not become visible.
         """
-        if self.publisher is not None:
-            self.publisher.close()
+        assert self.publisher is not None
+        try:
+            self.publisher.flush(self.config.ack_timeout_s)
+        except TimeoutError:
+            self._store.give_up()
+            raise PublishError(
+                f"Version {self.publisher.version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
+                f"end of training, and was given up. Last error: {self._store.trouble}."
+            ) from None
+
+    def is_behind(self) -> bool:
+        """Whether the store is so far behind that the next version is better left out."""
+        return self._backlog.is_full()
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights of `step`; `resume` or `record` follows."""
         assert self.publisher is not None
         with torch.no_grad():
             self._receipt = self.publisher.publish(named_tensors, step=self.step)
+        self.published_step = self.step
+        self._backlog.add(self._receipt)
+        published = time.perf_counter()
+        self._receipt.when_done(lambda: self._news.update({"delta_sync/upload_s": time.perf_counter() - published}))
+
+    def metrics(self) -> dict[str, float]:
+        """What is new since the last call, for the trainer's logs."""
+        news, self._news = self._news, {}
+        if self.publisher is not None and self.publisher.run_id is not None:
+            news |= self._fleet.metrics(self.publisher.run_id, self.publisher.version)
+        return news
+
+    def _wait_for_upload(self, receipt: Receipt) -> None:
+        try:
+            receipt.wait(self.config.ack_timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
 
     def record(self, ack_s: float | None) -> None:
         """Append what was published last to the history, and log it."""
         receipt, self._receipt = self._receipt, None
         assert receipt is not None
+        coalesced = 1
         if self.history and self.history[-1].version == receipt.version:
-            self.history.pop()  # its upload had not begun, so it became part of this one
+            coalesced += self.history.pop().coalesced  # its upload had not begun, so it became part of this one
         record = VersionRecord(
             version=receipt.version,
             step=self.step,
@@ -145,8 +227,10 @@ class DeltaWeightTransfer:
             anchor_bytes=receipt.anchor_bytes,
             encode_s=receipt.encode_s,
             ack_s=ack_s,
+            coalesced=coalesced,
         )
         self.history.append(record)
+        self._news |= record.metrics()
         logger.info(
             "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f ack_s=%.3f",
             record.version,

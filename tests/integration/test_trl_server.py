@@ -1,0 +1,141 @@
+"""Trainers of TRL that generate on a real vLLM server, with the callback: one server, one channel, run after run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from deltasync import Replica
+from deltasync.demo import task
+from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
+from tests.conftest import assert_same_bits
+from tests.integration import vllm_server
+from tests.integration.vllm_server import Server
+from trl_callback import DeltaSyncCallback, gather
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.trl,
+    # of torch, while TRL imports it
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["CI"] = "1"  # no telemetry
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without its development routes, which TRL asks for where weights go by NCCL."""
+    checkpoint = vllm_server.save_model(tmp_path_factory.mktemp("trl"))
+    with vllm_server.serving(checkpoint, VLLM_SERVER_DEV_MODE="0") as server:
+        yield server
+
+
+class Recorder(TrainerCallback):
+    """As a `report_to` integration: registered before the callback, it sees the logs before the callback does."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def served_digests(model: Any) -> dict[str, str]:
+    return vllm_server.digests(gather.checkpoint_tensors(model))
+
+
+def make_trainer(kind: str, server: Server, folder: Path, *callbacks: TrainerCallback, max_steps: int = 3) -> Any:
+    """A trainer whose every batch is compared with the server: it generated with the trainer's weights, bit for bit."""
+    import trl
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder),
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=server.url,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        max_steps=max_steps,
+        learning_rate=1e-4,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=str(Path(server.channel.removeprefix("file://")).parent / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=task.prompt_dataset(0, 8),
+        callbacks=list(callbacks),
+    )
+    return trainer
+
+
+def test_grpo_generates_with_its_own_weights_bit_for_bit(server: Server, tmp_path: Path) -> None:
+    recorder, sync = Recorder(), DeltaSyncCallback(server.channel)
+    trainer = make_trainer("GRPO", server, tmp_path, recorder, sync)
+    trainer.train()
+
+    assert [(record.version, record.step) for record in sync.history] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [record.ack_s is not None for record in sync.history] == [True, True, True, False]  # nobody waits for the last
+    assert all(record.changed > 0 for record in sync.history)
+    replica = Replica(server.channel)
+    replica.sync()
+    expected = {name: tensor.to(replica.state_dict()[name].dtype) for name, tensor in trainer.model.state_dict().items()}
+    assert_same_bits(replica.state_dict(), expected)
+
+    logs = [line for line in recorder.logs if "loss" in line]
+    assert [line["delta_sync/version"] for line in logs] == [1, 2, 3]
+    for name in ("changed_fraction", "payload_bytes", "bits_per_changed", "encode_s", "ack_s", "upload_s", "coalesced"):
+        assert all(f"delta_sync/{name}" in line for line in logs[1:]), name
+    assert logs[-1]["delta_sync/changed_fraction"] == sync.history[2].changed_fraction
+
+
+def test_rloo_without_vllm_at_the_trainer_asks_the_server_by_its_url(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.generation import vllm_client, vllm_generation
+
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda *_, **__: False)
+    sync = DeltaSyncCallback(server.channel, resume=True, replicas=[server.url], ack=1)
+    trainer = make_trainer("RLOO", server, tmp_path, sync)
+    assert not vllm_generation.is_vllm_available()
+    trainer.train()
+    assert [record.step for record in sync.history] == [0, 1, 2, 3]
+    server.wait(lambda status: status["version"] == sync.history[-1].version)
+    assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
+
+
+def test_a_replica_that_does_not_serve_the_version_ends_the_training(server: Server, tmp_path: Path) -> None:
+    elsewhere = f"file://{tmp_path}/elsewhere"
+    sync = DeltaSyncCallback(elsewhere, replicas=[server.url], ack_timeout_s=1.0)
+    trainer = make_trainer("GRPO", server, tmp_path / "out", sync)
+    with pytest.raises(AckTimeoutError, match=f"it follows run .* of {server.channel}"):
+        trainer.train()
+
+
+def test_a_used_channel_is_refused(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(ChannelInUseError, match="resume=True"):
+        make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel)).train()
+
+
+def test_not_waiting_is_not_for_an_on_policy_trainer(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on-policy"):
+        make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel, ack="none"))

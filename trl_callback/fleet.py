@@ -1,0 +1,51 @@
+"""What the logs say of the replicas, without a step that waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from deltasync import heartbeat
+from deltasync.errors import DeltaSyncError
+from deltasync.heartbeat import Heartbeat
+from deltasync.stores.base import Store
+
+_LOOK_EVERY_S = 5.0
+
+
+class Fleet:
+    """Looks at the replicas in the background, when somebody asks and the last look is old.
+
+    Args:
+        store: The channel's.
+        urls: Servers to ask instead of reading heartbeats.
+    """
+
+    def __init__(self, store: Store, urls: Sequence[str]) -> None:
+        self._store = store
+        self._urls = urls
+        self._looked_s = -_LOOK_EVERY_S
+        self._seen: list[Heartbeat] | None = None
+
+    def metrics(self, run_id: str, newest_version: int) -> dict[str, float]:
+        """Replicas that are live, and by how many versions the slowest of them is behind; empty until a look has ended."""
+        if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = time.monotonic()
+            # A daemon, as the process must be able to end while a store hangs.
+            threading.Thread(target=self._look, args=(run_id,), name="deltasync-fleet", daemon=True).start()
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return {}
+        live = [beat for beat in seen if heartbeat.is_live(beat)]
+        metrics: dict[str, float] = {"delta_sync/replicas": len(live)}
+        if live:
+            slowest = min(beat.version or 0 for beat in live)
+            metrics["delta_sync/served_lag"] = max(0, newest_version - slowest)
+        return metrics
+
+    def _look(self, run_id: str) -> None:
+        try:
+            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else heartbeat.read_all(self._store, run_id)
+        except DeltaSyncError:
+            self._seen = None  # the next look may tell

@@ -1,0 +1,134 @@
+"""Training outlasts its store: a store that tells what is wrong with it, and what to do while it is behind."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from deltasync import Receipt
+from deltasync.errors import PublishError, StoreError, TransientStoreError
+from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 10_000
+"""For days: as long as training goes on, there is nothing better to do with a version than to try again."""
+
+_WARN_AFTER_S = 10.0
+_SHARE = 0.05
+
+_Result = TypeVar("_Result")
+
+
+class PatientStore:
+    """Any store, which can be given up.
+
+    Attributes:
+        trouble: The last transient error, None if the last request went well.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self._given_up = False
+        self.trouble: TransientStoreError | None = None
+
+    @property
+    def url(self) -> str:
+        """See `Store`, also of the other methods."""
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:  # noqa: D102
+        return self._inner.capabilities
+
+    def give_up(self) -> None:
+        """Fail every further request at once, so that nothing is tried again."""
+        self._given_up = True
+
+    def create(self, key: str, data: bytes) -> None:  # noqa: D102
+        self._ask(lambda: self._inner.create(key, data))
+
+    def replace(self, key: str, data: bytes) -> None:  # noqa: D102
+        self._ask(lambda: self._inner.replace(key, data))
+
+    def read(self, key: str) -> bytes:  # noqa: D102
+        return self._ask(lambda: self._inner.read(key))
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:  # noqa: D102
+        return self._ask(lambda: self._inner.read_range(key, start, end))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: D102
+        return self._ask(lambda: self._inner.list(prefix))
+
+    def delete(self, *keys: str) -> None:  # noqa: D102
+        self._ask(lambda: self._inner.delete(*keys))
+
+    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:  # noqa: D102
+        return self._inner.watch(key, on_change)
+
+    def _ask(self, action: Callable[[], _Result]) -> _Result:
+        if self._given_up:
+            raise StoreError(f"{self.url} was given up at the end of training. {self.trouble or ''}".rstrip())
+        try:
+            result = action()
+        except TransientStoreError as error:
+            self.trouble = error
+            raise
+        self.trouble = None
+        return result
+
+
+class Backlog:
+    """The versions that are not stored yet, and whether to add to them.
+
+    One version uploads and one waits; a further one is folded into that which waits, at the cost of encoding again. That
+    cost is kept to a share of the time, so that training is as fast with a dead store as with a quick one.
+    """
+
+    def __init__(self, store: PatientStore) -> None:
+        self._store = store
+        self._receipts: list[tuple[Receipt, float]] = []  # at most two versions, with the time of their publishing
+        self._warned = False
+
+    def add(self, receipt: Receipt) -> None:
+        """Note what was just published."""
+        self._drop_stored()
+        kept = [entry for entry in self._receipts if entry[0].version != receipt.version]
+        self._receipts = [*kept[-1:], (receipt, time.monotonic())]
+
+    def is_full(self) -> bool:
+        """Whether to leave out a version now; a later one will cover it. Says once when the store stays behind."""
+        self._drop_stored()
+        if not self._receipts:
+            return False
+        now = time.monotonic()
+        since = self._receipts[0][1]
+        if not self._warned and now - since > _WARN_AFTER_S:
+            self._warned = True
+            logger.warning(
+                "%s has not taken version %d for %.0f s (%s). Training goes on; what it publishes meanwhile is one version.",
+                self._store.url,
+                self._receipts[0][0].version,
+                now - since,
+                self._store.trouble or "no error so far",
+            )
+        last, published = self._receipts[-1]
+        return (len(self._receipts) == 2 or last.done) and now - published < last.encode_s / _SHARE
+
+    def _drop_stored(self) -> None:
+        stored = [number for number, (receipt, _) in enumerate(self._receipts, start=1) if _is_stored(receipt)]
+        if stored:
+            self._receipts = self._receipts[stored[-1] :]
+        if self._warned and not self._receipts:
+            self._warned = False
+            logger.warning("%s has taken everything again.", self._store.url)
+
+
+def _is_stored(receipt: Receipt) -> bool:
+    try:
+        receipt.wait(0)
+    except (TimeoutError, PublishError):
+        return False
+    return True
