@@ -34,9 +34,10 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
-# 10,000 cases of each round trip of the codecs: ten minutes and more.
+# 10,000 cases of each round trip of the codecs, 200 commits under load with one worker and with two: a quarter of an hour.
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
+	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup
