@@ -1,7 +1,8 @@
 """deltasync inside vLLM, by its official extension points only.
 
     --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension    RPC methods on each worker
-    VLLM_PLUGINS=deltasync                                         the driver and the /deltasync/ routes
+    VLLM_PLUGINS=deltasync                                         the driver and the /deltasync/ routes; without it
+                                                                   the workers follow by themselves
     DELTASYNC_CHANNEL=file:///data/run                             what to follow
     --weight-transfer-config '{"backend": "deltasync"}'            or: follow by vLLM's own weight-transfer routes
 

@@ -241,6 +241,11 @@ class WorkerReplica:
         names = self._reader.specs
         return {"sha256": {name: manifest.sha256_hex(self._memory.gather(name).data) for name in names}}
 
+    def digest_segments(self) -> Reply:
+        """sha256 of the bits of each of this worker's segments, with its region: for each tensor a list of pairs."""
+        sha256 = {name: [manifest.sha256_hex(bits) for bits in self._memory.read(name)] for name in self._reader.specs}
+        return {"sha256": {name: list(zip(self._memory.regions[name], sha256[name], strict=True)) for name in sha256}}
+
     def read(self, name: str) -> Reply:
         """`bits` of each of this worker's segments of a tensor, in the order of its regions and theirs."""
         return {"bits": self._memory.read(name)}
