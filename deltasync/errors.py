@@ -23,6 +23,7 @@
     ├── ApplyError                     9  a version did not become live
     │   ├── StageError                 9    live weights untouched, retry
     │   ├── FingerprintMismatchError   9    rolled back to the previous version; re-anchor
+    │   ├── SleepingError              9    vLLM sleeps; live weights untouched, retry when it wakes up
     │   └── CommitError                9    weights uncertain, reload
     └── AckTimeoutError               10  the version is published, but the fleet does not serve it yet
 
@@ -138,6 +139,10 @@ class StageError(ApplyError):
 
 class FingerprintMismatchError(ApplyError):
     """The bits after commit were not the published ones; they were rolled back to the previous version."""
+
+
+class SleepingError(ApplyError):
+    """vLLM sleeps, so its weights are not in memory; they were not touched."""
 
 
 class CommitError(ApplyError):

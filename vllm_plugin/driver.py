@@ -3,7 +3,8 @@
     head -> stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
 
 Staging happens in the workers while tokens are generated; the pause covers the commit only. Whatever fails, generation is
-resumed, the version before stays served, and the next look at head tries again.
+resumed, the version before stays served, and the next look at head tries again. If another client has paused generation, it
+stays paused; while vLLM sleeps, nothing is touched.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from deltasync import heartbeat, manifest
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, DeltaSyncError, NotPublishedError
+from deltasync.errors import ApplyError, DeltaSyncError, NotPublishedError, SleepingError
 from deltasync.heartbeat import Heartbeat
 from deltasync.manifest import Head
 from deltasync.memory import Region, combine, model_fingerprint
@@ -28,7 +29,8 @@ from deltasync.reader import ChannelReader
 from deltasync.stores import open_store
 from vllm_plugin import load_plan
 from vllm_plugin.metrics import Commit, Metrics, generated_tokens, running_requests
-from vllm_plugin.workers import Workers, assemble, regions_of
+from vllm_plugin.pauses import Pauses
+from vllm_plugin.workers import Workers, assemble, by_reason, regions_of, told
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
@@ -49,6 +51,7 @@ class Driver:
         assert settings.channel is not None
         self._engine = engine
         self._workers = Workers(engine)
+        self.pauses = Pauses(engine)
         self._settings = settings
         self._metrics = metrics
         self._channel = settings.channel
@@ -63,7 +66,7 @@ class Driver:
         self._looked = asyncio.Event()  # the look at head that goes on or comes next has ended; then there is a new one
         # Of each worker, which elements of each tensor it holds; of each tensor, its fingerprint over all workers.
         self._regions: list[dict[str, list[Region]]] = []
-        self._reloaded = 0
+        self._reloaded: dict[str, str] = {}  # tensors that take the fallback, and why
         self._fingerprints: dict[str, int] = {}
         self._beat_s = -settings.heartbeat_interval_s
         self._beat: tuple[object, ...] = ()
@@ -86,7 +89,9 @@ class Driver:
             "head_version": self._head.version if self._head is not None else None,
             "error": self._error,
             "kv_cache": self._settings.kv_cache,
-            "reloaded_tensors": self._reloaded,
+            "patched_tensors": len(self._reader.specs) - len(self._reloaded) if self._opened else None,
+            "reloaded_tensors": len(self._reloaded) if self._opened else None,
+            "reloaded": by_reason(self._reloaded),
             "commits": [dataclasses.asdict(commit) for commit in recent],
         }
 
@@ -151,6 +156,8 @@ class Driver:
             await self._follow_once(version)
         except NotPublishedError as error:
             self._report("waiting", f"Waiting for the first version: {error}")
+        except SleepingError as error:
+            self._report("sleeping", str(error))
         except DeltaSyncError as error:
             self._metrics.failed(error)
             self._report("failed", f"{type(error).__name__}: {error}")
@@ -167,7 +174,7 @@ class Driver:
         async with self._busy:
             if not self._opened:
                 await self._open()
-            if self._version == (version or self._head.version):
+            if self._version == (version or self._head.version) and await self._settled():
                 self._report("serving", None)
                 return
             tokens_before = generated_tokens()
@@ -183,15 +190,19 @@ class Driver:
         await self._settle(first=True)
         self._opened = True
 
+    async def _settled(self) -> bool:
+        return all(reply["settled"] for reply in await self._workers.call("settled"))
+
     async def _settle(self, first: bool) -> None:
         """Audit all live memory and tell the workers what came out; the first time, prove where it lies."""
         replies = await self._workers.work("audit", first)
         if first:
             self._regions = [regions_of(reply) for reply in replies]
-            await asyncio.to_thread(load_plan.check_coverage, self._reader.specs, self._regions)
-            self._reloaded = max(len(reply["reloaded"]) for reply in replies)
+            self._reloaded = {name: why for reply in replies for name, why in reply["reloaded"].items()}
+            await asyncio.to_thread(load_plan.check_coverage, self._reader.specs, self._regions, self._reloaded)
             if self._reloaded:
                 await self._workers.call("prove")
+            self._log_plan()
         parts = [{name: tuple(values) for name, values in reply["parts"].items()} for reply in replies]
         self._fingerprints = combine(self._regions, parts)
         assert self._head is not None
@@ -202,6 +213,18 @@ class Driver:
             await self._engine.update_weight_version(str(version))
             logger.info("deltasync serves version=%d, which the loaded weights already were", version)
         self._version = version
+
+    def _log_plan(self) -> None:
+        patched = len(self._reader.specs) - len(self._reloaded)
+        logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, len(self._reloaded))
+        for each in by_reason(self._reloaded):
+            logger.warning(
+                "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
+                "their layers again, which takes longer",
+                each["tensors"],
+                each["first"],
+                each["reason"],
+            )
 
     async def _stage(self, head: Head, version: int | None) -> str:
         """Have the workers stage the next step: `staged`, `unsettled` or, with nothing to do, `idle`.
@@ -224,18 +247,16 @@ class Driver:
         """Pause, commit, hold the bits to the published fingerprints, announce, resume."""
         self._state = "committing"
         running = running_requests()
-        paused = time.perf_counter()
         try:
-            await self._engine.pause_generation(mode="keep", clear_cache=self._settings.kv_cache == "recompute")
-            reply = await self._commit_paused()
-            self._version = reply["version"]
-            await self._engine.update_weight_version(str(reply["version"]))
+            async with self.pauses.paused(clear_cache=self._settings.kv_cache == "recompute"):
+                reply = await self._commit_paused()
+                self._version = reply["version"]
+                await self._engine.update_weight_version(str(reply["version"]))
         except ApplyError as error:
             self._metrics.rolled_back(error)
             raise
         finally:
-            await self._engine.resume_generation()
-            pause_s = time.perf_counter() - paused
+            pause_s = self.pauses.last_s
             self._metrics.paused(pause_s)
         served_at = time.time()
         published_at = datetime.datetime.fromisoformat(reply["created_at"]).timestamp()
@@ -275,7 +296,7 @@ class Driver:
         if errors:
             if not alone:
                 await self._workers.call("undo")
-            raise ApplyError(errors[0])
+            raise told(errors[0])
         merged = replies[0] | {key: max(reply[key] for reply in replies) for key in ("stage_s", "scatter_s", "reload_s")}
         if alone:
             return merged

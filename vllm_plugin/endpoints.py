@@ -28,6 +28,7 @@ from deltasync.errors import DeltaSyncError
 from vllm_plugin.access import presents
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.metrics import Metrics
+from vllm_plugin.pauses import PausesOfOthers
 from vllm_plugin.versions import VersionsHeader
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
@@ -113,6 +114,7 @@ class DeltaSyncEndpoints:
         async def failed(request: Request, error: DeltaSyncError) -> Response:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
 
+        app.add_middleware(PausesOfOthers, pauses=lambda: None if self._driver is None else self._driver.pauses)
         app.add_middleware(VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

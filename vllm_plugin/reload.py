@@ -16,6 +16,7 @@ import torch
 from deltasync.bits import int_view
 from deltasync.errors import ModelMismatchError
 from deltasync.memory import Segment
+from vllm_plugin.as_loaded import as_loaded
 from vllm_plugin.cpu import prepare_reload
 
 
@@ -44,31 +45,42 @@ class Mirror:
         return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
 
     def prove(self) -> None:
-        """Load the layers again from the unchanged mirror, and make sure that live memory is what it was.
+        """Make sure that loading the layers again has an effect, and that the unchanged mirror gives what live memory was.
 
         Raises:
-            ModelMismatchError: it is not; what was there is there again.
+            ModelMismatchError: one of these is not so; what was there is there again.
         """
         layers = {layer for of in self._layers.values() for layer in of}
         before = {layer: {name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers}
-        self.reload(self._tensors)
-        wrong = []
-        for layer, tensors in before.items():
-            for name, tensor in layer.state_dict().items():
-                if not torch.equal(int_view(tensor.contiguous()), int_view(tensors[name].contiguous())):
-                    wrong.append(f"{type(layer).__name__}.{name}")
-                    tensor.copy_(tensors[name])
-        if wrong:
+        try:
+            self._negate()
+            try:
+                self.reload(self._tensors)
+            finally:
+                self._negate()
+            idle = [layer for layer in layers if not _differences(layer, before[layer])]
+            self.reload(self._tensors)
+            wrong = {f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])}
+        finally:
+            for layer, tensors in before.items():
+                for name in _differences(layer, tensors):
+                    layer.state_dict()[name].copy_(tensors[name])
+        if idle or wrong:
+            what = f"does not change {type(idle[0]).__name__}" if idle else f"gives another {', '.join(sorted(wrong)[:5])}"
             raise ModelMismatchError(
-                f"vLLM keeps {len(self._tensors)} tensors in a layout of its own, and loading the same weights again gives "
-                f"another live memory ({', '.join(sorted(set(wrong))[:5])}), so they cannot be updated."
+                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint, and having it load them "
+                f"again {what}, so this model cannot be updated."
             )
+
+    def _negate(self) -> None:
+        for tensor in self._tensors.values():
+            tensor.neg_()
 
     def reload(self, changed: Iterable[str]) -> float:
         """Load the layers of the mirrored ones among these tensors again; mutates live weights. Returns seconds.
 
         Raises:
-            Exception: whatever vLLM raises; the layers are in an unknown state then.
+            Exception: whatever vLLM raises; the layers hold unknown values then.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -82,7 +94,15 @@ class Mirror:
             for layer in layers:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
-            model.load_weights((name, self._tensors[name]) for name in names)
-            for layer in layers:
-                finalize_layerwise_reload(layer, self._runner.model_config)
+            try:
+                as_loaded(model)[0].load_weights((name, self._tensors[name]) for name in names)  # type: ignore[operator]
+            finally:
+                for layer in layers:
+                    finalize_layerwise_reload(layer, self._runner.model_config)
         return time.perf_counter() - before
+
+
+def _differences(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of a layer's tensors that have other bits than these."""
+    now = layer.state_dict()
+    return [n for n in now if not torch.equal(int_view(now[n].contiguous()), int_view(tensors[n].contiguous()))]

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from deltasync import manifest
 from deltasync.chain import Step
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError
+from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError, SleepingError
 from deltasync.manifest import Head
 from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
@@ -62,6 +62,7 @@ class WorkerReplica:
         self._work: Future[Reply] | None = None
         self._staged: StagedVersion | None = None
         self._committed: CommittedVersion | None = None
+        self._asleep = False
         before = time.perf_counter()
         self._plan = load_plan.record(runner.get_model(), self._reader.specs)
         self._mirror: Mirror | None = None
@@ -75,8 +76,32 @@ class WorkerReplica:
             time.perf_counter() - before,
         )
 
+    def fall_asleep(self) -> None:
+        """vLLM takes the weights out of memory: touch them no more, and refuse what would."""
+        if self._work is not None:
+            wait([self._work])
+        if self._committed is not None:
+            self.undo()
+        self._work = self._staged = None
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """The weights are in memory again; with which bits, an audit has to find out."""
+        self._asleep = False
+        self._follower.doubt()
+
+    def _awake(self) -> None:
+        if self._asleep:
+            raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
+
+    def settled(self) -> Reply:
+        """Whether it is known which version the bits in live memory are; if not, `stage` ends in `unsettled`."""
+        self._awake()
+        return {"settled": self._follower.settled}
+
     def poll(self) -> Reply:
         """How the work in the background goes: `state` is `working`, or what it ended with, which is told once."""
+        self._awake()
         work = self._work
         if work is None:
             return {"state": "idle"}
@@ -91,7 +116,7 @@ class WorkerReplica:
 
         Args:
             verify: Compare with the checkpoint first, which proves the load plan; the reply also holds `regions`, which
-                elements of each tensor this worker holds, and `reloaded`, the tensors that take the fallback.
+                elements of each tensor this worker holds, and `reloaded`, the tensors that take the fallback and why.
         """
         return self._begin(lambda: self._audit(verify))
 
@@ -105,29 +130,23 @@ class WorkerReplica:
         logger.info("deltasync audit: audit_s=%.3f", time.perf_counter() - before)
         return reply | {"parts": self._memory.parts}
 
-    def _verify(self) -> list[str]:
-        """Prove the load plan against the checkpoint; returns the tensors that take the fallback instead."""
+    def _verify(self) -> dict[str, str]:
+        """Prove the load plan against the checkpoint; returns the tensors that take the fallback instead, and why."""
+        plan, specs = self._plan, self._reader.specs
         if self._mirror is not None:
-            return sorted(self._mirror.names)
-        specs = self._reader.specs
-        compared, wrong = load_plan.verify(self._memory, specs, load_plan.checkpoint(self._runner))
-        logger.info("deltasync load plan: compared=%d in_another_layout=%d", compared, len(wrong))
-        if not wrong:
-            return []
-        tensors = load_plan.mirrored(self._plan, specs, wrong, load_plan.checkpoint(self._runner))
-        self._mirror = Mirror(self._runner, {name: self._plan.layers[name] for name in tensors}, tensors)
-        self._memory = LiveMemory(specs, self._plan.segments | self._mirror.segments)
-        self._follower = Follower(self._reader, self._memory)
-        logger.warning(
-            "deltasync: vLLM keeps the layers of %d tensors in a layout of its own; a commit loads those that changed "
-            "again, which takes longer: %s",
-            len(tensors),
-            ", ".join(sorted(tensors)[:5]),
-        )
-        return sorted(tensors)
+            return plan.reasons
+        compared = load_plan.verify(plan, self._memory, specs, load_plan.checkpoint(self._runner))
+        tensors = load_plan.mirrored(plan, specs, load_plan.checkpoint(self._runner)) if plan.reasons else {}
+        logger.info("deltasync load plan: compared=%d reloaded=%d", compared, len(tensors))
+        if tensors:
+            self._mirror = Mirror(self._runner, {name: plan.layers[name] for name in tensors}, tensors)
+            self._memory = LiveMemory(specs, plan.segments | self._mirror.segments)
+            self._follower = Follower(self._reader, self._memory)
+        return plan.reasons
 
     def prove(self) -> Reply:
         """Make sure that the fallback works; changes live memory and puts it back, so call it between two steps."""
+        self._awake()
         if self._mirror is not None:
             self._mirror.prove()
         return {}
@@ -177,6 +196,7 @@ class WorkerReplica:
         return {}
 
     def _begin(self, action: Callable[[], Reply]) -> Reply:
+        self._awake()
         if self._work is None:
             self._work = self._thread.submit(action)
         return self.poll()
@@ -188,6 +208,7 @@ class WorkerReplica:
             alone: There is no other worker: confirm the bits, or roll back, at once. Otherwise the reply holds `parts`, and
                 `confirm` or `undo` must follow before the next step.
         """
+        self._awake()
         staged, self._staged = self._staged, None
         assert staged is not None
         try:
@@ -216,6 +237,7 @@ class WorkerReplica:
             fingerprints: Of the changed tensors, over all workers; None for this one alone.
             total: Of the model.
         """
+        self._awake()
         committed, self._committed = self._committed, None
         assert committed is not None
         try:
@@ -238,16 +260,19 @@ class WorkerReplica:
 
     def digest(self) -> Reply:
         """sha256 of every tensor's bits, gathered out of live memory, independent of the fingerprint."""
+        self._awake()
         names = self._reader.specs
         return {"sha256": {name: manifest.sha256_hex(self._memory.gather(name).data) for name in names}}
 
     def digest_segments(self) -> Reply:
         """sha256 of the bits of each of this worker's segments, with its region: for each tensor a list of pairs."""
+        self._awake()
         sha256 = {name: [manifest.sha256_hex(bits) for bits in self._memory.read(name)] for name in self._reader.specs}
         return {"sha256": {name: list(zip(self._memory.regions[name], sha256[name], strict=True)) for name in sha256}}
 
     def read(self, name: str) -> Reply:
         """`bits` of each of this worker's segments of a tensor, in the order of its regions and theirs."""
+        self._awake()
         return {"bits": self._memory.read(name)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.errors import ApplyError
+from deltasync.errors import ApplyError, SleepingError
 from deltasync.memory import Region
 from deltasync.types import TensorSpec
 
@@ -28,11 +28,21 @@ class Workers:
         Raises:
             ApplyError: one of them failed, if `check`.
         """
-        replies: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+        replies = await self._everywhere(method, args)
         errors = [reply["error"] for reply in replies if "error" in reply and "state" not in reply]
         if check and errors:
-            raise ApplyError(errors[0])
+            raise told(errors[0])
         return replies
+
+    async def _everywhere(self, method: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
+        """Ask the workers of all engines. vLLM's client does too, but tells only what those of the first one reply."""
+        client = getattr(self._engine, "engine_core", None)
+        engines = getattr(client, "core_engines", ())
+        if len(engines) < 2:
+            return await self._engine.collective_rpc(method, args=args)
+        ask = client._call_utility_async  # type: ignore[union-attr]
+        by_engine = await asyncio.gather(*(ask("collective_rpc", method, None, args, None, engine=e) for e in engines))
+        return [reply for replies in by_engine for reply in replies]
 
     async def call(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
         """Call a method of every `WorkerReplica`; errors as in `rpc`."""
@@ -54,8 +64,22 @@ class Workers:
             replies = [new if old["state"] == "working" else old for old, new in zip(replies, later, strict=True)]
         errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "step" not in reply]
         if errors:
-            raise ApplyError(errors[0])
+            raise told(errors[0])
         return replies
+
+
+def told(error: str) -> ApplyError:
+    """The exception for what a worker told."""
+    name, _, sentence = error.partition(": ")
+    return SleepingError(sentence) if name == SleepingError.__name__ else ApplyError(error)
+
+
+def by_reason(reasons: dict[str, str]) -> list[dict[str, Any]]:
+    """Why tensors take the fallback: for each reason how many do, and the first one's name."""
+    names: dict[str, list[str]] = {}
+    for name, reason in sorted(reasons.items()):
+        names.setdefault(reason, []).append(name)
+    return [{"reason": reason, "tensors": len(found), "first": found[0]} for reason, found in names.items()]
 
 
 def regions_of(reply: dict[str, Any]) -> dict[str, list[Region]]:

@@ -1,0 +1,78 @@
+"""How vLLM lays out models of many architectures: each is recorded, proven, and brought from one version to the next.
+
+In a process of its own (`vllm_layouts`): vLLM for the CPU wants to be imported first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.integration.vllm_server import PATIENCE_S
+
+pytestmark = pytest.mark.vllm
+
+ALIEN = "vLLM keeps it in a layout of its own"
+CHANGED = "vLLM holds its layer in another dtype or shape, quantized for example"
+IN_PLACE = ["llama", "gemma2", "gemma3", "phi3"]
+# Of those that are not patched in place: how many tensors take the fallback, and why.
+RELOADED = {
+    "qwen3_moe": {ALIEN: 24},
+    "deepseek_v2": {ALIEN: 12},
+    "qwen3_next": {ALIEN: 24, CHANGED: 2, "vLLM holds it as float32": 2, "others of its layer are loaded again": 2},
+    "fp8": {CHANGED: 14},
+}
+REFUSED = {
+    "gpt_oss": "having it load them again does not change GptOssRoutedExperts, so this model cannot be updated",
+    "deepseek_v2_fp8": "vLLM computed W_UK_T, W_UV of MLAAttention from weights of other layers, and would not do so again",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    cases = [*RELOADED, *IN_PLACE, *REFUSED]
+    command = [sys.executable, "-m", "tests.integration.vllm_layouts", str(tmp_path_factory.mktemp("layouts")), *cases]
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+    lines = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    assert [line["case"] for line in lines] == cases, done.stdout[-2000:] + done.stderr[-4000:]
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("case", [*IN_PLACE, *RELOADED])
+def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(case: str, told: dict[str, dict[str, Any]]) -> None:
+    found = told[case]
+    assert (found["first"]["state"], found["first"]["version"], found["first"]["commits"]) == ("serving", 1, [])
+    assert found["touched"] == []
+    assert (found["second"]["state"], found["second"]["version"]) == ("serving", 2)
+    assert found["differences"] == []
+    assert len(found["changed"]) >= 15
+
+
+@pytest.mark.parametrize("case", [*IN_PLACE, *RELOADED])
+def test_the_status_says_which_tensors_take_the_fallback_and_why(case: str, told: dict[str, dict[str, Any]]) -> None:
+    status = told[case]["second"]
+    expected = RELOADED.get(case, {})
+    assert Counter({each["reason"]: each["tensors"] for each in status["reloaded"]}) == Counter(expected)
+    assert all(each["first"].startswith("model.layers.") for each in status["reloaded"])
+    assert status["reloaded_tensors"] == sum(expected.values())
+    assert status["patched_tensors"] > 0
+    assert (status["commits"][0]["reload_s"] > 0) == bool(expected)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_be_neither_patched_nor_loaded_again_is_refused_and_untouched(
+    case: str, told: dict[str, dict[str, Any]]
+) -> None:
+    found = told[case]
+    for status in (found["first"], found["second"]):
+        assert (status["state"], status["version"]) == ("failed", None)
+        assert REFUSED[case] in status["error"]
+    assert found["touched"] == []
+    assert found["differences"] == found["changed"] != []

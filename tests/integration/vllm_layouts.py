@@ -1,0 +1,186 @@
+"""Models of many architectures in one process: vLLM loads each, a channel is followed, and what came out is told as JSON.
+
+    python -m tests.integration.vllm_layouts FOLDER llama gemma2 ...
+
+For each: the driver's status after version 1, which the loaded weights are, with the tensors of the model that this touched;
+its status after version 2, with those that are then other than in a model that vLLM loaded from version 2 (`differences`), and
+those that are other in that than in version 1 (`changed`). All tensors count that a module has, whoever made them.
+"""
+
+# ruff: noqa: I001  # vLLM for the CPU wants to be imported before torch
+from __future__ import annotations
+
+import vllm.v1.worker.cpu.shm  # noqa: F401
+
+import asyncio
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+
+from deltasync import Publisher
+from deltasync.config import ReplicaSettings
+from tests.integration.vllm_server import save_model
+from vllm_plugin.cpu import keep_weights_addressable
+from vllm_plugin.driver import Driver
+from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.metrics import Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    config: type[transformers.PretrainedConfig]
+    fields: dict[str, Any]
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_GEMMA = {"intermediate_size": 192, "head_dim": 32, "tie_word_embeddings": True}
+_DEEPSEEK = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+CASES = {
+    # A model with experts comes first: vLLM makes the group of workers that share experts only for such a one.
+    "qwen3_moe": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}),
+    "llama": Case(transformers.LlamaConfig, {"intermediate_size": 192, "tie_word_embeddings": True}),
+    "gemma2": Case(transformers.Gemma2Config, _GEMMA),
+    "gemma3": Case(transformers.Gemma3TextConfig, _GEMMA),
+    # Its checkpoint has the fused tensors that vLLM makes of others' checkpoints.
+    "phi3": Case(transformers.Phi3Config, {"intermediate_size": 192}),
+    # Latent attention: vLLM makes parameters of its own from one of the checkpoint's tensors.
+    "deepseek_v2": Case(transformers.DeepseekV2Config, {**_DEEPSEEK, "first_k_dense_replace": 1}),
+    # Quantized as well: the parameters of its own are no longer the same memory.
+    "deepseek_v2_fp8": Case(
+        transformers.DeepseekV2Config, {**_DEEPSEEK, "first_k_dense_replace": 2}, {"quantization": "fp8_per_channel"}
+    ),
+    # Linear attention: tensors that vLLM reshapes, and others that it keeps as float32.
+    "qwen3_next": Case(
+        transformers.Qwen3NextConfig,
+        {
+            **_EXPERTS,
+            "num_experts": 4,
+            "head_dim": 32,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "fp8": Case(transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, {"quantization": "fp8_per_channel"}),
+    # Its loader copies by itself into expert tensors, which vLLM's layerwise reload does not notice.
+    "gpt_oss": Case(
+        transformers.GptOssConfig,
+        {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+    ),
+}
+
+
+def load(path: Path, arguments: dict[str, Any]) -> tuple[VllmConfig, torch.nn.Module]:
+    config = EngineArgs(str(path), enforce_eager=True, max_model_len=256, **arguments).create_engine_config()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        return config, get_model(vllm_config=config)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all tensors that modules have, registered or not."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}.{key}"] = value.detach().clone(memory_format=torch.contiguous_format)
+    return found
+
+
+def differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1).view(torch.uint8)
+
+    same = [k for k in found.keys() & wanted.keys() if torch.equal(bits(found[k]), bits(wanted[k]))]
+    return sorted((found.keys() | wanted.keys()) - set(same))
+
+
+class Engine:
+    """vLLM's engine client as far as the driver goes, with one worker in this process."""
+
+    def __init__(self, config: VllmConfig, model: torch.nn.Module) -> None:
+        self.worker = DeltaSyncWorkerExtension()
+        self.worker.model_runner = SimpleNamespace(
+            get_model=lambda: model, model_config=config.model_config, load_config=config.load_config
+        )
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    async def pause_generation(self, **_: object) -> None:
+        pass
+
+    async def resume_generation(self) -> None:
+        pass
+
+    async def update_weight_version(self, version: str) -> None:
+        pass
+
+
+def follow(folder: Path, case: Case) -> dict[str, Any]:
+    path = save_model(folder, case.config, **case.fields)
+    first = load_file(path / "model.safetensors")
+    second = {name: (w.float() * 1.01 + 0.01).to(w.dtype) for name, w in first.items()}
+    config, model = load(path, case.arguments)
+    loaded = tensors_of(model)
+    channel = f"file://{folder}/channel"
+    driver = Driver(Engine(config, model), ReplicaSettings(channel=channel, replica_id="here"), Metrics(CollectorRegistry()))
+    told: dict[str, Any] = {"model": type(model).__name__}
+    with Publisher(channel, dtype="keep") as publisher:
+        publisher.publish(first.items()).wait(60)
+        asyncio.run(driver.look())
+        asyncio.run(driver.look())
+        told["first"] = driver.status()
+        told["touched"] = differences(tensors_of(model), loaded)
+        publisher.publish(second.items()).wait(60)
+        asyncio.run(driver.look())
+        told["second"] = driver.status()
+    shutil.copytree(path, folder / "second")
+    save_file(second, folder / "second" / "model.safetensors", metadata={"format": "pt"})
+    wanted = tensors_of(load(folder / "second", case.arguments)[1])
+    told["differences"] = differences(tensors_of(model), wanted)
+    told["changed"] = differences(wanted, loaded)
+    return told
+
+
+def main() -> None:
+    keep_weights_addressable()
+    for name in sys.argv[2:]:
+        print("TOLD " + json.dumps({"case": name, **follow(Path(sys.argv[1], name), CASES[name])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
