@@ -1,0 +1,99 @@
+"""The one switch that pauses generation, between commits and other clients."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from vllm_plugin.pauses import Pauses, PausesOfOthers
+
+
+class Engine:
+    """The switch as vLLM's engine client has it."""
+
+    def __init__(self) -> None:
+        self.is_off = False
+        self.events: list[str] = []
+
+    async def is_paused(self) -> bool:
+        return self.is_off
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep"
+        self.events.append("pause")
+        self.is_off = True
+
+    async def resume_generation(self) -> None:
+        self.events.append("resume")
+        self.is_off = False
+
+
+@pytest.mark.parametrize("already", [False, True])
+def test_it_is_afterwards_as_before(already: bool) -> None:
+    async def body() -> None:
+        engine = Engine()
+        engine.is_off = already
+        pauses = Pauses(engine)
+        for fails in (False, True):
+            try:
+                async with pauses.paused(clear_cache=False):
+                    assert engine.is_off
+                    if fails:
+                        raise ZeroDivisionError
+            except ZeroDivisionError:
+                assert fails
+            assert engine.is_off is already
+            assert pauses.last_s > 0
+
+    asyncio.run(body())
+
+
+def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_waiting() -> None:
+    async def body() -> list[str]:
+        engine = Engine()
+        pauses, done = Pauses(engine), engine.events
+
+        async def pause_route(scope: object, receive: object, send: object) -> None:
+            done.append("another begins")
+            await asyncio.sleep(0.02)  # vLLM waits for running requests
+            engine.is_off = True
+            done.append("another has paused")
+
+        app = PausesOfOthers(pause_route, lambda: pauses)  # type: ignore[arg-type]
+
+        async def another() -> None:
+            await app({"type": "http", "path": "/pause"}, None, None)  # type: ignore[arg-type]
+
+        async def commit() -> None:
+            async with pauses.paused(clear_cache=False):
+                await asyncio.sleep(0.02)
+                done.append("commit")
+
+        first = asyncio.create_task(another())
+        await asyncio.sleep(0.001)
+        committing = asyncio.create_task(commit())
+        await first
+        await asyncio.sleep(0.005)
+        await another()
+        await committing
+        assert engine.is_off
+        return done
+
+    waited = ["another begins", "another has paused", "pause", "commit"]
+    assert asyncio.run(body()) == [*waited, "another begins", "another has paused"]
+
+
+def test_requests_of_other_routes_do_not_wait() -> None:
+    async def body() -> None:
+        pauses, seen = Pauses(Engine()), []
+
+        async def app(scope: dict[str, str], receive: object, send: object) -> None:
+            seen.append(scope["path"])
+
+        wrapped = PausesOfOthers(app, lambda: pauses)  # type: ignore[arg-type]
+        async with pauses.paused(clear_cache=False):
+            await wrapped({"type": "http", "path": "/v1/completions"}, None, None)  # type: ignore[arg-type]
+        assert seen == ["/v1/completions"]
+
+    asyncio.run(body())
