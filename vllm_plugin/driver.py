@@ -16,6 +16,7 @@ import datetime
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from deltasync import heartbeat, manifest
@@ -45,15 +46,23 @@ class Driver:
         engine: vLLM's engine client.
         settings: With a channel.
         metrics: Told what happens.
+        on_change: Told the version whenever it changes, before a token is made with it.
     """
 
-    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        settings: ReplicaSettings,
+        metrics: Metrics,
+        on_change: Callable[[int | None], None] = lambda _: None,
+    ) -> None:
         assert settings.channel is not None
         self._engine = engine
         self._workers = Workers(engine)
         self.pauses = Pauses(engine)
         self._settings = settings
         self._metrics = metrics
+        self._on_change = on_change
         self._channel = settings.channel
         self._reader = ChannelReader(open_store(settings.channel))
         self._state = "waiting"
@@ -212,7 +221,12 @@ class Driver:
         if first and version is not None:
             await self._engine.update_weight_version(str(version))
             logger.info("deltasync serves version=%d, which the loaded weights already were", version)
-        self._version = version
+        self._serve(version)
+
+    def _serve(self, version: int | None) -> None:
+        if version != self._version:
+            self._version = version
+            self._on_change(version)
 
     def _log_plan(self) -> None:
         patched = len(self._reader.specs) - len(self._reloaded)
@@ -250,7 +264,7 @@ class Driver:
         try:
             async with self.pauses.paused(clear_cache=self._settings.kv_cache == "recompute"):
                 reply = await self._commit_paused()
-                self._version = reply["version"]
+                self._serve(reply["version"])
                 await self._engine.update_weight_version(str(reply["version"]))
         except ApplyError as error:
             self._metrics.rolled_back(error)

@@ -7,7 +7,7 @@ POST /request_weight_update      the same, for trainers that speak PipelineRL's 
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
 With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
-Completions get the header `x-deltasync-versions` (`vllm_plugin.versions`).
+Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
+from vllm_plugin import versions
 from vllm_plugin.access import presents
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import PausesOfOthers
-from vllm_plugin.versions import VersionsHeader
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
@@ -115,7 +115,9 @@ class DeltaSyncEndpoints:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
 
         app.add_middleware(PausesOfOthers, pauses=lambda: None if self._driver is None else self._driver.pauses)
-        app.add_middleware(VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version)
+        app.add_middleware(
+            versions.VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the driver."""
@@ -135,7 +137,7 @@ class DeltaSyncEndpoints:
                 "with theirs; new requests may reuse prefixes of older weights. Start vLLM with --no-enable-prefix-caching, "
                 "or set DELTASYNC_KV_CACHE=recompute."
             )
-        self._driver = Driver(engine_client, self._settings, Metrics())
+        self._driver = Driver(engine_client, self._settings, Metrics(), versions.noted(engine_client))
         self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
 
     async def _sync(self, wanted: WeightUpdate) -> Response:

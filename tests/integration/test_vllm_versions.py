@@ -1,0 +1,123 @@
+"""Which version made which token: spans of real replies, replayed with the weights that they name."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.vllm_server import Server, Weights, save_model, serving
+
+pytestmark = pytest.mark.vllm
+
+Span = tuple[int, int]
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Keys and values are computed again after a commit, so that a reply can be replayed."""
+    checkpoint = save_model(tmp_path_factory.mktemp("vllm"))
+    with serving(checkpoint, "--no-enable-prefix-caching", DELTASYNC_KV_CACHE="recompute") as server:
+        server.assert_serves(server.publish())
+        yield server
+
+
+def ask(server: Server, **fields: Any) -> http.client.HTTPResponse:
+    body = {"model": server.json("/v1/models")["data"][0]["id"], "prompt": PROMPT, "temperature": 0}
+    return server.open("/v1/completions", {**body, "return_token_ids": True, **fields})
+
+
+def greedy(server: Server, prompt: list[int], count: int) -> list[int]:
+    with ask(server, prompt=prompt, max_tokens=count, ignore_eos=True) as reply:
+        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        return tokens
+
+
+def change_much(server: Server) -> Weights:
+    """So much that other tokens follow."""
+    for tensor in server.weights.values():
+        tensor += 0.1 * tensor.std() * torch.randn(tensor.shape, generator=server.rng)
+    return {name: tensor.clone() for name, tensor in server.weights.items()}
+
+
+def during(server: Server, requests: int, versions: int, **fields: Any) -> tuple[dict[str, str], str, dict[int, Weights]]:
+    """Ask, and meanwhile have versions committed: headers and body of the reply, and the weights of the versions."""
+    replies: list[tuple[dict[str, str], str]] = []
+    published = {server.status()["version"]: {name: tensor.clone() for name, tensor in server.weights.items()}}
+
+    def run() -> None:
+        with ask(server, **fields) as reply:
+            replies.append((dict(reply.headers), reply.read().decode()))
+
+    asking = threading.Thread(target=run)
+    asking.start()
+    server.wait_for_requests(requests)
+    for _ in range(versions):
+        weights = change_much(server)
+        version = server.publish()
+        server.wait(lambda status, version=version: status["version"] == version)  # type: ignore[misc]
+        published[version] = weights
+    asking.join()
+    return *replies[0], published
+
+
+def test_every_span_is_what_a_server_at_its_version_answers(server: Server) -> None:
+    greedy(server, PROMPT, 5)
+    headers, body, published = during(server, 1, 3, max_tokens=900, ignore_eos=True)
+    reply = json.loads(body)
+    tokens: list[int] = reply["choices"][0]["token_ids"]
+    (spans,) = json.loads(headers["x-deltasync-spans"])
+    assert sum(count for _, count in spans) == len(tokens) == reply["usage"]["completion_tokens"] == 900
+    versions = [version for version, _ in spans]
+    assert len(versions) >= 3, "the reply ended before the versions came"
+    assert versions == list(published)[: len(versions)]
+    assert headers["x-deltasync-versions"].startswith(f"{versions[0]}..")
+    done, replayed_by_another = 0, []
+    for at, (version, count) in enumerate(spans):
+        server.weights = published[version]
+        server.assert_serves(server.publish())
+        assert greedy(server, PROMPT + tokens[:done], count) == tokens[done : done + count]
+        if at + 1 < len(spans):
+            after = spans[at + 1][1]
+            done += count
+            replayed_by_another.append(greedy(server, PROMPT + tokens[:done], after) == tokens[done : done + after])
+    assert not all(replayed_by_another)
+
+
+def test_each_choice_of_each_prompt_has_its_spans(server: Server) -> None:
+    prompts = [[number, 9, 11] for number in range(12, 24)]
+    with ask(server, prompt=prompts, n=2, temperature=1.5, max_tokens=200, seed=1) as reply:
+        spans: list[list[Span]] = json.loads(reply.headers["x-deltasync-spans"])
+        choices = json.load(reply)["choices"]
+    lengths = [len(choice["token_ids"]) for choice in choices]
+    assert len(set(lengths)) > 5  # they end where they like
+    version = server.status()["version"]
+    assert spans == [[[version, length]] for length in lengths]
+
+
+def test_a_streamed_reply_has_its_spans_before_its_end(server: Server) -> None:
+    headers, body, _ = during(server, 1, 2, max_tokens=700, ignore_eos=True, stream=True)
+    assert "x-deltasync-spans" not in headers
+    events = [event for event in body.split("\n\n") if event]
+    assert events[-1] == "data: [DONE]"
+    name, _, text = events[-2].removeprefix(": ").partition(" ")
+    assert name == "x-deltasync-spans"
+    (spans,) = json.loads(text)
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert sum(count for _, count in spans) == sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 700
+    assert len(spans) >= 2
+
+
+def test_a_reply_that_no_commit_met_is_one_span_and_a_refusal_has_none(server: Server) -> None:
+    version = server.status()["version"]
+    with ask(server, max_tokens=20, ignore_eos=True) as reply:
+        assert json.loads(reply.headers["x-deltasync-spans"]) == [[[version, 20]]]
+    with ask(server, max_tokens=1, use_beam_search=True, n=2) as reply:
+        assert "x-deltasync-spans" not in reply.headers
