@@ -92,16 +92,18 @@ class Server:
     def store(self) -> Store:
         return open_store(self.channel)
 
-    def open(self, path: str, body: object = None) -> http.client.HTTPResponse:
-        """The reply to a GET, or with a body to a POST; errors raise."""
-        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+    def open(self, path: str, body: object = None, **headers: str) -> http.client.HTTPResponse:
+        """The reply to a GET, or with a body to a POST; errors raise. Underscores in names of headers are dashes."""
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
         reply: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=PATIENCE_S)
         return reply
 
-    def json(self, path: str, body: object = None) -> Any:
-        with self.open(path, body) as reply:
+    def json(self, path: str, body: object = None, **headers: str) -> Any:
+        with self.open(path, body, **headers) as reply:
             return json.load(reply)
 
     def status(self) -> dict[str, Any]:
@@ -128,10 +130,10 @@ class Server:
             assert time.monotonic() < deadline, found
             time.sleep(0.02)
 
-    def step(self) -> None:
-        """Change the weights as an optimizer step does: a little, everywhere; few bf16 bits follow."""
+    def step(self, size: float = 2e-5) -> None:
+        """Change the weights, by default as an optimizer step does: a little, everywhere; few bf16 bits follow."""
         for tensor in self.weights.values():
-            tensor += 2e-5 * torch.randn(tensor.shape, generator=self.rng)
+            tensor += size * torch.randn(tensor.shape, generator=self.rng)
 
     def publish(self) -> int:
         if self.publisher is None:

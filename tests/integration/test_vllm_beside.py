@@ -1,0 +1,154 @@
+"""What else a real vLLM does while it follows: adapters, guesses of the next tokens, pauses of other clients, sleep."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config
+
+from tests.integration.expected_tokens import greedy, shortfall
+from tests.integration.vllm_server import Server, Weights, digests, save_model, serving
+
+pytestmark = pytest.mark.vllm
+
+NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
+RANK, ALPHA, TARGETS = 8, 16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("vllm"), Qwen3Config, intermediate_size=192, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    """Serves an adapter too, and has the next tokens guessed from the text so far."""
+    folder = checkpoint.parent / "adapter"
+    arguments = ["--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"adapter={folder}"]
+    arguments += [
+        "--speculative-config",
+        json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
+    ]
+    save_adapter(folder)
+    with serving(checkpoint, *arguments) as server:
+        server.assert_serves(server.publish())
+        yield server
+
+
+def adapter(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of one weight, in bfloat16."""
+    random = torch.Generator().manual_seed(sum(name.encode()))
+    sizes = {"q_proj": (128, 128), "o_proj": (128, 128), "gate_proj": (128, 192), "down_proj": (192, 128)}
+    columns, rows = sizes[name.rpartition(".")[2]]
+    a, b = torch.randn(RANK, columns, generator=random), torch.randn(rows, RANK, generator=random)
+    return (0.1 * a).to(torch.bfloat16), (0.1 * b).to(torch.bfloat16)
+
+
+def adapted_names() -> list[str]:
+    return [f"model.layers.{layer}.{target}" for layer in range(2) for target in TARGETS]
+
+
+def save_adapter(folder: Path) -> None:
+    """As peft saves one."""
+    folder.mkdir()
+    tensors = {}
+    for name in adapted_names():
+        a, b = adapter(name)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none"}
+    config["target_modules"] = [target.rpartition(".")[2] for target in TARGETS]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def adapted(weights: Weights) -> Weights:
+    """Weights with the adapter merged into them."""
+    merged = dict(weights)
+    for name in adapted_names():
+        a, b = adapter(name)
+        merged[f"{name}.weight"] = weights[f"{name}.weight"] + ALPHA / RANK * b.float() @ a.float()
+    return merged
+
+
+def test_commits_reach_the_layers_beneath_an_adapter(server: Server, checkpoint: Path) -> None:
+    status = server.status()
+    assert (status["reloaded_tensors"], status["patched_tensors"]) == (0, len(server.weights))
+    assert status["commits"] == []
+    for _ in range(2):
+        old = {name: tensor.clone() for name, tensor in server.weights.items()}
+        server.step(0.05)
+        server.assert_serves(server.publish())
+        tokens, with_adapter = greedy(server), greedy(server, "adapter")
+        assert shortfall(checkpoint, server.weights, tokens) < NEARLY
+        assert shortfall(checkpoint, old, tokens) > 2 * NEARLY
+        assert shortfall(checkpoint, adapted(server.weights), with_adapter) < NEARLY
+        assert shortfall(checkpoint, server.weights, with_adapter) > 2 * NEARLY
+        assert shortfall(checkpoint, adapted(old), with_adapter) > 2 * NEARLY
+
+
+def test_tokens_were_guessed_and_the_guesser_has_no_weights(server: Server) -> None:
+    with server.open("/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    (drafted,) = [line for line in lines if line.startswith("vllm:spec_decode_num_draft_tokens_total{")]
+    assert float(drafted.rpartition(" ")[2]) > 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_a_pause_of_another_client_outlasts_a_commit(server: Server, mode: str) -> None:
+    with server.open(f"/pause?mode={mode}", {}):
+        pass
+    for _ in range(2):
+        server.step()
+        server.assert_serves(server.publish())
+        assert server.json("/is_paused") == {"is_paused": True}
+    with server.open("/resume", {}):
+        pass
+    server.step()
+    server.assert_serves(server.publish())
+    assert server.json("/is_paused") == {"is_paused": False}
+    assert len(greedy(server)) == 40
+
+
+def test_nothing_is_touched_while_vllm_sleeps(server: Server, checkpoint: Path) -> None:
+    version, commits = server.status()["version"], len(server.status()["commits"])
+    before = digests(server.weights)
+    with server.open("/sleep?level=1", {}):
+        pass
+    status = server.wait(lambda status: status["state"] == "sleeping")
+    assert "vLLM sleeps" in status["error"]
+    server.step(0.05)
+    published = server.publish()
+    status = server.wait(lambda status: status["head_version"] == published)
+    time.sleep(0.5)  # ten looks at the channel
+    status = server.status()
+    assert (status["state"], status["version"], len(status["commits"])) == ("sleeping", version, commits)
+    with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+        server.json("/deltasync/digest")
+    with caught.value:
+        assert "SleepingError" in json.load(caught.value)["error"]
+    assert server.json("/is_sleeping") == {"is_sleeping": True}
+    with server.open("/wake_up", {}):
+        pass
+    server.assert_serves(published)
+    assert before != digests(server.weights)
+    assert shortfall(checkpoint, server.weights, greedy(server)) < NEARLY
+
+
+def test_after_sleep_the_bits_are_audited_before_they_count(server: Server) -> None:
+    with server.open("/sleep?level=2", {}):
+        pass
+    server.wait(lambda status: status["state"] == "sleeping")
+    version = server.status()["version"]
+    with server.open("/wake_up", {}):
+        pass
+    server.wait(lambda status: status["state"] == "serving")
+    server.assert_serves(version)
+    log = (Path(server.channel.removeprefix("file://")).parent / "server.log").read_text(errors="replace")
+    assert log.count("deltasync audit:") >= 3  # at start, and after each sleep
