@@ -108,7 +108,7 @@ class DeltaSyncEngine(WeightTransferEngine):
     """One worker's end of the backend; see `vllm.distributed.weight_transfer.base.WeightTransferEngine`.
 
     Raises:
-        ConfigError: the engine shares its experts with other data-parallel engines.
+        ConfigError: the engine shares its experts with other data-parallel engines, or may sleep, which would go unnoticed.
     """
 
     init_info_cls = InitInfo
@@ -120,6 +120,8 @@ class DeltaSyncEngine(WeightTransferEngine):
         self.group = get_world_group()
         if self.group.world_size != vllm_config.parallel_config.world_size:
             raise ConfigError("The backend 'deltasync' does not span data-parallel engines: let the driver follow instead.")
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ConfigError("The backend 'deltasync' is not told when vLLM sleeps: let the driver follow instead.")
         self._worker = DeltaSyncWorkerExtension()
         self._worker.model_runner = SimpleNamespace(
             get_model=lambda: model, load_config=vllm_config.load_config, model_config=vllm_config.model_config
@@ -184,9 +186,9 @@ class DeltaSyncEngine(WeightTransferEngine):
         while True:
             self._loop.run_until_complete(self._driver.look(version))
             status = self._driver.status(0)
-            if status["state"] in ("failed", "waiting"):
+            if status["state"] not in ("serving", "staging"):
                 return {"error": status["error"]}
-            if status["version"] == (version or status["head_version"]):
+            if status["state"] == "serving" and status["version"] == (version or status["head_version"]):
                 return {}
 
     def _together(self, lead: Callable[[], Reply]) -> None:
