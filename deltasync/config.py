@@ -75,8 +75,8 @@ class PublisherSettings(_Settings):
 
     Attributes:
         codec: Encoding of deltas, one of `CODECS`.
-        anchor_every: An anchor accompanies at least every N-th version. It also does when replaying the chain since
-            the last anchor would cost more bytes than an anchor.
+        anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
+            a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
         dtype: Served dtype: floating tensors are cast to it (round to nearest even); `keep` publishes as given.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         retries: Attempts after the first one for a transient store error.
@@ -84,7 +84,7 @@ class PublisherSettings(_Settings):
     """
 
     codec: str = "packed"
-    anchor_every: int = 100
+    anchor_every: int | None = None
     dtype: str = "bfloat16"
     shard_bytes: int = 1 << 30
     retries: int = 6
@@ -93,7 +93,7 @@ class PublisherSettings(_Settings):
     def __post_init__(self) -> None:
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}.")
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.")
-        _require(self.anchor_every >= 1, "anchor_every must be at least 1.")
+        _require(self.anchor_every is None or self.anchor_every >= 1, "anchor_every must be at least 1.")
         _require(self.shard_bytes >= 1, "shard_bytes must be at least 1.")
         _require(self.retries >= 0, "retries must not be negative.")
         _require(self.retry_delay_s >= 0, "retry_delay_s must not be negative.")

@@ -16,7 +16,9 @@ from deltasync.errors import ConfigError, CorruptDataError, UnsupportedFormatErr
 from deltasync.types import ITEM_BYTES, TensorSpec
 
 FORMAT = "deltasync/1"
-FEATURES: frozenset[str] = frozenset()
+REFERENCE = "reference"
+FEATURES = frozenset({REFERENCE})
+"""What a document may require of its readers."""
 CHAIN_LINKS = 128
 """Most links that a manifest names."""
 
@@ -57,15 +59,37 @@ class Delta:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or a directory.
+
+    Attributes:
+        repo, revision: `namespace/name` and commit, or None.
+        path: Absolute, or None.
+        fingerprints: Of every tensor of the channel, as it is served.
+        tied: Tensors of the channel that the checkpoint holds under the name of another one only.
+    """
+
+    repo: str | None = None
+    revision: str | None = None
+    path: str | None = None
+    fingerprints: dict[str, _Fingerprint] = dataclasses.field(default_factory=dict)
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}" if self.path is None else self.path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """The full weights: safetensors files of an ordinary checkpoint directory."""
+    """The full weights: safetensors files of an ordinary checkpoint directory, or a reference to a checkpoint elsewhere."""
 
     directory: str
     files: list[FileRef]
+    reference: Reference | None = None
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the weight files."""
+        """Bytes of the weight files, 0 for a reference."""
         return sum(file.bytes for file in self.files)
 
 
@@ -116,6 +140,11 @@ class Manifest:
     coalesced: _Version = 1
     chain: list[Link] = dataclasses.field(default_factory=list)
     requires: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def reference(self) -> Reference | None:
+        """The checkpoint elsewhere that its anchor is, if it is one."""
+        return None if self.anchor is None else self.anchor.reference
 
     def chain_onward(self, manifest_sha256: str) -> list[Link]:
         """The `chain` of a version whose delta builds on this one, whose manifest has this digest."""
@@ -260,7 +289,7 @@ def _problem(document: Document) -> str | None:
             return f"base version {document.delta.base_version} is not before version {document.version}"
         if document.anchor_version > document.version:
             return f"anchor version {document.anchor_version} is after version {document.version}"
-        if (problem := _chain_problem(document)) is not None:
+        if (problem := _chain_problem(document) or _reference_problem(document)) is not None:
             return problem
     if isinstance(document, Fold) and document.base_version >= document.version:
         return f"base version {document.base_version} is not before version {document.version}"
@@ -280,6 +309,16 @@ def _chain_problem(document: Manifest) -> str | None:
         return "its chain does not end at its base"
     versions = [link.version for link in document.chain]
     return None if versions == sorted(set(versions)) else "its chain does not ascend"
+
+
+def _reference_problem(document: Manifest) -> str | None:
+    reference = document.reference
+    if document.anchor is None or reference is None:
+        return None
+    if document.anchor.files or document.anchor.directory or REFERENCE not in document.requires:
+        return "its anchor is a reference and something else"
+    by_repo = reference.repo is not None and reference.revision is not None
+    return None if by_repo != (reference.path is not None) else "its reference names no checkpoint, or two"
 
 
 def _files(document: Document) -> list[FileRef]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from deltasync import anchor, codec, fingerprint, layout, manifest
+from deltasync import anchor, checkpoint, codec, fingerprint, layout, manifest
 from deltasync.bits import bits_of, cast, spec_of, tensor_of
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import (
@@ -36,7 +37,7 @@ from deltasync.errors import (
 from deltasync.fold import fold
 from deltasync.keeper import Keeper
 from deltasync.kernels import cpu
-from deltasync.manifest import Anchor, Channel, Delta, Head, Link, Manifest
+from deltasync.manifest import Anchor, Channel, Delta, Head, Link, Manifest, Reference
 from deltasync.reader import ChannelReader
 from deltasync.replica import Replica
 from deltasync.stores import Store, open_store
@@ -44,6 +45,9 @@ from deltasync.types import Patch, TensorSpec, check_specs
 from deltasync.upload import EncodedFold, Job, Tip, Uploader
 
 logger = logging.getLogger(__name__)
+
+_ANCHOR_EVERY = 100
+_OPENED = Tip(version=1, anchor_version=1, by_reference=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,11 @@ class Publisher:
         codec, anchor_every, dtype, shard_bytes, retries, retry_delay_s: See `PublisherSettings`.
         model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
             bytes by name. Without it anchors hold weights only.
+        initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
+            `namespace/name@revision`. The first version of a new channel then is a reference to it, and uploads no weights;
+            if the first stream has other bits, these are the second version, a delta.
         resume: Continue the run that the channel holds; without it a used channel is refused.
+        shadow: A directory that `save_shadow` wrote, to resume with fewer downloads; held to its fingerprint, not needed.
         retention: How to look after the channel in the background; from the environment if None.
 
     Raises:
@@ -137,7 +145,9 @@ class Publisher:
         retries: int | None = None,
         retry_delay_s: float | None = None,
         model_files: str | Path | Mapping[str, bytes] | None = None,
+        initial: str | Path | None = None,
         resume: bool = False,
+        shadow: str | Path | None = None,
         retention: Retention | None = None,
     ) -> None:
         self.settings = PublisherSettings.from_env(
@@ -165,7 +175,9 @@ class Publisher:
         self._retention = Retention.from_env() if retention is None else retention
         # What leads from a version to the newest one, for the next fold.
         self._since: tuple[int, int, dict[str, Patch]] | None = None
-        head, links = self._open(resume)
+        head, links = self._open(resume, shadow)
+        self._initial = None if initial is None or head is not None else checkpoint.load(checkpoint.find(initial))
+        self._reference: Reference | None = None
         self._keeper = Keeper(self.store, self._retention)
         self._uploader = Uploader(self.store, self.settings, head, links, self._published)
 
@@ -259,7 +271,25 @@ class Publisher:
                 raise
             logger.exception("The last version was not published.")
 
-    def _open(self, resume: bool) -> tuple[Head | None, list[Link]]:
+    def save_shadow(self, directory: str | Path) -> None:
+        """Write the bits published last to a directory, as safetensors, to resume from (`shadow`).
+
+        What was saved there before is overwritten; if that is cut short, resuming finds out and reads the channel instead.
+
+        Raises:
+            ConfigError: nothing was published yet, or the directory cannot be written.
+        """
+        if not self._shadow:
+            raise ConfigError("There is no shadow to save before the first publish.")
+        folder = Path(directory)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, data in self._weight_files():
+                (folder / name).write_bytes(data)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
+
+    def _open(self, resume: bool, shadow: str | Path | None) -> tuple[Head | None, list[Link]]:
         """Look at the channel; continue it if asked to. Returns its head, None if there is no version yet, and the chain."""
         reader = ChannelReader(self.store)
         try:
@@ -279,16 +309,19 @@ class Publisher:
         self._channel_stored = True
         try:
             replica = Replica(self.store)
+            if shadow is not None:
+                _load_shadow(replica, shadow)
             replica.sync(head.version)
+            newest = reader.manifest(head.version, head.manifest_sha256)
+            chain_bytes = sum(step.payload_bytes for step in reader.plan(None, head) if not step.use_anchor)
+            by_reference = reader.manifest(newest.anchor_version).reference is not None
         except (FormatError, MissingVersionError) as error:
             logger.warning("Version %d cannot be read: %s The next version has full weights.", head.version, error)
             self._tip = Tip(head.version)
             return head, []
         self._shadow = {name: bits_of(tensor) for name, tensor in replica.state_dict().items()}
         self._fingerprints = replica.fingerprints
-        chain_bytes = sum(step.payload_bytes for step in reader.plan(None, head) if not step.use_anchor)
-        newest = reader.manifest(head.version)
-        self._tip = Tip(head.version, newest.anchor_version, chain_bytes)
+        self._tip = Tip(head.version, newest.anchor_version, chain_bytes, by_reference)
         self._since = head.version, head.version, {}
         logger.info("resumed run=%s version=%d", channel.run_id, head.version)
         return head, newest.chain_onward(head.manifest_sha256)
@@ -325,15 +358,15 @@ class Publisher:
         job, error = lost
         logger.warning("%s This publish starts from an anchor.", error)
         # A number whose manifest may be stored is never used for other content.
-        version = job.manifest.version if job.manifest_attempted else job.manifest.version - 1
-        self._tip = Tip(version=version)
+        self._tip = Tip(version=job.settled_version)
         self._since = None
+        if self._tip.version == 0:
+            self._shadow, self._fingerprints = {}, {}
 
     def _advance_shadow(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Patch]:
-        """Take the stream into the shadow; returns the steps, none for the very first stream."""
+        """Take the stream into the shadow; returns the steps, of the very first stream those from the initial checkpoint."""
         if not self._shadow:
-            self._fill_shadow(named_tensors)
-            return {}
+            return self._fill_shadow(named_tensors)
         changes: dict[str, Patch] = {}
         fingerprints = dict(self._fingerprints)
         seen: dict[str, TensorSpec] = {}
@@ -354,20 +387,25 @@ class Publisher:
         return changes
 
     def _retreat_shadow(self, changes: Mapping[str, Patch], fingerprints: dict[str, int]) -> None:
-        """Undo `_advance_shadow`, except for the very first stream: no version refers to that one yet."""
+        """Undo `_advance_shadow`."""
+        if not fingerprints:
+            self._shadow, self._fingerprints = {}, {}
+            return
         for name, patch in changes.items():
             assert patch.index_K is not None
             self._shadow[name][patch.index_K] -= patch.data
-        if fingerprints:
-            self._fingerprints = fingerprints
+        self._fingerprints = fingerprints
 
-    def _fill_shadow(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _fill_shadow(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Patch]:
         specs: dict[str, TensorSpec] = {}
         shadow = {name: bits_of(served).copy() for name, served in self._served(named_tensors, specs)}
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
         if self._specs:
             check_specs(self._specs, specs, "The published model")
+        changes: dict[str, Patch] = {}
+        if self._initial is not None:
+            self._reference, changes = checkpoint.compare(self._initial, specs, shadow)
         self._specs, self._shadow = specs, shadow
         self._fingerprints = {name: cpu.fingerprint(fingerprint.tensor_key(name), bits) for name, bits in shadow.items()}
         if self._channel is None:
@@ -380,6 +418,7 @@ class Publisher:
                 tensors=table,
                 tensors_sha256=manifest.table_sha256(table),
             )
+        return changes
 
     def _served(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], specs: dict[str, TensorSpec]
@@ -394,12 +433,20 @@ class Publisher:
 
     def _next_job(self, waiting: Job | None, changes: dict[str, Patch], step: int | None) -> Job:
         """The next version, or the one that still waits with these changes folded in."""
+        assert self._channel is not None
+        if self._initial is not None and self._tip.version == 0:
+            waiting = self._opening_job(step if not changes else None)
+            if not changes:
+                return waiting
+        opening = None
         if waiting is None:
             base, coalesced, uploaded = self._tip, 1, Future[None]()
+        elif waiting.manifest.reference is not None:
+            base, coalesced, uploaded, opening = _OPENED, 1, waiting.uploaded, waiting
         else:
             base, coalesced, uploaded = waiting.base, waiting.manifest.coalesced + 1, waiting.uploaded
+            opening = waiting.opening
             changes = _fold_changes(waiting.patches, changes)
-        assert self._channel is not None
         total = sum(spec.element_count for spec in self._specs.values())
         weight_bytes = sum(bits.nbytes for bits in self._shadow.values())
         full = base.anchor_version == 0
@@ -418,8 +465,10 @@ class Publisher:
                 files=[],
             )
         chain_bytes = base.chain_bytes + sum(len(data) for _, data in delta_files)
-        anchored = full or version - base.anchor_version >= self.settings.anchor_every or chain_bytes > weight_bytes
-        self._tip = Tip(version, version, 0) if anchored else Tip(version, base.anchor_version, chain_bytes)
+        anchored = full or version - base.anchor_version >= self._anchor_every(base) or chain_bytes > weight_bytes
+        self._tip = Tip(version, version)
+        if not anchored:
+            self._tip = Tip(version, base.anchor_version, chain_bytes, base.by_reference)
         return Job(
             base=base,
             patches=changes,
@@ -440,8 +489,45 @@ class Publisher:
             ),
             delta_files=delta_files,
             anchor_files=self._anchor_files() if anchored else [],
+            opening=opening,
             uploaded=uploaded,
         )
+
+    def _opening_job(self, step: int | None) -> Job:
+        """Version 1: the checkpoint that everybody has, by reference."""
+        assert self._channel is not None and self._reference is not None
+        self._tip = _OPENED
+        return Job(
+            base=Tip(),
+            patches={},
+            channel=self._channel,
+            manifest=Manifest(
+                format=manifest.FORMAT,
+                run_id=self._channel.run_id,
+                version=1,
+                kind="anchor",
+                step=step,
+                created_at=_now(),
+                total=sum(spec.element_count for spec in self._specs.values()),
+                fingerprint=fingerprint.to_hex(sum(int(digest, 16) for digest in self._reference.fingerprints.values())),
+                anchor_version=1,
+                anchor=Anchor(directory="", files=[], reference=self._reference),
+                requires=[manifest.REFERENCE],
+            ),
+            delta_files=[],
+            anchor_files=[],
+            uploaded=Future(),
+        )
+
+    def _anchor_every(self, base: Tip) -> int:
+        """After how many versions an anchor is due by their count.
+
+        By default never after a reference: a late joiner has that already, and pays for the deltas alone. Once these are
+        more bytes than the weights, an anchor is the cheaper way for it too, so that rule stays.
+        """
+        if self.settings.anchor_every is not None:
+            return self.settings.anchor_every
+        return sys.maxsize if base.by_reference else _ANCHOR_EVERY
 
     def _next_fold(self, job: Job, changes: dict[str, Patch]) -> EncodedFold | None:
         """Add the changes to those that the next fold will cover; the fold, if it is complete with this version."""
@@ -479,9 +565,11 @@ class Publisher:
 
     def _anchor_files(self) -> list[tuple[str, bytes]]:
         """The checkpoint directory of the shadow: a copy of the weights, in memory until it is uploaded."""
+        return [*self._model_files.items(), *self._weight_files()]
+
+    def _weight_files(self) -> Iterator[tuple[str, bytes]]:
         tensors = {name: tensor_of(bits, self._specs[name]) for name, bits in self._shadow.items()}
-        weights = anchor.weight_files(tensors, self._fingerprints, self.settings.shard_bytes)
-        return [*self._model_files.items(), *weights]
+        return anchor.weight_files(tensors, self._fingerprints, self.settings.shard_bytes)
 
     def _receipt(self, job: Job, encode_s: float) -> Receipt:
         document = job.manifest
@@ -498,6 +586,16 @@ class Publisher:
             encode_s=encode_s,
             _job=job,
         )
+
+
+def _load_shadow(replica: Replica, directory: str | Path) -> None:
+    """Start the replica from a saved shadow, if it is of the model and a version that is still known."""
+    try:
+        version = replica.load(directory)
+    except (ConfigError, FormatError, ModelMismatchError) as error:
+        logger.warning("The saved shadow is not used: %s", error)
+    else:
+        logger.info("saved shadow version=%s", version)
 
 
 def _fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dict[str, Patch]:

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -18,15 +18,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
 
-from deltasync import anchor, bits, chain, codec, layout, manifest
+from deltasync import anchor, bits, chain, checkpoint, codec, fingerprint, layout, manifest
 from deltasync.errors import (
+    ConfigError,
     CorruptDataError,
     MissingVersionError,
+    ModelMismatchError,
     NotPublishedError,
     ObjectMissingError,
     RunMismatchError,
 )
-from deltasync.manifest import Channel, Delta, FileRef, Fold, Head, Manifest
+from deltasync.kernels import cpu
+from deltasync.manifest import Channel, Delta, FileRef, Fold, Head, Manifest, Reference
 from deltasync.stores.base import Store
 from deltasync.stores.cache import CachedStore, Check
 from deltasync.types import Patch, TensorSpec
@@ -329,7 +332,11 @@ class ChannelReader:
             FormatError, MissingVersionError: as `fetch` and `Codec.decode`.
         """
         if step.use_anchor:
-            yield from self._anchor_patches(self.manifest(step.version, step.manifest_sha256))
+            version = self.manifest(step.version, step.manifest_sha256)
+            if version.reference is None:
+                yield from self._anchor_patches(version)
+            else:
+                yield from self._reference_patches(version.version, version.reference)
             return
         files: Iterable[tuple[FileRef, bytes]]
         if fetched is None:
@@ -362,6 +369,45 @@ class ChannelReader:
         if missing:
             raise CorruptDataError(f"Anchor {version.version} lacks {', '.join(sorted(missing))}.")
 
+    def _reference_patches(self, version: int, reference: Reference) -> Iterator[tuple[Patch, int]]:
+        if reference.fingerprints.keys() != self.specs.keys():
+            raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
+        try:
+            found = checkpoint.load(reference)
+        except ConfigError as error:
+            raise MissingVersionError(
+                f"Version {version} refers to the checkpoint {reference}, which this machine cannot load: {error}"
+            ) from error
+        wrong = []
+        try:
+            for name, bits_N in found.read(self.specs):
+                expected = int(reference.fingerprints[name], 16)
+                if cpu.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
+                    yield Patch(name, None, bits_N, absolute=True), expected
+                else:
+                    wrong.append(name)
+        except ModelMismatchError as error:
+            raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {error}") from error
+        if wrong:
+            raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {_differing(wrong, self.specs)}")
+
+    def unlike(self, head: Head, fingerprints: Mapping[str, int]) -> str | None:
+        """Which tensors are not those of the checkpoint that head's anchor refers to, as a sentence.
+
+        Args:
+            head: Of the channel.
+            fingerprints: Of every tensor.
+
+        Returns:
+            None if head's anchor is not a reference.
+        """
+        version = self.manifest(head.version, head.manifest_sha256).anchor_version
+        reference = self.manifest(version).reference
+        if reference is None:
+            return None
+        wrong = [name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)]
+        return f"The weights here are not those of {reference}: {_differing(wrong, self.specs)}"
+
     @staticmethod
     def _check_run(key: str, found: str, expected: str) -> None:
         if found != expected:
@@ -372,6 +418,11 @@ class ChannelReader:
 
 def _not_the_named(key: str, where: str) -> CorruptDataError:
     return CorruptDataError(f"{key} does not have the sha256 that {where} names.")
+
+
+def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"{len(names)} of {len(specs)} tensors differ: {shown}."
 
 
 def _load(data: bytes, key: str) -> dict[str, torch.Tensor]:

@@ -12,11 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from deltasync import chain, codec, fingerprint
+from deltasync import chain, checkpoint, codec, fingerprint
+from deltasync.bits import bits_of
 from deltasync.errors import (
     CorruptDataError,
     FingerprintMismatchError,
@@ -97,7 +99,7 @@ class Follower:
     def identify(self, head: Head, total: int) -> int | None:
         """Find out which version the bits in live memory are, so that nothing needs to be loaded.
 
-        Looks at head's version and those that its manifest names; sets and returns `version`.
+        Looks at head's version, those that its manifest names, and that of its anchor; sets and returns `version`.
 
         Args:
             head: Of the channel.
@@ -105,6 +107,9 @@ class Follower:
         """
         newest = self.reader.manifest(head.version, head.manifest_sha256)
         fingerprints = {link.fingerprint: link.version for link in newest.chain} | {newest.fingerprint: newest.version}
+        if newest.anchor_version not in fingerprints.values():
+            with contextlib.suppress(MissingVersionError):
+                fingerprints[self.reader.manifest(newest.anchor_version).fingerprint] = newest.anchor_version
         self.version = fingerprints.get(fingerprint.to_hex(total)) if total >= 0 else None
         self.suspect, self._settled = None, True
         return self.version
@@ -365,6 +370,24 @@ class Replica:
             memory.audit()
             self._follower = Follower(self._reader, memory)
         return self._follower.advance(head, version)
+
+    def load(self, directory: str | Path) -> int | None:
+        """Take the weights of a checkpoint directory, so that `sync` fetches only what came after them.
+
+        Returns:
+            The version that they are, None if it is none that head's manifest knows; `sync` then starts from an anchor.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            ConfigError, FormatError, ModelMismatchError: it is no checkpoint of this model; what was there stays.
+        """
+        head = self._reader.head()
+        memory, tensors = LiveMemory.on_host(self._reader.specs)
+        for name, bits_N in checkpoint.load(checkpoint.find(Path(directory))).read(self._reader.specs):
+            bits_of(tensors[name])[:] = bits_N
+        memory.audit()
+        self._follower, self._tensors = Follower(self._reader, memory), tensors
+        return self._follower.identify(head, model_fingerprint(memory.fingerprints))
 
     def _head(self, version: int | None, deadline: float) -> Head:
         """Head, once it names `version` or, for None, anything; at `deadline` whatever it names then."""

@@ -118,7 +118,7 @@ class References:
         self._folders = set()
         for document in manifests:
             self._keys.update(file.key for part in (document.delta, document.anchor) if part for file in part.files)
-            if document.anchor is not None:
+            if document.anchor is not None and document.reference is None:
                 self._folders.add(document.anchor.directory)
 
     def __contains__(self, key: str) -> bool:

@@ -51,11 +51,13 @@ class Tip:
         version: The newest version, 0 before the first.
         anchor_version: The newest one with an anchor, 0 if the next version must be one.
         chain_bytes: Bytes of the deltas since then.
+        by_reference: Whether that anchor is a reference.
     """
 
     version: int = 0
     anchor_version: int = 0
     chain_bytes: int = 0
+    by_reference: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Job:
         manifest: Complete but for the file lists of `delta` and `anchor`.
         delta_files, anchor_files: (file name, bytes).
         fold: To be stored once head names the version; nothing waits for it.
+        opening: A version to store first: the reference that this one builds on.
         uploaded: Resolved when head names the version, or with what went wrong.
         manifest_attempted: Whether the manifest may be in the store.
     """
@@ -95,7 +98,15 @@ class Job:
     anchor_files: Sequence[tuple[str, bytes]]
     uploaded: Future[None]
     fold: EncodedFold | None = None
+    opening: Job | None = None
     manifest_attempted: bool = False
+
+    @property
+    def settled_version(self) -> int:
+        """The newest version whose manifest may be stored, should the upload have failed."""
+        if self.manifest_attempted:
+            return self.manifest.version
+        return self.manifest.version - 1 if self.opening is None else self.opening.settled_version
 
 
 class Uploader:
@@ -193,6 +204,8 @@ class Uploader:
             StoreError: nothing is visible.
         """
         version = job.manifest.version
+        if job.opening is not None:
+            self._store(job.opening)
         if job.channel is not None:
             channel = manifest.encode(job.channel)
             self._create_or_conflict(layout.CHANNEL, channel, "created this channel")
@@ -200,7 +213,7 @@ class Uploader:
         if delta is not None:
             _, files = self._put_files(layout.delta_dir, version, job.delta_files)
             delta = dataclasses.replace(delta, files=files, base_manifest_sha256=self._chain[-1].manifest_sha256)
-        if anchor is not None:
+        if anchor is not None and anchor.reference is None:
             directory, files = self._put_files(layout.anchor_dir, version, job.anchor_files)
             weights = [file for file in files if file.key.endswith(".safetensors")]
             anchor = dataclasses.replace(anchor, directory=directory, files=weights)

@@ -29,12 +29,13 @@ def row(manifest: Any) -> dict[str, Any]:
     return {
         "version": manifest.version,
         "kind": manifest.kind,
+        "reference": None if manifest.reference is None else str(manifest.reference),
         "base_version": None if delta is None else delta.base_version,
         "step": manifest.step,
         "created_at": manifest.created_at,
         "changed_fraction": changed / manifest.total if manifest.total else 0.0,
         "delta_bytes": delta_bytes,
-        "anchor_bytes": None if anchor is None else anchor.payload_bytes,
+        "anchor_bytes": None if anchor is None or manifest.reference is not None else anchor.payload_bytes,
         "bits_per_changed": 8 * delta_bytes / changed if delta_bytes and changed else None,
         "coalesced": manifest.coalesced,
         "fingerprint": manifest.fingerprint,
@@ -89,7 +90,7 @@ def command(channel: str, last: int | None, as_json: bool) -> None:
     for line in rows:
         table.add_row(
             str(line["version"]) if line["kind"] != "fold" else f"{line['base_version']}-{line['version']}",
-            line["kind"],
+            "reference" if line.get("reference") else line["kind"],
             _text(line.get("step")),
             line["created_at"][:19].replace("T", " "),
             f"{line['changed_fraction']:.4%}",

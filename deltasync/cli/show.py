@@ -30,7 +30,9 @@ def command(channel: str, version: int | None, as_json: bool) -> None:
             click.echo(f"{field:16} {value}")
     if manifest.chain:
         click.echo(f"{'chain':16} {len(manifest.chain)} versions, from version {manifest.chain[0].version}")
-    parts: dict[str, Any] = {"delta": manifest.delta, "anchor": manifest.anchor}
+    if manifest.reference is not None:
+        click.echo(f"{'reference':16} {manifest.reference}")
+    parts: dict[str, Any] = {"delta": manifest.delta, "anchor": manifest.anchor if manifest.reference is None else None}
     for kind, part in parts.items():
         if part is not None:
             click.echo(f"{kind:16} {part.payload_bytes:,} bytes")

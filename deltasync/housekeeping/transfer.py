@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from deltasync import anchor, layout, manifest
+from deltasync import anchor, checkpoint, layout, manifest
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -135,7 +135,7 @@ def _data(store: Store, manifests: dict[int, Manifest], folds: dict[str, Fold]) 
     for document in manifests.values():
         for part in (document.delta, document.anchor):
             yield from (_Object(file.key, file.sha256) for file in (part.files if part is not None else []))
-        if document.anchor is not None:
+        if document.anchor is not None and document.reference is None:
             folders.add(document.anchor.directory)
     for fold in folds.values():
         yield from (_Object(file.key, file.sha256) for file in fold.files)
@@ -189,8 +189,9 @@ def export(
 ) -> int:
     """Write one version as a checkpoint directory that transformers and vLLM load; every bit is checked.
 
-    The files beside the weights (config, tokenizer) come from an anchor: the newest up to the version that has any, else
-    the first after it. The directory appears as a whole, or not at all. Holds the weights once, and one weight file.
+    The files beside the weights (config, tokenizer) come from an anchor, or the checkpoint that it refers to: the newest up
+    to the version that has any, else the first after it. The directory appears as a whole, or not at all. Holds the weights
+    once, and one weight file.
 
     Args:
         reader: The channel.
@@ -243,11 +244,15 @@ def _companions(reader: ChannelReader, version: int) -> dict[str, bytes]:
     keys = [info.key for info in store.list("anchors/")]
     nearest = reader.manifest(version).anchor_version  # nearly always has them, and is all that is read then
     for candidate in sorted(reader.versions(), key=lambda v: (v != nearest, v > version, abs(version - v))):
-        part = reader.manifest(candidate).anchor
-        if part is None:
-            continue
-        names = (key.removeprefix(f"{part.directory}/") for key in keys if key.startswith(f"{part.directory}/"))
-        found = [name for name in names if not name.endswith((".safetensors", ".safetensors.index.json"))]
+        document = reader.manifest(candidate)
+        part, found = document.anchor, {}
+        if document.reference is not None:
+            with contextlib.suppress(ConfigError):
+                found = anchor.companion_files(checkpoint.small_files(document.reference))
+        elif part is not None:
+            names = (key.removeprefix(f"{part.directory}/") for key in keys if key.startswith(f"{part.directory}/"))
+            small = [name for name in names if not name.endswith((".safetensors", ".safetensors.index.json"))]
+            found = {name: store.read(f"{part.directory}/{name}") for name in small}
         if found:
-            return {name: store.read(f"{part.directory}/{name}") for name in found}
+            return found
     return {}

@@ -18,7 +18,7 @@ PACKAGES = ("deltasync", "vllm_plugin", "trl_callback")
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"types", "config", "layout"}),
-    frozenset({"bits", "fingerprint", "kernels", "fold", "manifest", "chain", "codec", "anchor", "retention"}),
+    frozenset({"bits", "fingerprint", "kernels", "fold", "manifest", "chain", "codec", "anchor", "checkpoint", "retention"}),
     frozenset({"stores", "heartbeat", "poll"}),
     frozenset({"memory", "reader"}),
     frozenset({"replica", "upload"}),

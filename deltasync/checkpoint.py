@@ -1,0 +1,197 @@
+"""Checkpoints that trainer and replicas have anyway: a model on the Hugging Face Hub, or a directory.
+
+An anchor may refer to one instead of holding the weights again. It is then held to the fingerprint of each of its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from deltasync import fingerprint
+from deltasync.bits import bits_of, cast
+from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.kernels import cpu
+from deltasync.manifest import Reference
+from deltasync.types import Patch, TensorSpec
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
+_REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on this machine, not read yet.
+
+    Attributes:
+        reference: Where it comes from.
+        files: The weight file of each tensor, by the tensor's name.
+    """
+
+    reference: Reference
+    files: Mapping[str, Path]
+
+    def read(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
+        """Bits of these tensors as they are served, flat, unsigned, one after the other, in the order of the files.
+
+        Floating tensors are rounded to the dtype of their spec, to nearest even. What else the checkpoint holds is left out.
+
+        Raises:
+            ModelMismatchError: a tensor is missing, or has another shape or dtype.
+            CorruptDataError: a file is damaged.
+        """
+        source = {name: self.reference.tied.get(name, name) for name in specs}
+        if missing := sorted(name for name in specs if source[name] not in self.files):
+            raise ModelMismatchError(f"{self.reference} lacks {_some(missing)}, which the model has.")
+        names: dict[Path, list[str]] = {}
+        for name in specs:
+            names.setdefault(self.files[source[name]], []).append(name)
+        for file, held in names.items():
+            with _opened(file) as tensors:
+                for name in held:
+                    yield name, bits_of(self._served(tensors.get_tensor(source[name]), specs[name]))
+
+    def _served(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        served = cast(tensor, spec.dtype) if spec.dtype in _FLOATS else tensor
+        found = str(served.dtype).removeprefix("torch."), tuple(served.shape)
+        if found != (spec.dtype, spec.shape):
+            raise ModelMismatchError(f"{self.reference} has {spec.name} as {found[0]}{list(found[1])}, the model as {spec}.")
+        return served
+
+
+def find(where: str | Path) -> Reference:
+    """The checkpoint that somebody means, with its revision pinned to a commit.
+
+    Args:
+        where: A directory; or a model on the Hub, `namespace/name` or `namespace/name@revision`.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it cannot be reached.
+    """
+    if isinstance(where, Path) or Path(where).is_dir():
+        return Reference(path=str(Path(where).absolute()))
+    match = _REPO.fullmatch(where)
+    if match is None:
+        raise ConfigError(f"{where} is neither a directory nor a model on the Hub (namespace/name@revision).")
+    return Reference(repo=match["repo"], revision=_download(match["repo"], match["revision"], [_WEIGHTS, _INDEX]).name)
+
+
+def load(reference: Reference) -> Checkpoint:
+    """The checkpoint on this machine. One on the Hub is downloaded unless it is in the Hub's cache.
+
+    Raises:
+        ConfigError: it is not there, or cannot be reached.
+        CorruptDataError: a file is damaged.
+    """
+    directory = _directory(reference, [_WEIGHTS, _INDEX])
+    if (directory / _INDEX).is_file():
+        names = _weight_map(directory / _INDEX)
+        directory = _directory(reference, sorted(set(names.values())))
+        files = {name: directory / file for name, file in names.items()}
+    elif (directory / _WEIGHTS).is_file():
+        with _opened(directory / _WEIGHTS) as tensors:
+            files = dict.fromkeys(tensors.keys(), directory / _WEIGHTS)
+    else:
+        raise ConfigError(f"{directory} holds neither {_WEIGHTS} nor {_INDEX}.")
+    if absent := sorted({file.name for file in files.values() if not file.is_file()}):
+        raise ConfigError(f"{directory} lacks {_some(absent)}.")
+    return Checkpoint(reference, files)
+
+
+def small_files(reference: Reference) -> Path:
+    """A directory with the files beside the weights.
+
+    Raises:
+        ConfigError: they are not there, or cannot be reached.
+    """
+    return _directory(reference, _SMALL)
+
+
+def compare(
+    checkpoint: Checkpoint, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]
+) -> tuple[Reference, dict[str, Patch]]:
+    """What it takes to refer to a checkpoint in the place of a model, and what leads from it to the model's bits.
+
+    Args:
+        checkpoint: Of that model, or one like it.
+        specs: The model's.
+        bits: The model's, flat and unsigned.
+
+    Raises:
+        ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
+    """
+    tied = {}
+    for name in (name for name in specs if name not in checkpoint.files):
+        for other, spec in specs.items():
+            alike = (spec.dtype, spec.shape) == (specs[name].dtype, specs[name].shape)
+            if other in checkpoint.files and alike and np.array_equal(bits[other], bits[name]):
+                tied[name] = other
+                break
+    reference = dataclasses.replace(checkpoint.reference, tied=tied)
+    digests, changes = {}, {}
+    for name, bits_N in Checkpoint(reference, checkpoint.files).read(specs):
+        digests[name] = fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_N))
+        index_K, step_K = cpu.diff(bits_N, bits[name])
+        if index_K.size:
+            changes[name] = Patch(name, index_K, step_K, absolute=False)
+    return dataclasses.replace(reference, fingerprints=digests), changes
+
+
+def _directory(reference: Reference, patterns: Sequence[str]) -> Path:
+    if reference.repo is not None:
+        return _download(reference.repo, reference.revision, patterns)
+    assert reference.path is not None
+    directory = Path(reference.path)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory on this machine.")
+    return directory
+
+
+def _download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The snapshot folder of a model in the Hub's cache, which is named by its commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # of the Hub's client, of its HTTP client, or of the disk
+        # The client does without the Hub only for what it downloaded as a whole; `load` looks which files are there.
+        with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+            return Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {said}") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        names = dict(json.loads(path.read_bytes())["weight_map"])
+        if not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
+            raise ValueError("a weight file's name is none")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CorruptDataError(f"{path} is not the index of a checkpoint: {error!r}.") from error
+    return names
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CorruptDataError(f"{path} is not a safetensors file with the tensors that it should have: {error}.") from error
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

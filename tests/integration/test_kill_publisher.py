@@ -1,0 +1,324 @@
+"""kill -9 of a publisher at each step of a publish, then another process resumes the channel.
+
+Each case is a process of its own, which kills itself during or after one write to the store (after one is before the
+next), while a replica follows. The next process publishes other weights than the killed one was about to, so that a version
+whose number was used again for other content would show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from numba.core.registry import cpu_target
+from safetensors.torch import save_file
+
+from deltasync import Publisher, Replica, housekeeping, layout, manifest, open_store
+from deltasync.config import Retention
+from deltasync.errors import HeadConflictError, NotPublishedError
+from deltasync.manifest import Manifest
+from deltasync.reader import ChannelReader
+from deltasync.stores.local import LocalStore
+from tests.conftest import assert_same_bits
+
+Weights = dict[str, torch.Tensor]
+
+PATIENCE_S = 300.0  # for what takes half a second: a busy machine is no failure
+# Forks processes that have imported everything already, so that each takes a fraction of a second.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
+for _context in (cpu_target.target_context, cpu_target.typing_context):
+    _context.refresh()  # half of what loading the first kernel takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A write to the store: the `number`-th with this operation and key. `moment` is `during` or `after`."""
+
+    moment: str
+    operation: str
+    key: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.moment} {self.operation} {self.key} {self.number}"
+
+
+class KillingStore(LocalStore):
+    """A directory that kills its process at one point, and notes the others that it passes."""
+
+    def __init__(self, root: Path, kill: Point | None) -> None:
+        super().__init__(str(root))
+        self.passed: list[Point] = []
+        self._kill = kill
+        self._doing = ("", "")
+
+    def create(self, key: str, data: bytes) -> None:
+        with self._step("create", key):
+            super().create(key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        with self._step("replace", key):
+            super().replace(key, data)
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            with self._step("delete", key):
+                super().delete(key)
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
+        """The object is written and synced under another name when this yields."""
+        with super()._temporary(key, data) as names:
+            self._at("during", *self._doing)
+            yield names
+
+    @contextlib.contextmanager
+    def _step(self, operation: str, key: str) -> Iterator[None]:
+        self._doing = operation, re.sub(r"/[0-9a-f]{32}\b", "/uuid", key)
+        yield
+        self._at("after", *self._doing)
+
+    def _at(self, moment: str, operation: str, key: str) -> None:
+        point = Point(moment, operation, key, 1)
+        point = dataclasses.replace(point, number=1 + sum(dataclasses.replace(p, number=1) == point for p in self.passed))
+        self.passed.append(point)
+        if point == self._kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def weights(step: int) -> Weights:
+    """What the trainer has at a step; 0 is the checkpoint that it started from."""
+    w = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    if step:
+        changed = torch.randint(0, w.numel(), (20,), generator=torch.Generator().manual_seed(step))
+        w.view(-1).view(torch.int16)[changed] += 1
+    return {"w": w, "step": torch.tensor(step)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """How a process publishes.
+
+    Attributes:
+        steps: The steps to publish, one after the other.
+        by_reference: Start the channel from a reference.
+        sweeps: Write anchors, fold, forget and prune all the time.
+    """
+
+    steps: tuple[int, ...]
+    by_reference: bool = False
+    sweeps: bool = False
+
+    def open(self, store: LocalStore) -> Publisher:
+        return Publisher(
+            store,
+            resume=True,
+            initial=Path(store.url.removeprefix("file://")).parent / "base" if self.by_reference else None,
+            anchor_every=3 if self.sweeps else None,
+            retention=Retention(fold_every=2, keep_last=2, prune_grace_s=0.0) if self.sweeps else Retention(),
+        )
+
+    def run(self, root: Path, kill: Point | None, passed: Connection) -> None:
+        torch.set_num_threads(1)
+        store = KillingStore(root, kill)
+        with mock.patch("deltasync.keeper._LEAST_BETWEEN", 1), self.open(store) as publisher:
+            for step in self.steps:
+                publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
+                publisher._keeper._pool.submit(int).result(PATIENCE_S)  # in an order that is the same every time
+        passed.send(store.passed)
+
+
+def process(trainer: Trainer, root: Path, kill: Point | None = None) -> list[Point]:
+    """Publish in a process of its own. Returns the points that it passed, none if it was killed as it should."""
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=trainer.run, args=(root, kill, sender))
+    child.start()
+    sender.close()
+    child.join(PATIENCE_S)
+    assert child.exitcode == (0 if kill is None else -signal.SIGKILL), f"{kill}: {child.exitcode}"
+    passed: list[Point] = receiver.recv() if kill is None else []
+    receiver.close()
+    return passed
+
+
+def manifests(root: Path) -> dict[int, bytes]:
+    return {int(path.stem): path.read_bytes() for path in sorted((root / "manifests").glob("*.json"))}
+
+
+class Following:
+    """A replica that follows all the time and compares every version that it gets with what the trainer had."""
+
+    def __init__(self, root: Path) -> None:
+        self._reader = ChannelReader(open_store(f"file://{root}"))
+        self._replica = Replica(f"file://{root}")
+        self._end = threading.Event()
+        self.served: dict[int, int] = {}
+
+    def sync(self) -> None:
+        with contextlib.suppress(NotPublishedError):
+            version = self._replica.sync()
+            if version not in self.served:
+                step = int(self._replica.state_dict()["step"])
+                assert_same_bits(self._replica.state_dict(), weights(step))
+                self.served[version] = step
+
+    def __enter__(self) -> Following:
+        self._thread = ThreadPoolExecutor(1)
+        self._run = self._thread.submit(self._follow)
+        return self
+
+    def _follow(self) -> None:
+        while not self._end.wait(0.005):
+            self.sync()
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.shutdown()
+        self._run.result()
+
+
+def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill: Point) -> None:
+    """Kill a publisher there, look at the channel, resume it, and look again."""
+    if template.exists():
+        shutil.copytree(template, root)
+    with Following(root) as following:
+        before = manifests(root)
+        process(killed, root, kill)
+        after = manifests(root)
+        assert {version: after[version] for version in before if version in after} == {
+            version: before[version] for version in before if version in after
+        }
+        assert_sound(root, after)
+        passed = process(resumed, root)
+        newest = max(manifests(root))
+        deadline = time.monotonic() + PATIENCE_S
+        while newest not in following.served and time.monotonic() < deadline:
+            time.sleep(0.005)
+    end = manifests(root)
+    published = len([p for p in passed if p.moment == "after" and p.operation == "create" and p.key.startswith("manifests")])
+    assert published == len(resumed.steps) or (resumed.by_reference and published == len(resumed.steps) + 1)
+    # None skipped, none used again: those that were there are as they were, or forgotten, and the others come right after.
+    assert newest == max(after, default=0) + published
+    assert all(end[version] == data for version, data in after.items() if version in end)
+    kept = [version for version in range(1, newest + 1) if version in end]
+    assert kept == list(range(newest - len(kept) + 1, newest + 1))
+    assert len(kept) == newest or resumed.sweeps
+    assert_sound(root, end)
+    head = ChannelReader(open_store(f"file://{root}")).head()
+    assert head.version == newest
+    assert following.served[newest] == resumed.steps[-1]
+
+
+def assert_sound(root: Path, found: dict[int, bytes]) -> None:
+    """Nothing is damaged or missing, and every version that head leads to has the bits of its step."""
+    reader = ChannelReader(open_store(f"file://{root}"))
+    if not (root / layout.HEAD).exists():
+        return
+    report = housekeeping.check(reader, read_data=True)
+    assert [str(problem) for problem in report.problems] == []
+    for version, data in found.items():
+        if version <= reader.head().version:
+            document = manifest.decode(data, Manifest, "key")
+            replica = Replica(reader.store)
+            replica.sync(version)
+            step = 0 if document.reference is not None else document.step
+            assert step is not None
+            assert_same_bits(replica.state_dict(), weights(step))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint that the trainer started from."""
+    folder = tmp_path_factory.mktemp("kill")
+    (folder / "base").mkdir()
+    save_file(weights(0), folder / "base" / "model.safetensors")
+    return folder
+
+
+def template(base: Path, name: str) -> Path:
+    """The channel that a case starts from."""
+    root = base / f"template {name}"
+    if name in ("a new channel", "a new channel by reference"):
+        return root
+    process(Trainer((1, 2, 3), sweeps=name == "sweeps"), root)
+    if name == "a head that lags":
+        process(Trainer((4,)), root, Point("during", "replace", layout.HEAD, 1))
+    return root
+
+
+CASES = {
+    "a new channel": (Trainer((1, 2)), Trainer((3, 4))),
+    "a new channel by reference": (Trainer((1, 2), by_reference=True), Trainer((3, 4), by_reference=True)),
+    "a head that lags": (Trainer((5,)), Trainer((6,))),
+    "sweeps": (Trainer((4, 5), sweeps=True), Trainer((6, 7), sweeps=True)),
+}
+LEAST_POINTS = {"a new channel": 14, "a new channel by reference": 18, "a head that lags": 8, "sweeps": 36}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> None:
+    killed, resumed = CASES[name]
+    start = template(base, name)
+    rehearsal = base / f"rehearsal {name}"
+    if start.exists():
+        shutil.copytree(start, rehearsal)
+    points = process(killed, rehearsal)
+    assert len(points) >= LEAST_POINTS[name], [str(point) for point in points]
+    with ThreadPoolExecutor(2) as pool:
+        runs = {
+            point: pool.submit(survives, start, base / f"{name} {number}", killed, resumed, point)
+            for number, point in enumerate(points)
+        }
+    for point, run in runs.items():
+        assert run.exception() is None, f"killed {point}: {run.exception()!r}"
+
+
+def contend(root: Path, step: int, start: Barrier, told: Connection) -> None:
+    publisher = Trainer(()).open(LocalStore(str(root)))
+    start.wait(PATIENCE_S)
+    try:
+        version = publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S).version
+        publisher.close()
+        told.send((version, None))
+    except HeadConflictError as error:
+        told.send((None, str(error)))
+
+
+def test_of_two_processes_that_resume_a_run_one_publishes(base: Path) -> None:
+    root = base / "contended"
+    process(Trainer((1, 2)), root)
+    for version, steps in ((3, (3, 4)), (4, (5, 6))):
+        start = PROCESSES.Barrier(2)
+        pipes = [PROCESSES.Pipe(duplex=False) for _ in steps]
+        children = [
+            PROCESSES.Process(target=contend, args=(root, step, start, sender))
+            for step, (_, sender) in zip(steps, pipes, strict=True)
+        ]
+        for child in children:
+            child.start()
+        told = [receiver.recv() for receiver, _ in pipes]
+        for child in children:
+            child.join(PATIENCE_S)
+        winners = [step for step, (published, _) in zip(steps, told, strict=True) if published == version]
+        (error,) = [error for _, error in told if error is not None]
+        assert len(winners) == 1 and f"Another publisher wrote version {version}" in error
+        replica = Replica(f"file://{root}")
+        assert replica.sync() == version
+        assert_same_bits(replica.state_dict(), weights(winners[0]))
+        assert_sound(root, manifests(root))

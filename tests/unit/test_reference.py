@@ -1,0 +1,638 @@
+"""Channels that start from a checkpoint that everybody has."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+
+from deltasync import Publisher, Replica, checkpoint, housekeeping, layout, manifest, open_store
+from deltasync.cli import main
+from deltasync.config import Retention
+from deltasync.errors import (
+    ConfigError,
+    CorruptDataError,
+    DeltaSyncError,
+    MissingVersionError,
+    ModelMismatchError,
+    PublishError,
+    UnsupportedFormatError,
+)
+from deltasync.manifest import Channel, Head, Manifest
+from deltasync.memory import LiveMemory, model_fingerprint
+from deltasync.reader import ChannelReader
+from deltasync.replica import Follower
+from deltasync.retention import Keep
+from deltasync.stores import Store
+from tests.conftest import assert_same_bits
+from tests.faults import FOREVER, FaultyStore
+
+Weights = dict[str, torch.Tensor]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def weights() -> Weights:
+    random = torch.Generator().manual_seed(0)
+    embed = torch.randn(40, 30, generator=random)
+    return {
+        "model.embed.weight": embed.to(torch.bfloat16),
+        "model.layer.weight": torch.randn(30, 30, generator=random).to(torch.bfloat16),
+        "model.norm.weight": torch.ones(30, dtype=torch.bfloat16),
+        "lm_head.weight": embed.to(torch.bfloat16),
+        "ids": torch.arange(7),
+    }
+
+
+def trained(before: Weights, seed: int) -> Weights:
+    random = torch.Generator().manual_seed(seed)
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for name in ("model.embed.weight", "model.layer.weight"):
+        bits = after[name].view(torch.int16)
+        bits += (torch.rand(bits.shape, generator=random) < 0.02).to(torch.int16)
+    after["lm_head.weight"] = after["model.embed.weight"].clone()
+    return after
+
+
+def save(folder: Path, dtype: torch.dtype = torch.bfloat16, files: int = 1) -> Path:
+    """A checkpoint as transformers saves it: without the tied head, perhaps in several files, perhaps in another dtype."""
+    kept = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights().items() if n != "lm_head.weight"}
+    kept["model.vision.weight"] = torch.zeros(3)  # that nobody trains
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    names = list(kept)
+    if files == 1:
+        safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    weight_map = {name: f"model-{number % files + 1:05}-of-{files:05}.safetensors" for number, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        safetensors.torch.save_file({n: kept[n] for n in names if weight_map[n] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save(tmp_path / "base")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of the Hub's client with one model; the tests run with HF_HUB_OFFLINE."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--some--model"
+    save(model / "snapshots" / COMMIT, files=2)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    return model / "snapshots" / COMMIT
+
+
+def keys(store: Store) -> list[str]:
+    return [info.key for info in store.list("")]
+
+
+def read(store: Store, version: int) -> Manifest:
+    key = layout.manifest(version)
+    return manifest.decode(store.read(key), Manifest, key)
+
+
+def assert_bits(channel: str | Store, expected: Weights, version: int) -> None:
+    replica = Replica(channel)
+    assert replica.sync(version) == version
+    assert_same_bits(replica.state_dict(), expected)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_nothing_is_uploaded_before_the_first_delta(
+    channel_url: str, tmp_path: Path, dtype: torch.dtype, files: int
+) -> None:
+    states = [weights()]
+    states += [trained(states[-1], 1)]
+    states += [trained(states[-1], 2)]
+    base = save(tmp_path / "base", dtype, files)
+    with Publisher(channel_url, initial=base) as publisher:
+        first = publisher.publish(states[0].items(), step=0).wait(60)
+        store = open_store(channel_url)
+        assert keys(store) == [layout.CHANNEL, layout.HEAD, layout.manifest(1)]
+        assert (first.version, first.kind, first.payload_bytes, first.anchor_bytes) == (1, "anchor", 0, 0)
+        receipts = [publisher.publish(state.items()).wait(60) for state in states[1:]]
+    assert [(receipt.version, receipt.kind) for receipt in receipts] == [(2, "delta"), (3, "delta")]
+    document = read(store, 1)
+    assert document.reference is not None
+    assert document.reference.path == str(base) and document.reference.tied == {"lm_head.weight": "model.embed.weight"}
+    assert document.requires == ["reference"] and document.step == 0
+    assert not any(key.startswith("anchors/") for key in keys(store))
+    for version, state in enumerate(states, start=1):
+        assert_bits(channel_url, state, version)
+    assert housekeeping.check(ChannelReader(store), read_data=True).problems == []
+
+
+def test_a_stream_with_other_bits_is_the_second_version(channel_url: str, base: Path) -> None:
+    state = trained(weights(), 1)
+    with Publisher(channel_url, initial=base) as publisher:
+        receipt = publisher.publish(state.items(), step=5)
+        assert publisher.version == 2
+        receipt.wait(60)
+        assert (receipt.version, receipt.kind) == (2, "delta") and 0 < receipt.changed < receipt.total / 10
+    store = open_store(channel_url)
+    assert (read(store, 1).step, read(store, 2).step) == (None, 5)
+    assert_bits(channel_url, weights(), 1)
+    assert_bits(channel_url, state, 2)
+
+
+def test_publishes_join_what_waits_behind_the_reference(memory_url: str, base: Path) -> None:
+    """While the channel is being created, two streams come; with a changed first one and with an equal one."""
+    for changed in (False, True):
+        url = f"{memory_url}-{changed}"
+        store = FaultyStore(open_store(url))
+        gate = store.hold_at("create")
+        states = [trained(weights(), 1) if changed else weights()]
+        states += [trained(states[-1], 2)]
+        states += [trained(states[-1], 3)]
+        with Publisher(store, initial=base) as publisher:
+            take = publisher._uploader.take_waiting
+            receipts = [publisher.publish(states[0].items())]
+            if not changed:  # as if the uploader had not begun
+                assert gate.entered.wait(60)
+            receipts += [publisher.publish(state.items()) for state in states[1:]]
+            gate.opened.set()
+            publisher.flush(60)
+            assert take() is None
+        newest = publisher.version
+        assert all(receipt.done for receipt in receipts)
+        assert_bits(url, weights(), 1)
+        assert_bits(url, states[-1], newest)
+
+
+def test_a_reference_that_waits_is_stored_before_what_joins_it(memory_url: str, base: Path) -> None:
+    state = trained(weights(), 1)
+    with Publisher(memory_url, initial=base) as publisher:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(publisher._uploader._pool, "submit", lambda action: None)  # never begins
+            first = publisher.publish(weights().items())
+            assert (first.version, first.done) == (1, False)
+        second = publisher.publish(state.items())
+        assert second.version == 2
+        first.wait(60)
+        second.wait(60)
+    assert_bits(memory_url, weights(), 1)
+    assert_bits(memory_url, state, 2)
+
+
+def test_a_store_that_is_away_at_the_start_costs_no_anchor(memory_url: str, base: Path) -> None:
+    store = FaultyStore(open_store(memory_url))
+    states = [trained(weights(), 1), trained(weights(), 2)]
+    for key in (layout.CHANNEL, layout.MANIFESTS):
+        publisher = Publisher(store, initial=base, retries=0, resume=True)
+        store.fail_at("create", key, times=FOREVER)
+        with pytest.raises(PublishError):
+            publisher.publish(states[0].items()).wait(60)
+        store.heal()
+        receipt = publisher.publish(states[1].items()).wait(60)
+        publisher.close()
+        if key == layout.CHANNEL:
+            assert (receipt.version, receipt.kind) == (2, "delta")
+            assert_bits(store, states[1], 2)
+            for info in list(store.inner.list("")):
+                store.inner.delete(info.key)
+        else:  # nobody knows whether version 1 was stored
+            assert (receipt.version, receipt.kind) == (2, "anchor")
+            assert_bits(store, states[1], 2)
+
+
+def test_a_failed_first_publish_leaves_nothing_behind(memory_url: str, base: Path) -> None:
+    with Publisher(memory_url, initial=base) as publisher:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(publisher, "_encode", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                publisher.publish(trained(weights(), 1).items())
+        assert publisher.publish(weights().items()).wait(60).version == 1
+    assert_bits(memory_url, weights(), 1)
+
+
+def test_a_channel_by_reference_is_resumed(channel_url: str, base: Path) -> None:
+    states = [weights()]
+    with Publisher(channel_url, initial=base) as publisher:
+        publisher.publish(states[0].items()).wait(60)
+    for seed in (1, 2):
+        states += [trained(states[-1], seed)]
+        with Publisher(channel_url, initial="not/looked@at", resume=True) as publisher:
+            assert publisher.publish(states[-1].items()).wait(60).kind == "delta"
+    for version, state in enumerate(states, start=1):
+        assert_bits(channel_url, state, version)
+
+
+def test_anchors_after_a_reference(memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number only if that was asked for, by bytes always."""
+    monkeypatch.setattr("deltasync.publisher._ANCHOR_EVERY", 2)
+
+    def kinds(url: str, count: int, state: Weights, **settings: int) -> list[str]:
+        found = []
+        for part in (count // 2, count - count // 2):  # the second half resumed
+            with Publisher(url, initial=base, resume=True, **settings) as publisher:  # type: ignore[arg-type]
+                for _ in range(part):
+                    found.append(publisher.publish(state.items()).wait(60).kind)
+                    state = trained(state, len(found))
+        return found
+
+    assert kinds(f"{memory_url}1", 7, weights()) == ["anchor"] + ["delta"] * 6
+    assert kinds(f"{memory_url}2", 7, weights(), anchor_every=3) == ["anchor", "delta", "delta"] * 2 + ["anchor"]
+    every = kinds(f"{memory_url}3", 60, weights())
+    assert every.count("anchor") > 1  # more bytes than the weights; from then on also by number
+    real = [version for version, kind in enumerate(every, start=1) if kind == "anchor"][1]
+    store = open_store(f"{memory_url}3")
+    delta_bytes = [delta.payload_bytes for v in range(2, real + 1) if (delta := read(store, v).delta) is not None]
+    assert sum(delta_bytes[:-1]) <= sum(tensor.nbytes for tensor in weights().values()) < sum(delta_bytes)
+    assert every[real + 1 :: 2].count("anchor") == len(every[real + 1 :: 2])
+
+
+class TestHub:
+    def test_a_model_is_pinned_to_a_commit(self, memory_url: str, hub: Path) -> None:
+        for number, named in enumerate(("some/model", "some/model@main", f"some/model@{COMMIT}")):
+            url = f"{memory_url}{number}"
+            with Publisher(url, initial=named) as publisher:
+                publisher.publish(weights().items()).wait(60)
+                publisher.publish(trained(weights(), 1).items()).wait(60)
+            reference = read(open_store(url), 1).reference
+            assert reference is not None
+            assert (reference.repo, reference.revision, reference.path) == ("some/model", COMMIT, None)
+            assert_bits(url, trained(weights(), 1), 2)
+
+    @pytest.mark.parametrize(
+        "named", ["some/other", "some/model@v2", "some/model@", "no model", "/no/such/directory", "./x/y"]
+    )
+    def test_what_is_not_there_is_one_sentence_before_anything_is_published(
+        self, memory_url: str, hub: Path, named: str
+    ) -> None:
+        with pytest.raises(ConfigError) as error:
+            Publisher(memory_url, initial=named)
+        assert "\n" not in str(error.value) and named.split("@")[0] in str(error.value)
+        assert keys(open_store(memory_url)) == []
+
+    def test_a_replica_without_the_model_says_so(self, memory_url: str, hub: Path) -> None:
+        with Publisher(memory_url, initial="some/model") as publisher:
+            publisher.publish(weights().items()).wait(60)
+        (hub / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(MissingVersionError, match=f"some/model@{COMMIT}.*lacks model-00002"):
+            Replica(memory_url).sync()
+        shutil.rmtree(hub.parents[1])
+        with pytest.raises(MissingVersionError, match=f"some/model@{COMMIT}.*cannot be had from the Hub"):
+            Replica(memory_url).sync()
+
+
+def spoil(file: str, change: Callable[[Weights], object]) -> Callable[[Path], object]:
+    def spoiled(base: Path) -> None:
+        tensors = {n: t.clone() for n, t in safetensors.torch.load_file(base / file).items()}
+        change(tensors)
+        safetensors.torch.save_file(tensors, base / file)
+
+    return spoiled
+
+
+def one_bit(tensors: Weights) -> None:
+    tensors["model.layer.weight"].view(torch.int16)[3, 4] ^= 1
+    tensors["model.norm.weight"].view(torch.int16)[0] ^= 1
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], type[DeltaSyncError], str]] = {
+    "other bits": (
+        spoil("model.safetensors", one_bit),
+        CorruptDataError,
+        "2 of 5 tensors differ: (model.layer.weight, model.norm.weight|model.norm.weight, model.layer.weight)",
+    ),
+    "no tensor": (spoil("model.safetensors", lambda t: t.pop("ids")), CorruptDataError, "lacks ids"),
+    "another shape": (
+        spoil("model.safetensors", lambda t: t.update(ids=torch.arange(8))),
+        CorruptDataError,
+        r"ids as int64\[8\]",
+    ),
+    "another dtype": (
+        spoil("model.safetensors", lambda t: t.update(ids=torch.arange(7.0))),
+        CorruptDataError,
+        r"ids as float32\[7\]",
+    ),
+    "damage": (
+        lambda base: (base / "model.safetensors").write_bytes(b"x" * 100),
+        CorruptDataError,
+        "not a safetensors file",
+    ),
+    "no file": (lambda base: (base / "model.safetensors").unlink(), MissingVersionError, "holds neither model.safetensors"),
+    "no directory": (shutil.rmtree, MissingVersionError, "is not a directory on this machine"),
+    "no index": (
+        lambda base: (base / "model.safetensors.index.json").write_text("{"),
+        CorruptDataError,
+        "is not the index of a checkpoint",
+    ),
+    "a strange index": (
+        lambda base: (base / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x"}}'),
+        CorruptDataError,
+        "is not the index of a checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_that_is_not_the_same_is_refused(memory_url: str, base: Path, change: str) -> None:
+    with Publisher(memory_url, initial=base) as publisher:
+        publisher.publish(weights().items()).wait(60)
+    spoiled, error, said = CHANGES[change]
+    spoiled(base)
+    replica = Replica(memory_url)
+    with pytest.raises(error, match=said):
+        replica.sync()
+    assert replica.version is None
+    report = housekeeping.check(ChannelReader(open_store(memory_url)), read_data=True)
+    assert report.unproven == [1]
+    # It is the checkpoint that is wrong, not the channel: a later anchor helps.
+    with Publisher(memory_url, resume=True) as publisher:
+        assert publisher.publish(weights().items()).wait(60).kind == "anchor"
+    assert_bits(memory_url, weights(), 2)
+
+
+def test_a_model_that_the_checkpoint_is_not_of_is_refused(memory_url: str, base: Path) -> None:
+    stranger = weights() | {"model.extra.weight": torch.zeros(2, 2)}
+    untied = weights()
+    untied["lm_head.weight"] = untied["lm_head.weight"] + 1
+    with Publisher(memory_url, initial=base) as publisher:
+        with pytest.raises(ModelMismatchError, match=r"lacks model\.extra\.weight"):
+            publisher.publish(stranger.items())
+        with pytest.raises(ModelMismatchError, match=r"lacks lm_head\.weight"):
+            publisher.publish(untied.items())
+        assert publisher.publish(weights().items()).wait(60).version == 1
+
+
+class TestIdentify:
+    @pytest.fixture
+    def channel(self, memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Weights]]:
+        """A chain that is longer than manifests name."""
+        monkeypatch.setattr(manifest, "CHAIN_LINKS", 3)
+        state = weights()
+        with Publisher(memory_url, initial=base) as publisher:
+            for seed in range(9):
+                publisher.publish(state.items()).wait(60)
+                state = trained(state, seed) if seed < 8 else state
+        yield open_store(memory_url), state
+
+    def follower(self, store: Store, state: Weights) -> tuple[Follower, Head]:
+        reader = ChannelReader(store)
+        head = reader.head()
+        memory, tensors = LiveMemory.on_host(reader.specs)
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])
+        memory.audit()
+        return Follower(reader, memory), head
+
+    def test_the_loaded_checkpoint_is_recognised_and_only_deltas_are_read(
+        self, channel: tuple[Store, Weights], base: Path
+    ) -> None:
+        store, newest = channel
+        shutil.rmtree(base)
+        follower, head = self.follower(store, weights())
+        assert follower.identify(head, model_fingerprint(follower.memory.fingerprints)) == 1
+        assert follower.advance(head) == 9
+        assert_same_bits(
+            {name: torch.from_numpy(follower.memory.gather(name)) for name in newest},
+            {name: torch.from_numpy(follower.memory.gather(name)) for name in newest},
+        )
+        again, _ = self.follower(store, newest)
+        assert follower.memory.fingerprints == again.memory.fingerprints
+
+    def test_other_weights_load_the_checkpoint_or_say_which_tensors_differ(
+        self, channel: tuple[Store, Weights], base: Path
+    ) -> None:
+        store, newest = channel
+        state = weights()
+        state["model.norm.weight"][3] = 2.0
+        follower, head = self.follower(store, state)
+        assert follower.identify(head, model_fingerprint(follower.memory.fingerprints)) is None
+        assert follower.reader.unlike(head, follower.memory.fingerprints) == (
+            f"The weights here are not those of {base}: 1 of 5 tensors differ: model.norm.weight."
+        )
+        moved = base.rename(base.parent / "moved")
+        with pytest.raises(MissingVersionError, match="which this machine cannot load"):
+            follower.advance(head)
+        moved.rename(base)
+        assert follower.advance(head) == 9
+        assert follower.memory.fingerprints == self.follower(store, newest)[0].memory.fingerprints
+
+    def test_a_channel_without_reference_tells_nothing(self, memory_url: str) -> None:
+        with Publisher(memory_url) as publisher:
+            publisher.publish(weights().items()).wait(60)
+        reader = ChannelReader(open_store(memory_url))
+        assert reader.unlike(reader.head(), {}) is None
+
+
+class TestHousekeeping:
+    @pytest.fixture
+    def url(self, tmp_path: Path, base: Path) -> str:
+        url, state = f"file://{tmp_path}/channel", weights()
+        with Publisher(url, initial=base, anchor_every=5) as publisher:
+            for seed in range(7):  # versions 1 and 6 have anchors
+                publisher.publish(state.items(), step=seed).wait(60)
+                state = trained(state, seed)
+        return url
+
+    def test_nothing_is_pruned_that_is_needed_and_forgetting_keeps_what_leads_to_it(self, url: str) -> None:
+        reader = ChannelReader(open_store(url))
+        before = keys(reader.store)
+        housekeeping.prune(reader, grace_s=0.0)
+        assert [key for key in keys(reader.store) if key != layout.CLOCK] == before
+        assert housekeeping.forget(reader, Keep(anchors=2), dry_run=True).kept == [1, 6, 7]
+        assert housekeeping.forget(reader, Keep(step_every=3), dry_run=True).kept == [1, 2, 3, 4, 6, 7]
+        housekeeping.forget(reader, Keep(last=1))
+        housekeeping.prune(ChannelReader(reader.store), grace_s=0.0)
+        assert housekeeping.check(ChannelReader(reader.store), read_data=True).problems == []
+        assert ChannelReader(reader.store).versions() == [6, 7]
+
+    def test_a_copy_refers_to_the_same_checkpoint(self, url: str, memory_url: str) -> None:
+        housekeeping.copy(ChannelReader(open_store(url)), open_store(memory_url))
+        assert keys(open_store(memory_url)) == keys(open_store(url))
+        assert_bits(memory_url, weights(), 1)
+
+    def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(self, url: str, base: Path, tmp_path: Path) -> None:
+        for version in (2, 7):
+            housekeeping.export(ChannelReader(open_store(url)), version, tmp_path / f"{version}")
+            assert sorted(path.name for path in (tmp_path / f"{version}").iterdir()) == ["config.json", "model.safetensors"]
+        shutil.rmtree(base)
+        housekeeping.export(ChannelReader(open_store(url)), 7, tmp_path / "without")
+        assert [path.name for path in (tmp_path / "without").iterdir()] == ["model.safetensors"]
+
+    def test_folds_from_the_reference(self, url: str, base: Path) -> None:
+        reader = ChannelReader(open_store(url))
+        housekeeping.write_fold(reader, 1, 5)
+        report = housekeeping.check(ChannelReader(reader.store), read_data=True)
+        assert (report.problems, report.anchors, report.folds) == ([], 2, 1)
+
+    def test_log_and_show_name_the_checkpoint(self, url: str, base: Path) -> None:
+        def said(*arguments: str) -> str:
+            result = CliRunner().invoke(main, arguments)
+            assert result.exit_code == 0, result.output
+            return result.output
+
+        rows = [json.loads(line) for line in said("log", url, "--json").splitlines()]
+        assert [row["reference"] for row in rows] == [str(base)] + [None] * 6
+        assert [row["anchor_bytes"] is not None for row in rows] == [False] * 5 + [True, False]
+        assert "reference" in said("log", url)
+        assert str(base) in said("show", url, "1")
+        assert "proven        the bits of 7 versions" in said("check", url, "--read-data")
+
+
+def test_readers_that_do_not_know_references_refuse(memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Publisher(memory_url, initial=base) as publisher:
+        publisher.publish(weights().items()).wait(60)
+    monkeypatch.setattr(manifest, "FEATURES", frozenset())
+    with pytest.raises(UnsupportedFormatError, match="requires reference"):
+        Replica(memory_url).sync()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requires": []},
+        {"anchor": {"directory": "anchors/0000000001", "files": [], "reference": {"path": "/x"}}},
+        {"anchor": {"directory": "", "files": [], "reference": {}}},
+        {"anchor": {"directory": "", "files": [], "reference": {"repo": "a/b"}}},
+        {"anchor": {"directory": "", "files": [], "reference": {"repo": "a/b", "revision": "c", "path": "/x"}}},
+        {"anchor": {"directory": "", "files": [], "reference": {"path": "/x", "fingerprints": {"w": "1"}}}},
+    ],
+)
+def test_references_that_contradict_themselves_are_refused(memory_url: str, base: Path, change: dict[str, object]) -> None:
+    with Publisher(memory_url, initial=base) as publisher:
+        publisher.publish(weights().items()).wait(60)
+    document = json.loads(open_store(memory_url).read(layout.manifest(1))) | change
+    with pytest.raises(CorruptDataError):
+        manifest.decode(json.dumps(document).encode(), Manifest, "key")
+
+
+def test_a_reference_to_other_tensors_than_the_channels_is_refused(memory_url: str, base: Path) -> None:
+    with Publisher(memory_url, initial=base) as publisher:
+        publisher.publish(weights().items()).wait(60)
+    store = FaultyStore(open_store(memory_url))
+    table = {"ids": ("int64", (7,))}
+
+    def shortened(data: bytes) -> bytes:
+        document = json.loads(data)
+        document |= {"tensors": table, "tensors_sha256": manifest.table_sha256(table)}  # type: ignore[arg-type]
+        return json.dumps(document).encode()
+
+    store.tamper(layout.CHANNEL, shortened)
+    assert manifest.decode(store.read(layout.CHANNEL), Channel, "key").tensors == table
+    with pytest.raises(CorruptDataError, match="does not name the channel's tensors"):
+        Replica(store).sync()
+
+
+class TestSavedShadow:
+    @pytest.fixture
+    def states(self) -> list[Weights]:
+        states = [weights()]
+        for seed in range(1, 5):
+            states.append(trained(states[-1], seed))
+        return states
+
+    def test_resuming_reads_only_what_came_after_it(self, memory_url: str, tmp_path: Path, states: list[Weights]) -> None:
+        with Publisher(memory_url, shard_bytes=3000) as publisher:
+            publisher.publish(states[0].items()).wait(60)
+            publisher.publish(states[1].items()).wait(60)
+            publisher.save_shadow(tmp_path / "shadow")
+            publisher.publish(states[2].items()).wait(60)
+        store = FaultyStore(open_store(memory_url))
+        with Publisher(store, resume=True, shadow=tmp_path / "shadow") as publisher:
+            assert [key for operation, key in store.calls if operation == "read" and key.startswith(layout.DATA)] == [
+                f"{layout.delta_dir(3)}/{layout.delta_part(1, 1)}"
+            ]
+            publisher.publish(states[3].items()).wait(60)
+            assert publisher.publish(states[4].items()).wait(60).kind == "delta"
+        for version, state in enumerate(states, start=1):
+            assert_bits(memory_url, state, version)
+
+    @pytest.mark.parametrize("damage", ["bit", "gone", "torn", "unknown version", "another model"])
+    def test_one_that_cannot_be_used_is_told_and_the_channel_is_read(
+        self, memory_url: str, tmp_path: Path, states: list[Weights], damage: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        shadow = tmp_path / "shadow"
+        with Publisher(memory_url) as publisher:
+            publisher.publish(states[0].items()).wait(60)
+            publisher.save_shadow(shadow)
+        file = shadow / "model.safetensors"
+        if damage == "bit":
+            file.write_bytes(file.read_bytes()[:-9] + b"\xff" * 9)
+        elif damage == "gone":
+            shutil.rmtree(shadow)
+        elif damage == "torn":
+            file.write_bytes(file.read_bytes()[:200])
+        elif damage == "unknown version":
+            safetensors.torch.save_file(states[4], file)
+        else:
+            safetensors.torch.save_file({"w": torch.zeros(3)}, file)
+        with caplog.at_level(logging.INFO), Publisher(memory_url, resume=True, shadow=shadow) as publisher:
+            assert publisher.publish(states[1].items()).wait(60).kind == "delta"
+        assert "saved shadow version=None" in caplog.text or "saved shadow is not used" in caplog.text
+        assert_bits(memory_url, states[1], 2)
+
+    def test_a_trainer_whose_checkpoint_is_older_than_the_head_goes_on_right(
+        self, channel_url: str, tmp_path: Path, states: list[Weights]
+    ) -> None:
+        """Its weights go back; the versions do not."""
+        with Publisher(channel_url) as publisher:
+            for step, state in enumerate(states[:4]):
+                publisher.publish(state.items(), step=step).wait(60)
+                if step == 1:
+                    publisher.save_shadow(tmp_path / "shadow")
+        follower = Replica(channel_url)
+        follower.sync()
+        for shadow in (None, tmp_path / "shadow"):
+            with Publisher(channel_url, resume=True, shadow=shadow) as publisher:
+                version = publisher.version
+                for state, step in ((states[1], 1), (trained(states[1], 9), 2)):
+                    receipt = publisher.publish(state.items(), step=step).wait(60)
+                    assert receipt.kind == "delta"
+                    assert follower.sync() == receipt.version
+                    assert_same_bits(follower.state_dict(), state)
+                    assert_bits(channel_url, state, receipt.version)
+                assert receipt.version == version + 2
+        for version, state in enumerate(states[:4], start=1):  # nothing of what was published before changed
+            assert_bits(channel_url, state, version)
+
+    def test_there_is_nothing_to_save_before_the_first_publish(self, memory_url: str, tmp_path: Path) -> None:
+        with Publisher(memory_url) as publisher:
+            with pytest.raises(ConfigError, match="no shadow"):
+                publisher.save_shadow(tmp_path)
+            publisher.publish(weights().items()).wait(60)
+            (tmp_path / "file").write_text("")
+            with pytest.raises(ConfigError, match="cannot be written"):
+                publisher.save_shadow(tmp_path / "file" / "below")
+
+
+def test_a_publisher_that_keeps_house_goes_by_the_reference(memory_url: str, base: Path) -> None:
+    state = weights()
+    with Publisher(memory_url, initial=base, retention=Retention(fold_every=2)) as publisher:
+        for seed in range(7):
+            publisher.publish(state.items()).wait(60)
+            state = trained(state, seed)
+    reader = ChannelReader(open_store(memory_url))
+    assert [layout.fold_span(key) for key in housekeeping.read_folds(reader)] == [(1, 3), (3, 5), (5, 7)]
+    assert housekeeping.check(reader, read_data=True).problems == []
+
+
+def test_find_and_load_read_only_what_they_need(tmp_path: Path) -> None:
+    """Tensors that the channel does not have are not read: here they could not be."""
+    base = save(tmp_path / "base", files=5)
+    index = json.loads((base / "model.safetensors.index.json").read_text())["weight_map"]
+    (base / index["model.vision.weight"]).write_bytes(b"not safetensors")
+    found = checkpoint.load(checkpoint.find(base))
+    specs = {name: spec for name, spec in _specs().items() if name != "lm_head.weight"}
+    assert {name for name, _ in found.read(specs)} == specs.keys()
+
+
+def _specs() -> dict[str, checkpoint.TensorSpec]:  # type: ignore[name-defined]
+    from deltasync.bits import spec_of
+
+    return {name: spec_of(name, tensor) for name, tensor in weights().items()}
