@@ -251,7 +251,11 @@ class Driver:
         failed = [reply for reply in replies if reply["state"] == "failed"]
         if failed:
             await self._workers.call("distrust", [reply["step"] for reply in failed if reply.get("step") is not None])
-            raise ApplyError(failed[0]["error"])
+            error = failed[0]["error"]
+            if self._version is None:
+                unlike = await asyncio.to_thread(self._reader.unlike, head, self._fingerprints)
+                error = error if unlike is None else f"{error} {unlike}"
+            raise ApplyError(error)
         states = {(reply["state"], *reply.get("step", ())) for reply in replies}
         if len(states) > 1:
             raise ApplyError(f"The workers staged different steps: {sorted(map(str, states))}.")
