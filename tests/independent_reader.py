@@ -50,8 +50,9 @@ def sha256(data: bytes) -> str:
 
 
 class Channel:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
         self.folder = folder
+        self.checkpoint = checkpoint  # that references mean, wherever they say it is
         channel = self.document((folder / "channel.json").read_bytes())
         self.run_id = channel["run_id"]
         self.table = {name: (dtype, tuple(shape)) for name, (dtype, shape) in channel["tensors"].items()}
@@ -68,7 +69,8 @@ class Channel:
 
     def document(self, data: bytes) -> dict[str, Any]:
         found = json.loads(data.decode())
-        check(found["format"] == FORMAT and not found.get("requires"), "format", found["format"], found.get("requires"))
+        check(found["format"] == FORMAT, "format", found["format"])
+        check(set(found.get("requires", [])) <= {"reference"}, "requires", found.get("requires"))
         check(found["run_id"] == getattr(self, "run_id", found["run_id"]), "another run")
         return found
 
@@ -151,6 +153,8 @@ class Channel:
 
     def anchor(self, manifest: dict[str, Any]) -> Model:
         found: Model = {}
+        if manifest["anchor"].get("reference") is not None:
+            return self.reference(manifest)
         for row in manifest["anchor"]["files"]:
             metadata, entries = self.file(row)
             fingerprints = json.loads(metadata["deltasync.fingerprints"])
@@ -163,6 +167,25 @@ class Channel:
                 found[name] = dtype, shape, bits
         check(found.keys() == self.table.keys(), "anchor without", self.table.keys() - found.keys())
         return {name: found[name] for name in self.table}
+
+    def reference(self, manifest: dict[str, Any]) -> Model:
+        anchor, found = manifest["anchor"], {}
+        reference = anchor["reference"]
+        check((anchor["directory"], anchor["files"], manifest["requires"]) == ("", [], ["reference"]), "reference")
+        names = [key for key in ("repo", "revision", "path") if reference[key] is not None]
+        check(names in (["repo", "revision"], ["path"]) and self.checkpoint is not None, "checkpoint", names)
+        entries: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+        for path in weight_files(self.checkpoint):
+            entries |= safetensors(path.read_bytes())[1]
+        check(reference["fingerprints"].keys() == self.table.keys(), "tensors of the reference")
+        for name, (dtype, shape) in self.table.items():
+            stored, size, data = entries[reference["tied"].get(name, name)]
+            if stored == "F32" and dtype == "bfloat16":  # the one rounding that the golden channel needs
+                stored, data = "BF16", rounded(np.frombuffer(data, "<u4")).tobytes()
+            bits = array((stored, size, data), dtype, shape)
+            check(f"{fingerprint(name, bits):016x}" == reference["fingerprints"][name], "fingerprint of", name)
+            found[name] = dtype, shape, bits
+        return found
 
     # 8: delta payloads
 
@@ -244,10 +267,23 @@ def elements(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
+def weight_files(checkpoint: Path | None) -> list[Path]:
+    assert checkpoint is not None
+    index = checkpoint / "model.safetensors.index.json"
+    if not index.exists():
+        return [checkpoint / "model.safetensors"]
+    return [checkpoint / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def rounded(bits: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 bits, rounded to nearest, ties to even; of numbers, not of NaN."""
+    return ((bits.astype(np.uint64) + 0x7FFF + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint64(16)).astype("<u2")
+
+
 def safetensors(data: bytes) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], bytes]]]:
     (size,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + size].decode())
-    metadata = header.pop("__metadata__")
+    metadata = header.pop("__metadata__", {})
     start = 8 + size
     return metadata, {
         name: (row["dtype"], tuple(row["shape"]), data[start + row["data_offsets"][0] : start + row["data_offsets"][1]])

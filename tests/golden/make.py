@@ -25,6 +25,7 @@ from deltasync.reader import ChannelReader
 
 GOLDEN = Path(__file__).parent
 CODECS = ("raw", "packed", "context")
+MODEL, COMMIT = "golden/model", "0123456789abcdef0123456789abcdef01234567"
 BLOCK = 256  # elements, instead of 2**19, so that small tensors have several blocks
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Weights = dict[str, torch.Tensor]
@@ -124,7 +125,7 @@ def save(tensors: Weights, metadata: dict[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text + data[8 + size :]
 
 
-def publish(folder: Path, codec: str, published: list[Weights]) -> dict[str, dict]:
+def publish(folder: Path, codec: str, published: list[Weights], initial: str | None = None) -> dict[str, dict]:
     shutil.rmtree(folder, ignore_errors=True)
     with (
         mock.patch("deltasync.publisher.uuid.uuid4", return_value=UUID(int=1)),
@@ -133,7 +134,9 @@ def publish(folder: Path, codec: str, published: list[Weights]) -> dict[str, dic
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
         mock.patch("deltasync.codec.base.safetensors_save", save),
         mock.patch("deltasync.anchor.safetensors_save", save),
-        Publisher(f"file://{folder}", codec=codec, dtype="keep", anchor_every=4, shard_bytes=8000) as publisher,
+        Publisher(
+            f"file://{folder}", codec=codec, dtype="keep", anchor_every=4, shard_bytes=8000, initial=initial
+        ) as publisher,
     ):
         for step, tensors in enumerate(published, start=1):
             publisher.publish(tensors.items(), step=10 * step).wait(timeout_s=60)
@@ -183,7 +186,28 @@ def damage(name: str, codec: str, entry: str, error: str, then: Callable[[Path, 
     write_json(folder / "expected.json", {"versions": {"1": expected["1"]}, "refused": 2, "error": error})
 
 
+def reference() -> None:
+    """A channel that starts from a model on the Hub, here in its cache: two files, some float32, without the tied head."""
+    folder = GOLDEN / "reference"
+    snapshot = folder / "hub" / f"models--{MODEL.replace('/', '--')}" / "snapshots" / COMMIT
+    shutil.rmtree(folder, ignore_errors=True)
+    snapshot.mkdir(parents=True)
+    embed = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) * 0.05  # as in `weights`, before it is rounded
+    stored = weights() | {"model.embed.weight": embed, "nobody reads this": torch.zeros(3)}
+    names, files = list(stored), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    for number, file in enumerate(files):
+        safetensors.torch.save_file({name: stored[name] for name in names[number::2]}, snapshot / file)
+    index = {"weight_map": {name: files[number % 2] for number, name in enumerate(names)}}
+    write_json(snapshot / "model.safetensors.index.json", index)
+    first = weights()
+    first["lm_head.weight"] = first["model.embed.weight"].clone()
+    with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub")):
+        expected = publish(folder / "channel", "packed", [first, moved(first, 2, 0.01)], f"{MODEL}@{COMMIT}")
+    write_json(folder / "expected.json", {"versions": expected})
+
+
 def main() -> None:
+    reference()
     for codec in CODECS:
         expected = publish(GOLDEN / codec, codec, versions())
     write_json(GOLDEN / "expected.json", {"versions": expected})  # the same for every codec

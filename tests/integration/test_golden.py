@@ -74,6 +74,23 @@ def test_replica_that_starts_late_gives_published_bits_at_every_version(folder: 
         assert _by_replica(replica) == expected[str(version)], version
 
 
+def test_a_channel_that_starts_from_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = GOLDEN / "reference"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    expected = _expected(folder)["versions"]
+    (snapshot,) = (folder / "hub").glob("*/snapshots/*")
+    assert len(list(snapshot.glob("*.safetensors"))) == 2
+    channel = Channel(folder / "channel", snapshot)
+    assert [sorted(path.name for path in (folder / "channel").iterdir())] == [
+        ["channel.json", "deltas", "head.json", "manifests"]
+    ]
+    replica = Replica(f"file://{folder}/channel")
+    for version in (1, 2):
+        assert _independently(channel, version) == expected[str(version)]
+        assert replica.sync(version) == version
+        assert _by_replica(replica) == expected[str(version)]
+
+
 @pytest.mark.parametrize("codec", ["raw", "packed", "context"])
 def test_a_fold_gives_the_published_bits_to_both_readers(codec: str) -> None:
     expected = _expected(GOLDEN)["versions"][str(VERSIONS[-1])]

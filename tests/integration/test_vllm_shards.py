@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from transformers import Qwen2Config
 
+from deltasync import Publisher, layout
 from deltasync.demo.processes import get_json
 from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
@@ -24,13 +25,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     bind = "|".join(map(str, cores))
     with serving(checkpoint, "--tensor-parallel-size", "2", cores=cores, VLLM_CPU_OMP_THREADS_BIND=bind) as server:
         assert "lm_head.weight" not in server.weights
+        server.publisher = Publisher(server.channel, initial=checkpoint)
         yield server
 
 
-def test_the_anchor_is_recognised_over_both_workers(server: Server) -> None:
+def test_the_checkpoint_that_the_channel_refers_to_is_recognised_over_both_workers(server: Server) -> None:
     version = server.publish()
     server.assert_serves(version)
     assert server.status()["commits"] == []
+    assert {info.key for info in server.store.list("")} - {layout.replica("test-server")} == {
+        layout.CHANNEL,
+        layout.HEAD,
+        layout.manifest(1),
+    }
 
 
 def test_both_workers_commit_every_version_while_a_request_is_generated(server: Server) -> None:
