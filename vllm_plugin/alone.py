@@ -159,6 +159,7 @@ class Member:
         self.gate = Gate(_HELD_S)
         self._extension = DeltaSyncWorkerExtension()
         self._extension.model_runner = runner
+        self._device: torch.device = runner.device
         self._leading: Future[None] | None = None
         execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
@@ -197,15 +198,15 @@ class Member:
 
     def _write(self, call: Callable[..., Reply], *arguments: Any) -> Reply:
         self.gate.write()
-        gpu = torch.accelerator.is_available()
-        if gpu:
-            # Steps are launched by another thread, so only the device tells when they have ended.
-            torch.accelerator.synchronize()
+        self._synchronize()  # steps are launched by another thread, so only the device tells when they have ended
         try:
             return call(*arguments)
         finally:
-            if gpu:
-                torch.accelerator.synchronize()
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def read(self, method: str, *arguments: Any) -> Reply:
         """What a caller from outside may ask for, while no commit is going on."""

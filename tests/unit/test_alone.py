@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -52,6 +53,7 @@ class Runner:
     def __init__(self, rank: int, barrier: threading.Barrier) -> None:
         self.model = Shard(rank)
         self.model_config = SimpleNamespace(model="/no/checkpoint")
+        self.device = torch.device("cpu")
         self.seen: list[list[float]] = []
         self._barrier = barrier
 
@@ -120,8 +122,10 @@ class Server:
         assert all(torch.equal(live[name].view(torch.int16), self.weights[name].view(torch.int16)) for name in live)
 
 
-@pytest.fixture
-def server(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+@pytest.fixture(params=[PATIENCE_S])
+def server(memory_url: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Its parameter is how long the first worker waits for an answer."""
+    monkeypatch.setattr(alone, "Members", functools.partial(Members, answer_s=request.param))
     # There is no vLLM here to name the files that it loaded, so nothing is compared with them.
     monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(()))
     server = Server(memory_url)
@@ -203,6 +207,30 @@ def test_what_one_worker_cannot_commit_the_other_undoes(server: Server, monkeypa
             assert all(torch.equal(server.live()[name], before[name]) for name in before)
         server.assert_serves(version)
     assert server.runners[0].seen == server.runners[1].seen
+
+
+@pytest.mark.parametrize("server", [0.5], indirect=True)
+def test_a_worker_that_commits_too_late_undoes_before_its_next_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.assert_serves(server.publish())
+    commit = LiveMemory.commit
+    slow, late = server.runners[1].model.w.data_ptr(), []
+
+    def commit_late_once(self: LiveMemory, staged: Any) -> Any:
+        report = commit(self, staged)
+        if self._segments["w"][0].live.data_ptr() == slow and not late:
+            late.append(float(server.runners[1].model.b[0]))
+            time.sleep(1.2)
+        return report
+
+    monkeypatch.setattr(LiveMemory, "commit", commit_late_once)
+    with Steps(server):
+        version = server.publish()
+        beat = server.wait(lambda beat: beat.state == "failed")
+        assert (beat.version, beat.error) == (version - 1, "ApplyError: Worker 1 has not answered for 0.5 s.")
+        server.assert_serves(version)
+    assert late == [version]
+    assert server.runners[0].seen == server.runners[1].seen
+    assert {version - 1, version} == {value for step in server.runners[0].seen for value in step}
 
 
 def test_bits_that_are_not_the_published_ones_are_rolled_back_by_both(server: Server) -> None:
@@ -319,7 +347,15 @@ def config(**changes: Any) -> Any:
 def test_what_takes_the_driver_is_refused_at_start(of_vllm: Any, kv_cache: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         alone._check(of_vllm, ReplicaSettings(kv_cache=kv_cache), 2)
+
+
+def test_prefix_caching_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(alone.logger, "warning", said.append)
+    alone._check(config(), ReplicaSettings(), 2)
+    assert said == []
     alone._check(config(prefix_caching=True), ReplicaSettings(), 2)
+    assert ["--no-enable-prefix-caching" in warning for warning in said] == [True]
 
 
 def test_a_worker_starts_to_follow_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
