@@ -74,6 +74,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._on_policy = False
         self._restore_client: Callable[[], None] | None = None
         self._first = _First(self)
+        self._leads = False
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
@@ -118,7 +119,7 @@ class DeltaSyncCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
-        compat.add_first(self._first)
+        self._leads = compat.add_first(self._first)
         transfer = self._transfer
         transfer.step = state.global_step
         transfer.bind(model, processing_class)
@@ -181,7 +182,12 @@ class DeltaSyncCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what is new since the last logs."""
+        """Add what is new since the last logs, if that was not done before all other callbacks."""
+        if not self._leads:
+            self.add_metrics(state, logs)
+
+    def add_metrics(self, state: TrainerState, logs: dict[str, Any] | None) -> None:
+        """Add to the logs what is new since the last ones."""
         if logs is None:
             return
         metrics = self._transfer.metrics()
@@ -210,5 +216,12 @@ class _First(TrainerCallback):
     def __init__(self, sync: DeltaSyncCallback) -> None:
         self._sync = sync
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._sync.on_log(args, state, control, **kwargs)
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._sync.add_metrics(state, logs)

@@ -21,7 +21,7 @@ def client_class(transfer: DeltaWeightTransfer, base: type) -> type:
         base: TRL's `VLLMClient`.
     """
 
-    class DeltaSyncClient(base):  # type: ignore[misc]
+    class DeltaSyncClient(base):
         """Generation is the base class's."""
 
         def init_communicator(self, device: Any = 0) -> None:

@@ -88,11 +88,14 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
     return restore
 
 
-def add_first(callback: TrainerCallback) -> None:
+def add_first(callback: TrainerCallback) -> bool:
     """Put a callback before all others of the trainer whose event is being handled; call it from there.
 
     A callback is given neither the trainer nor its `CallbackHandler`, and `report_to` integrations come before the
-    callbacks of users. So the handler is looked for among the callers; where it is not found, nothing happens.
+    callbacks of users. So the handler is looked for among the callers.
+
+    Returns:
+        Whether it was found.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -103,4 +106,5 @@ def add_first(callback: TrainerCallback) -> None:
             # It goes on with the old list; the progress flow stays in front.
             place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
             handler.callbacks = [*others[:place], callback, *others[place:]]
-            return
+            return True
+    return False

@@ -30,11 +30,11 @@ class Fleet:
 
     def metrics(self, run_id: str, newest_version: int) -> dict[str, float]:
         """Replicas that are live, and by how many versions the slowest of them is behind; empty until a look has ended."""
+        seen, self._seen = self._seen, None
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = time.monotonic()
             # A daemon, as the process must be able to end while a store hangs.
             threading.Thread(target=self._look, args=(run_id,), name="deltasync-fleet", daemon=True).start()
-        seen, self._seen = self._seen, None
         if seen is None:
             return {}
         live = [beat for beat in seen if heartbeat.is_live(beat)]

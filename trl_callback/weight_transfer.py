@@ -39,7 +39,7 @@ class DeltaWeightTransfer:
         step (`int`): The trainer's `global_step`, published with each version; kept up to date by the callback.
         published_step (`int`, *optional*): That of the last version; `None` before the first.
         history (`list[VersionRecord]`): What was published.
-        publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`, and after `destroy`.
+        publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
         ack (`str`): As in the config, decided.
         server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
         run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
@@ -162,10 +162,8 @@ class DeltaWeightTransfer:
         try:
             self.flush()
         finally:
-            publisher, self.publisher = self.publisher, None
-            self.run_id = publisher.run_id
             with contextlib.suppress(PublishError):  # told by flush
-                publisher.close()
+                self.publisher.close()
 
     def flush(self) -> None:
         """Wait for the uploads; what is not stored after `config.ack_timeout_s` is given up.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import queue
+import contextlib
 import subprocess
 import sys
 import threading
@@ -12,125 +10,34 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 
 from deltasync import Replica, heartbeat, open_store
 from deltasync.demo import model as demo_model
-from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError, DeltaSyncError, PublishError
+from deltasync.errors import ChannelInUseError, ConfigError, PublishError
 from deltasync.heartbeat import Heartbeat
-from deltasync.reader import ChannelReader
 from tests.conftest import assert_same_bits
+from tests.http_faults import FaultProxy, status
+from tests.integration.trainers import (
+    Recorder,
+    make_trainer,
+    published_bits,
+    run_id,
+    saved_bits,
+    tiny_model,
+    tiny_moe,
+)
+from tests.servers.s3 import KEYS, MotoServer
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, gather
-
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported
-os.environ["CI"] = "1"  # no telemetry
-
-
-Bits = dict[str, torch.Tensor]
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
-
-
-def tiny_model(tied: bool = True) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
-
-
-def tiny_moe() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
-    )
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    tiny_model().save_pretrained(path)
-    demo_model.build_tokenizer().save_pretrained(path)
-    return path
-
-
-def saved_bits(model: torch.nn.Module, folder: Path) -> Bits:
-    """What `save_pretrained` writes, in bfloat16: the reference for what is to be published."""
-    from safetensors.torch import load_file
-
-    model.save_pretrained(folder)
-    return {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
-
-
-def published_bits(url: str, version: int | None = None) -> Bits:
-    replica = Replica(url)
-    replica.sync(version)
-    return replica.state_dict()
-
-
-def run_id(url: str) -> str:
-    return ChannelReader(open_store(url)).channel().run_id
-
-
-class Recorder(TrainerCallback):
-    """Keeps what a checkpoint of each step would hold."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.bits: dict[int, Bits] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.bits[state.global_step] = saved_bits(model, self.folder)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.bits[state.global_step] = saved_bits(model, self.folder)
-
-
-def make_trainer(model: torch.nn.Module, out: Path, *callbacks: TrainerCallback, max_steps: int = 4) -> Trainer:
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, 64, (32, 12), generator=generator)
-    return Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(out),
-            max_steps=max_steps,
-            per_device_train_batch_size=4,
-            learning_rate=1e-4,
-            use_cpu=True,
-            bf16=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        processing_class=demo_model.build_tokenizer(),
-        callbacks=list(callbacks),
-    )
-
 
 # --- any trainer of transformers -------------------------------------------------------------------------------------
 
@@ -197,19 +104,6 @@ def test_publishes_every_n_steps_and_the_final_weights(tmp_path: Path, caplog: p
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
 
-def test_resuming_goes_on_with_the_run(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
-    make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(url), max_steps=1).train()
-    run, version = run_id(url), Replica(url).sync()
-    with pytest.raises(ChannelInUseError):
-        make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(url), max_steps=1).train()
-    trainer = make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(url, resume=True), max_steps=2)
-    trainer.train()
-    assert run_id(url) == run
-    assert Replica(url).sync() > version
-    assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
-
-
 def test_a_lost_upload_fails_the_training_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deltasync.errors import StoreError
     from deltasync.stores.local import LocalStore
@@ -245,240 +139,187 @@ def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tm
     assert "lm_head.weight" not in names
 
 
-# --- AsyncGRPOTrainer ------------------------------------------------------------------------------------------------
+# --- resuming --------------------------------------------------------------------------------------------------------
 
 
-class StubWorker:
-    """A rollout worker in this process, without a server: samples with made-up advantages, stamped with the version.
-
-    Refills when TRL says that a version is synced; calls `on_version` then.
-    """
-
-    def __init__(self, tokenizer: Any, events: list[str], on_version: Callable[[int], None]) -> None:
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
-        self.metrics_queue: queue.Queue[Any] = queue.Queue()
-        self._tokenizer = tokenizer
-        self._events = events
-        self._on_version = on_version
-        self._version = 0
-        self._samples = self._sample()
-
-    def start(self) -> None:
-        self._events.append("start")
-        self._fill()
-
-    def stop(self) -> None:
-        self._events.append("stop")
-
-    def update_model_version(self, model_version: int) -> None:
-        self._version = model_version
-        self._events.append(f"version {model_version}")
-        self._on_version(model_version)
-        self._fill()
-
-    def check_health(self, stale_after_s: float) -> None:
-        pass
-
-    def _fill(self) -> None:
-        for sample in itertools.islice(self._samples, 24):
-            self.rollout_buffer.put(sample)
-
-    def _sample(self) -> Iterator[Any]:
-        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-        question = [{"role": "user", "content": "count from 12"}]
-        prompt = self._tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-        for group in itertools.count():
-            for member in range(3):
-                answer = [*self._tokenizer.encode(f"12 13 {member}"), self._tokenizer.eos_token_id]
-                yield RolloutSample(
-                    prompt=question,
-                    completion=[{"role": "assistant", "content": ""}],
-                    input_ids=np.asarray(prompt + answer, dtype=np.int64),
-                    completion_mask=np.asarray([0] * len(prompt) + [1] * len(answer), dtype=np.int64),
-                    old_log_probs=np.asarray([0.0] * len(prompt) + [-5.0] * len(answer), dtype=np.float32),
-                    advantage=float(member - 1),
-                    model_version=self._version,
-                    group_id=group,
-                    metrics={"reward": float(member), "reward_std": 1.0},
-                )
-
-
-class Fleet:
-    """Replicas in threads that follow a channel and write heartbeats."""
-
-    def __init__(self, url: str, *replica_ids: str) -> None:
-        self.replicas = {replica_id: Replica(url) for replica_id in replica_ids}
-        self._store = open_store(url)
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._follow, args=item) for item in self.replicas.items()]
-
-    def _follow(self, replica_id: str, replica: Replica) -> None:
-        while not self._over.wait(0.01):
-            before = replica.version
-            try:
-                version = replica.sync()
-            except DeltaSyncError:  # nothing is published yet
-                continue
-            if version != before:
-                run = ChannelReader(self._store).channel().run_id
-                heartbeat.write(self._store, Heartbeat(replica_id=replica_id, run_id=run, version=version, state="serving"))
-
-    def __enter__(self) -> Fleet:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-
-def make_async_trainer(
-    checkpoint: Path, sync: DeltaSyncCallback, events: list[str], on_version: Callable[[int], None] = lambda version: None
-) -> Any:
-    from datasets import Dataset
-
-    from deltasync.demo import trl_on_cpu
-
-    trl_on_cpu.prepare()
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return AsyncGRPOTrainer(
-        model=str(checkpoint),
-        reward_funcs=lambda **_: [0.0],
-        args=AsyncGRPOConfig(
-            output_dir=str(checkpoint.parent / "out"),
-            learning_rate=1e-3,
-            per_device_train_batch_size=3,
-            num_generations=3,
-            max_completion_length=8,
-            token_budget=-1,
-            max_steps=3,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
-        processing_class=tokenizer,
-        rollout_worker=StubWorker(tokenizer, events, on_version),
-        weight_transfer=sync.weight_transfer,
-        callbacks=[sync],
-    )
-
-
-@pytest.mark.trl
-def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60)
-    events: list[str] = []
-    live: list[Bits] = []
-    with Fleet(url, "left", "right") as fleet:
-
-        def on_version(version: int) -> None:
-            if version == 1:
-                # "all" means all that have reported, and before version 1 none could name the run it follows.
-                deadline = time.monotonic() + 60
-                while len(heartbeat.read_all(open_store(url), run_id(url))) < 2 and time.monotonic() < deadline:
-                    time.sleep(0.01)
-            assert {replica.version for replica in fleet.replicas.values()} == {version}
-            live.append(saved_bits(trainer.model, tmp_path / "saved"))
-            for replica in fleet.replicas.values():
-                assert_same_bits(replica.state_dict(), live[-1])
-
-        trainer = make_async_trainer(checkpoint, sync, events, on_version)
-        trainer.train()
-
-    assert events == ["version 1", "start", "version 2", "version 3", "version 4", "stop"]
-    assert [(record.version, record.step) for record in sync.history] == [(1, 0), (2, 1), (3, 2), (4, 3)]
-    assert sync.history[0].kind == "anchor"
-    for version, bits in enumerate(live, start=1):
-        assert_same_bits(published_bits(url, version), bits)
-    assert all(record.ack_s is not None for record in sync.history)
-    assert all(record.changed > 0 for record in sync.history)
-
-    logs = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["delta_sync/version"] for line in logs] == [2, 3, 4]
-    anchor = AutoModelForCausalLM.from_pretrained(tmp_path / "channel" / "anchors" / f"{1:010d}")
-    assert_same_bits(gather.held_tensors(anchor), live[0])
-
-
-@pytest.mark.trl
-def test_async_grpo_fails_when_no_replica_acknowledges(checkpoint: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack_timeout_s=1.0)
-    events: list[str] = []
-    trainer = make_async_trainer(checkpoint, sync, events)
-    with pytest.raises(AckTimeoutError, match="no replica has ever reported"):
-        trainer.train()
-    assert events == ["stop"]
-    assert Replica(url).sync() == 1  # it is published all the same
-
-
-@pytest.mark.trl
-def test_async_grpo_names_the_replica_that_lags(checkpoint: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=2.0)
-
-    def on_version(version: int) -> None:
-        if version == 2:
-            heartbeat.write(
-                open_store(url),
-                Heartbeat(replica_id="slow-one", run_id=run_id(url), version=1, state="staging", error="link is down"),
-            )
-
-    events: list[str] = []
-    with Fleet(url, "quick-one"):
-        trainer = make_async_trainer(checkpoint, sync, events, on_version)
-        with pytest.raises(AckTimeoutError) as failure:
-            trainer.train()
-    assert "slow-one" in str(failure.value)
-    assert "link is down" in str(failure.value)
-    assert "quick-one" not in str(failure.value)
-    assert events == ["version 1", "start", "version 2", "stop"]
-
-
-@pytest.mark.trl
-def test_async_grpo_publishes_frozen_weights_too(checkpoint: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="none")
-    trainer = make_async_trainer(checkpoint, sync, [])
-    trainer.model.model.layers[0].requires_grad_(False)
-    expected = saved_bits(trainer.model, tmp_path / "saved").keys()
+def test_a_checkpoint_continues_its_run_though_it_is_older_than_the_head(tmp_path: Path) -> None:
+    url, out = f"file://{tmp_path}/channel", tmp_path / "out"
+    trainer = make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
-    assert published_bits(url).keys() == expected
+    run, version = run_id(url), Replica(url).sync()
+
+    sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
+    trainer = make_trainer(tiny_model(), out, sync, recorder, max_steps=5, save_strategy="steps", save_steps=2)
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert run_id(url) == run
+    # The first version goes back from step 4 to step 2.
+    assert (sync.history[0].version, sync.history[0].step) == (version + 1, 2)
+    assert 0 < sync.history[0].changed < sync.history[0].total
+    assert sync.history[-1].step == 5
+    for record in sync.history:
+        assert_same_bits(published_bits(url, record.version), recorder.bits[record.step])
+
+    # And it can be resumed once more, from what the resumed trainer saved.
+    again = DeltaSyncCallback(url)
+    make_trainer(tiny_model(), out, again, max_steps=6).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    assert run_id(url) == run
+    assert again.history[-1].step == 6
+
+
+def test_a_new_run_in_a_used_channel_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    url, out = f"file://{tmp_path}/channel", tmp_path / "out"
+    make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=1).train()
+    with pytest.raises(ChannelInUseError, match="resume=True"):
+        make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=1).train()
+    elsewhere = DeltaSyncCallback(f"file://{tmp_path}/elsewhere")
+    make_trainer(tiny_model(), out, elsewhere, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ChannelInUseError):  # the checkpoint is of another run than the channel's
+        stranger = make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=2)
+        stranger.train(resume_from_checkpoint=str(out / "checkpoint-1"))
+
+    run, version = run_id(url), Replica(url).sync()
+    trainer = make_trainer(tiny_model(), out, DeltaSyncCallback(url, resume=True), max_steps=2)
+    trainer.train()
+    assert run_id(url) == run
+    assert Replica(url).sync() > version
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
-    assert all(record.ack_s is None for record in sync.history)
 
 
-@pytest.mark.trl
-def test_a_trl_that_takes_no_weight_transfer_is_refused(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trl.experimental.async_grpo
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_checkpoint_from_before_the_callback_was_added(tmp_path: Path, restore: bool) -> None:
+    url, out = f"file://{tmp_path}/channel", tmp_path / "out"
+    make_trainer(tiny_model(), out, max_steps=1, save_strategy="steps", save_steps=1).train()
+    settings = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": restore}
+    for steps in (2, 3):  # the second one restores the state that the first one saved
+        sync = DeltaSyncCallback(url)
+        trainer = make_trainer(tiny_model(), out, sync, max_steps=steps, **settings)
+        trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{steps - 1}"))
+        assert sync.history[-1].step == steps
+        assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
-    class Trainer:
-        def __init__(self, model: str) -> None: ...
 
-    monkeypatch.setattr(trl.experimental.async_grpo, "AsyncGRPOTrainer", Trainer)
-    with pytest.raises(ConfigError, match=r"1\.9 to 1\.16"):
-        DeltaSyncCallback(memory_url).weight_transfer  # noqa: B018 - a property that checks
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.trl
-def test_trl_parses_both_configs(tmp_path: Path) -> None:
-    from trl import TrlParser
-    from trl.experimental.async_grpo import AsyncGRPOConfig
+class Integration(TrainerCallback):
+    """As wandb's or tensorboard's: registered by `report_to`, before any callback of the user."""
 
-    arguments = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--dtype", "bfloat16"]
-    arguments += ["--channel", "memory://parsed", "--served_dtype", "float16", "--ack", "all"]
-    trainer, sync = TrlParser((AsyncGRPOConfig, DeltaSyncConfig)).parse_args_and_config(arguments)
-    assert trainer.dtype == "bfloat16"
-    assert sync == DeltaSyncConfig("memory://parsed", served_dtype="float16", ack="all")
+    logs: ClassVar[list[dict[str, Any]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("added", ["to the constructor", "later"])
+def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str) -> None:
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Integration)
+    monkeypatch.setattr(Integration, "logs", [])
+    monkeypatch.setattr("trl_callback.fleet._LOOK_EVERY_S", 0.0)
+    url = f"file://{tmp_path}/channel"
+    sync = DeltaSyncCallback(url)
+
+    class Replicas(TrainerCallback):
+        """One that keeps up and one that stays at version 1; waits for the upload and for the last look at them."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            publisher = sync._transfer.publisher
+            assert publisher is not None
+            publisher.flush()
+            for replica_id, version in (("quick", publisher.version), ("slow", 1)):
+                heartbeat.write(
+                    publisher.store,
+                    Heartbeat(replica_id=replica_id, run_id=publisher.run_id, version=version, state="serving"),
+                )
+            time.sleep(0.1)
+
+    first = [sync] if added == "to the constructor" else []
+    trainer = make_trainer(tiny_model(), tmp_path / "out", *first, Replicas(), max_steps=4, report_to=["tensorboard"])
+    if not first:
+        trainer.add_callback(sync)
+    trainer.train()
+
+    logs = [line for line in Integration.logs if "loss" in line]
+    assert [line["delta_sync/version"] for line in logs] == [record.version for record in sync.history[1:]]
+    for name in ("payload_bytes", "bits_per_changed", "changed_fraction", "encode_s", "upload_s", "coalesced"):
+        assert all(f"delta_sync/{name}" in line for line in logs), name
+    # A look is taken in the background, so it is in the logs of the next step.
+    assert [line["delta_sync/replicas"] for line in logs[1:]] == [2, 2, 2]
+    assert [line["delta_sync/served_lag"] for line in logs[1:]] == [2, 3, 4]
+    assert len([name for name in logs[-1] if name.startswith("delta_sync/")]) == 9
+    assert trainer.state.log_history[0].keys() >= logs[0].keys()
+
+
+# --- a store that is not there ---------------------------------------------------------------------------------------
+
+
+WARN_AFTER_S = 1.0
+
+
+class Outage(TrainerCallback):
+    """The store is down from one step to another one; the step after the first waits until that was noticed."""
+
+    def __init__(self, proxy: FaultProxy, sync: DeltaSyncCallback, first: int, last: int) -> None:
+        self._proxy, self._transfer, self._first, self._last = proxy, sync._transfer, first, last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._transfer.publisher is not None
+        if state.global_step == self._first:
+            self._transfer.publisher.flush()
+            self._proxy.strike(status(503), times=1 << 30)
+        if state.global_step == self._first + 1:
+            deadline = time.monotonic() + 60
+            while self._transfer._store.trouble is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(2 * WARN_AFTER_S)
+        if state.global_step == self._last:
+            self._proxy.heal()
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, FaultProxy]]:
+    """The URL of a channel on a real S3 server, and the proxy that its requests pass."""
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.closing(MotoServer()) as server, FaultProxy(server.endpoint) as proxy:
+        yield server.url(server.new_bucket(), endpoint=proxy.url), proxy
+
+
+def test_training_goes_on_without_its_store_and_all_bits_are_right_afterwards(
+    s3: tuple[str, FaultProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, proxy = s3
+    monkeypatch.setattr("trl_callback.patience._WARN_AFTER_S", WARN_AFTER_S)
+    sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
+    trainer = make_trainer(tiny_model(), tmp_path / "out", recorder, Outage(proxy, sync, 3, 25), sync, max_steps=30)
+    with caplog.at_level("WARNING", logger="trl_callback"):
+        trainer.train()
+    during = [record for record in sync.history if 3 < record.step <= 25]
+    assert len(during) <= 2  # one that was on its way, and one that waited
+    assert max(record.coalesced for record in sync.history) > 1
+    assert sync.history[-1].step == 30
+    for record in sync.history:
+        assert_same_bits(published_bits(url, record.version), recorder.bits[record.step])
+    lines = [record.getMessage() for record in caplog.records if record.name == "trl_callback.patience"]
+    assert len([line for line in lines if "Training goes on" in line]) == 1
+    assert all("503" in line for line in lines if "Training goes on" in line)
+
+
+def test_a_store_that_is_away_at_the_end_is_given_up_and_reported(s3: tuple[str, FaultProxy], tmp_path: Path) -> None:
+    url, proxy = s3
+    sync = DeltaSyncCallback(url, ack_timeout_s=1.0)
+    trainer = make_trainer(tiny_model(), tmp_path / "out", Outage(proxy, sync, 1, 99), sync, max_steps=3)
+    with pytest.raises(PublishError, match=r"1 s after the end of training, and was given up\. Last error: .*503"):
+        trainer.train()
+    before = time.monotonic()
+    publisher = sync._transfer.publisher
+    assert publisher is not None
+    with contextlib.suppress(PublishError):
+        publisher.close()
+    assert time.monotonic() - before < 20  # the process can end
+    proxy.heal()
+    assert Replica(url).sync() == 1
 
 
 # --- settings and the bare transfer ----------------------------------------------------------------------------------
@@ -550,3 +391,27 @@ def test_importing_the_callback_imports_neither_trl_nor_vllm() -> None:
     code = "import sys, trl_callback; print(*[name for name in ('trl', 'vllm') if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert loaded.stdout.split() == []
+
+
+@pytest.mark.trl
+def test_a_trl_that_takes_no_weight_transfer_is_refused(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl.experimental.async_grpo
+
+    class Trainer:
+        def __init__(self, model: str) -> None: ...
+
+    monkeypatch.setattr(trl.experimental.async_grpo, "AsyncGRPOTrainer", Trainer)
+    with pytest.raises(ConfigError, match=r"1\.9 to 1\.16"):
+        DeltaSyncCallback(memory_url).weight_transfer  # noqa: B018 - a property that checks
+
+
+@pytest.mark.trl
+def test_trl_parses_both_configs(tmp_path: Path) -> None:
+    from trl import TrlParser
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    arguments = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--dtype", "bfloat16"]
+    arguments += ["--channel", "memory://parsed", "--served_dtype", "float16", "--ack", "all"]
+    trainer, sync = TrlParser((AsyncGRPOConfig, DeltaSyncConfig)).parse_args_and_config(arguments)
+    assert trainer.dtype == "bfloat16"
+    assert sync == DeltaSyncConfig("memory://parsed", served_dtype="float16", ack="all")

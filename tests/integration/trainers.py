@@ -1,0 +1,141 @@
+"""What the tests of the trainers share: tiny models, what was published, replicas in threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from deltasync import Replica, heartbeat, open_store
+from deltasync.demo import model as demo_model
+from deltasync.errors import DeltaSyncError
+from deltasync.heartbeat import Heartbeat
+from deltasync.reader import ChannelReader
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported
+os.environ["CI"] = "1"  # no telemetry
+
+Bits = dict[str, torch.Tensor]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+
+def tiny_model(tied: bool = True) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+
+
+def tiny_moe() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
+    )
+
+
+def saved_bits(model: torch.nn.Module, folder: Path) -> Bits:
+    """What `save_pretrained` writes, in bfloat16: the reference for what is to be published."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    return {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def published_bits(url: str, version: int | None = None) -> Bits:
+    replica = Replica(url)
+    replica.sync(version)
+    return replica.state_dict()
+
+
+def run_id(url: str) -> str:
+    return ChannelReader(open_store(url)).channel().run_id
+
+
+class Recorder(TrainerCallback):
+    """Keeps what a checkpoint of each step would hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bits: dict[int, Bits] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.bits[state.global_step] = saved_bits(model, self.folder)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.bits[state.global_step] = saved_bits(model, self.folder)
+
+
+def make_trainer(
+    model: torch.nn.Module, out: Path, *callbacks: TrainerCallback, max_steps: int = 4, **settings: Any
+) -> Trainer:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 64, (32, 12), generator=generator)
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-4,
+        "use_cpu": True,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(out), max_steps=max_steps, **(defaults | settings)),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        processing_class=demo_model.build_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+class Fleet:
+    """Replicas in threads that follow a channel and write heartbeats."""
+
+    def __init__(self, url: str, *replica_ids: str) -> None:
+        self.replicas = {replica_id: Replica(url) for replica_id in replica_ids}
+        self._store = open_store(url)
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._follow, args=item) for item in self.replicas.items()]
+
+    def _follow(self, replica_id: str, replica: Replica) -> None:
+        while not self._over.wait(0.01):
+            before = replica.version
+            try:
+                version = replica.sync()
+            except DeltaSyncError:  # nothing is published yet
+                continue
+            if version != before:
+                run = ChannelReader(self._store).channel().run_id
+                heartbeat.write(self._store, Heartbeat(replica_id=replica_id, run_id=run, version=version, state="serving"))
+
+    def __enter__(self) -> Fleet:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
