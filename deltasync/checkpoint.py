@@ -52,7 +52,8 @@ class Checkpoint:
             ModelMismatchError: a tensor is missing, or has another shape or dtype.
             CorruptDataError: a file is damaged.
         """
-        source = {name: self.reference.tied.get(name, name) for name in specs}
+        tied = self.reference.tied
+        source = {name: name if name in self.files else tied.get(name, name) for name in specs}
         if missing := sorted(name for name in specs if source[name] not in self.files):
             raise ModelMismatchError(f"{self.reference} lacks {_some(missing)}, which the model has.")
         names: dict[Path, list[str]] = {}

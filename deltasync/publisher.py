@@ -358,7 +358,7 @@ class Publisher:
         job, error = lost
         logger.warning("%s This publish starts from an anchor.", error)
         # A number whose manifest may be stored is never used for other content.
-        self._tip = Tip(version=job.settled_version)
+        self._tip = Tip(version=job.attempted_version)
         self._since = None
         if self._tip.version == 0:
             self._shadow, self._fingerprints = {}, {}
@@ -406,6 +406,8 @@ class Publisher:
         changes: dict[str, Patch] = {}
         if self._initial is not None:
             self._reference, changes = checkpoint.compare(self._initial, specs, shadow)
+            if changes:
+                logger.warning("%d tensors are not as in %s; they follow as a delta.", len(changes), self._reference)
         self._specs, self._shadow = specs, shadow
         self._fingerprints = {name: cpu.fingerprint(fingerprint.tensor_key(name), bits) for name, bits in shadow.items()}
         if self._channel is None:
@@ -592,7 +594,7 @@ def _load_shadow(replica: Replica, directory: str | Path) -> None:
     """Start the replica from a saved shadow, if it is of the model and a version that is still known."""
     try:
         version = replica.load(directory)
-    except (ConfigError, FormatError, ModelMismatchError) as error:
+    except (ConfigError, FormatError, MissingVersionError, ModelMismatchError) as error:
         logger.warning("The saved shadow is not used: %s", error)
     else:
         logger.info("saved shadow version=%s", version)

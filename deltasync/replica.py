@@ -374,16 +374,21 @@ class Replica:
     def load(self, directory: str | Path) -> int | None:
         """Take the weights of a checkpoint directory, so that `sync` fetches only what came after them.
 
+        For instance those of the checkpoint that the channel starts from, where it lies elsewhere than the channel says.
+
         Returns:
             The version that they are, None if it is none that head's manifest knows; `sync` then starts from an anchor.
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            ConfigError, FormatError, ModelMismatchError: it is no checkpoint of this model; what was there stays.
+            ConfigError, FormatError, ChainError, ModelMismatchError: it is none of this model; what was there stays.
         """
         head = self._reader.head()
+        anchor_version = self._reader.manifest(head.version, head.manifest_sha256).anchor_version
+        known = self._reader.manifest(anchor_version).reference
+        found = dataclasses.replace(checkpoint.find(Path(directory)), tied={} if known is None else known.tied)
         memory, tensors = LiveMemory.on_host(self._reader.specs)
-        for name, bits_N in checkpoint.load(checkpoint.find(Path(directory))).read(self._reader.specs):
+        for name, bits_N in checkpoint.load(found).read(self._reader.specs):
             bits_of(tensors[name])[:] = bits_N
         memory.audit()
         self._follower, self._tensors = Follower(self._reader, memory), tensors

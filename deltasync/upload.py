@@ -102,11 +102,11 @@ class Job:
     manifest_attempted: bool = False
 
     @property
-    def settled_version(self) -> int:
+    def attempted_version(self) -> int:
         """The newest version whose manifest may be stored, should the upload have failed."""
         if self.manifest_attempted:
             return self.manifest.version
-        return self.manifest.version - 1 if self.opening is None else self.opening.settled_version
+        return self.manifest.version - 1 if self.opening is None else self.opening.attempted_version
 
 
 class Uploader:
