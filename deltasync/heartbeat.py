@@ -40,7 +40,7 @@ class Heartbeat:
         replica_id: Its name.
         run_id: The run it follows, None before it knows.
         version: Version it serves, None before the first.
-        state: `waiting`, `staging`, `committing`, `serving` or `failed`.
+        state: `waiting`, `staging`, `committing`, `serving`, `sleeping` or `failed`.
         head_version: Newest version it has seen.
         error: What is wrong, None if nothing is.
         time_s: Seconds since the epoch, by the replica's clock.

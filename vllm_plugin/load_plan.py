@@ -112,7 +112,7 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> LoadPlan:
         for name in names:
             plan.layers[name] |= owners.get(_storage(live), set())
         problem = _problem(live, source)
-        if problem is None and any(_storage(source) == _storage(meta[name]) for name in names):
+        if problem is None and [_storage(source)] == [_storage(meta[name]) for name in names]:
             (name,) = names
             if live.shape != source.shape:
                 live, source = live.squeeze(), source.squeeze()

@@ -35,11 +35,6 @@ class Mirror:
         self._tensors = tensors
 
     @property
-    def names(self) -> Set[str]:
-        """The mirrored tensors."""
-        return self._tensors.keys()
-
-    @property
     def segments(self) -> dict[str, list[Segment]]:
         """Where the mirrored tensors lie."""
         return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
