@@ -234,11 +234,17 @@ class Member:
         driver = Driver(Members(self, others), settings, Metrics(CollectorRegistry()))
         threading.Thread(target=loop.run_forever, name="deltasync-alone", daemon=True).start()
         self._leading = asyncio.run_coroutine_threadsafe(driver.run(), loop)
+        self._leading.add_done_callback(_tell_end)
 
     def stop(self) -> None:
         """End following, if this is the worker that leads."""
         if self._leading is not None:
             self._leading.cancel()
+
+
+def _tell_end(leading: Future[None]) -> None:
+    if not leading.cancelled():
+        logger.error("deltasync no longer follows", exc_info=leading.exception())
 
 
 class Members:

@@ -284,6 +284,24 @@ def test_workers_connect_to_the_first_one_in_the_order_of_their_ranks() -> None:
     assert alone._connect(SimpleNamespace(world_size=1), "not needed") == []
 
 
+def test_a_driver_that_ends_by_itself_is_told_of(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(alone.logger, "error", lambda text, exc_info: said.append(f"{text}: {exc_info}"))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("never foreseen")
+
+    monkeypatch.setattr("vllm_plugin.driver.heartbeat.write", fail)
+    server.publish()
+    deadline = time.monotonic() + PATIENCE_S
+    while not said:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert said == ["deltasync no longer follows: never foreseen"]
+    server.members[0].stop()
+    assert len(said) == 1
+
+
 def members(answer_s: float) -> tuple[Members, Any]:
     """The first of two workers, and the other's end of the connection."""
     first, second = Pipe()
