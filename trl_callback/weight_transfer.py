@@ -117,14 +117,14 @@ class DeltaWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Read the stream to its end and publish it; the upload goes on in the background.
 
-        While the store is behind, and TRL is not to wait for it, a version may be left out; the next one covers it.
+        With `ack="none"` a version may be left out while the store is behind; the next one covers it.
 
         Raises:
             ModelMismatchError: the weights are not of the channel's model.
             PublishError: another publisher writes to the channel.
         """
         assert self._model is not None
-        if self.is_behind():
+        if self.ack == "none" and self.is_behind():
             deque(iterator, maxlen=0)  # gathering shards, it takes all processes
         else:
             self.publish(gather.complete(iterator, self._model))

@@ -369,6 +369,8 @@ def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(memory_url: st
         {"anchor_every": 0},
         {"publish_steps": 0},
         {"ack": "most"},
+        {"ack": 0},
+        {"replicas": ["10.0.0.5"]},
         {"ack_timeout_s": 0.0},
         {"channel": "ftp://x"},
         {"chanel": "memory://x"},
@@ -384,6 +386,10 @@ def test_the_config_is_a_command_line() -> None:
     parser = HfArgumentParser(DeltaSyncConfig)
     (config,) = parser.parse_args_into_dataclasses(["--channel", "memory://x", "--anchor_every", "7", "--resume"])
     assert config == DeltaSyncConfig("memory://x", anchor_every=7, resume=True)
+    (config,) = parser.parse_args_into_dataclasses(
+        ["--channel", "memory://x", "--ack", "2", "--replicas", "http://a", "http://b:80"]
+    )
+    assert config == DeltaSyncConfig("memory://x", ack=2, replicas=["http://a", "http://b:80"])  # type: ignore[arg-type]
     assert "--ack_timeout_s" in parser.format_help()
 
 

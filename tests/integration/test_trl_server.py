@@ -15,6 +15,7 @@ from deltasync.demo import task
 from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
+from tests.integration.test_examples import run_example
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback, gather
 
@@ -121,6 +122,23 @@ def test_rloo_without_vllm_at_the_trainer_asks_the_server_by_its_url(
     assert [record.step for record in sync.history] == [0, 1, 2, 3]
     server.wait(lambda status: status["version"] == sync.history[-1].version)
     assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("example", "processes"), [("grpo.py", 1), ("grpo.py", 2), ("async_grpo.py", 1)], ids=["grpo", "grpo-ddp", "async-grpo"]
+)
+def test_examples(server: Server, tmp_path: Path, example: str, processes: int) -> None:
+    before = server.status()["version"]
+    checkpoint = Path(server.channel.removeprefix("file://")).parent / "model"
+    run_example(
+        example,
+        *("--model", str(checkpoint), "--channel", server.channel, "--vllm_server_base_url", server.url, "--resume"),
+        *("--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"),
+        *("--max_steps", "2", "--num_generations", "4", "--per_device_train_batch_size", "4", "--ack_timeout_s", "60"),
+        cwd=tmp_path,
+        processes=processes,
+    )
+    assert server.wait(lambda status: status["version"] == status["head_version"])["version"] > before
 
 
 def test_a_replica_that_does_not_serve_the_version_ends_the_training(server: Server, tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""Proof of learning: GRPO trained through deltasync and through a dense transfer gives the same parameters, bit for bit.
+
+    .venv/bin/python -m benchmarks.learning --out DIR [--steps 20]
+
+from the root of the repository, with the development dependencies; no GPU, about five minutes on two cores. One real vLLM
+server, and three runs of TRL's GRPOTrainer on it from the same seeds:
+
+    deltasync   weights published to the channel that the server follows
+    dense       all weights as a bfloat16 checkpoint that vLLM itself reloads (`reload_weights`), at every sync
+    frozen      no weights ever reach the server; the control, which must come out differently
+
+The server runs one request at a time and every request has a seed, so that tokens depend on weights alone and not on how
+requests happened to be batched. Prints a table, writes DIR/learning.json and docs/images/learning.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from deltasync.bits import bits_of
+
+ARMS = ("deltasync", "dense", "frozen")
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "learning.png"
+
+
+def main() -> None:
+    """Run all arms, compare and plot; exits with 1 if the parameters are not as they should be."""
+    parser = argparse.ArgumentParser(description="Train through deltasync and through a dense transfer, and compare bits.")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for model, channel and results; a model there is used"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--arm", choices=ARMS, help="used by the benchmark itself")
+    parser.add_argument("--server-url", help="used by the benchmark itself")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    if arguments.arm is not None:
+        train(arguments.arm, arguments.server_url, out, arguments.steps)
+    elif not compare(run_all(out, arguments.steps)):
+        sys.exit(1)
+
+
+def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
+    """One server, one process per arm."""
+    from deltasync.demo.model import build_checkpoint
+    from tests.integration import vllm_server
+
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "model").exists():
+        build_checkpoint(out / "model", seed=0)
+    results = {}
+    with vllm_server.serving(out / "model", "--max-num-seqs", "1") as server:
+        for arm in ARMS:
+            print(f"{arm} ...", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "benchmarks.learning", "--out", str(out), "--steps", str(steps)]
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
+            with (out / f"{arm}.log").open("w") as log:
+                subprocess.run(
+                    [*command, "--arm", arm, "--server-url", server.url], env=environ, stdout=log, stderr=log, check=True
+                )
+            results[arm] = json.loads((out / f"{arm}.json").read_text())
+    (out / "learning.json").write_text(json.dumps(results, indent=2) + "\n")
+    plot(results)
+    return results
+
+
+def train(arm: str, server_url: str, out: Path, steps: int) -> None:
+    """One run; writes DIR/<arm>.json."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from deltasync.demo import task, train
+    from trl_callback import DeltaSyncCallback, compat
+
+    sync = DeltaSyncCallback(f"file://{out}/channel", ack_timeout_s=120)
+    if arm != "deltasync":
+        compat.replace_client(lambda base: pushing_client(base, out / "dense", arm))
+    config = GRPOConfig(
+        output_dir=str(out / arm),
+        seed=0,
+        max_steps=steps,
+        learning_rate=train.LEARNING_RATE,
+        per_device_train_batch_size=16,
+        num_generations=8,
+        max_completion_length=train.MAX_COMPLETION_TOKENS,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=server_url,
+        generation_kwargs={"seed": 0},
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=str(out / "model"),
+        reward_funcs=task.counting_reward,
+        args=config,
+        train_dataset=task.prompt_dataset(0),
+        callbacks=[sync] if arm == "deltasync" else [],
+    )
+    before = digests(trainer.model)
+    started = time.perf_counter()
+    trainer.train()
+    result = {
+        "wall_s": time.perf_counter() - started,
+        "rewards": [line["reward"] for line in trainer.state.log_history if "reward" in line],
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "before": before,
+        "after": digests(trainer.model),
+        "parameters": trainer.model.num_parameters(),
+        "bytes": [record.payload_bytes for record in sync.history[1:]],
+    }
+    (out / f"{arm}.json").write_text(json.dumps(result) + "\n")
+
+
+def pushing_client(base: type, folder: Path, arm: str) -> type:
+    """TRL's client, with weights pushed as a whole checkpoint through a directory, or not at all; no deltasync in it."""
+
+    class PushingClient(base):  # type: ignore[misc,valid-type]
+        def init_communicator(self, device: Any = 0) -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_bytes((folder.parent / "model" / "config.json").read_bytes())
+
+        def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+            if arm == "dense":
+                weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in named_params}
+                save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                self._post(f"{self.base_url}/collective_rpc", json=body)
+
+    return PushingClient
+
+
+def digests(model: torch.nn.Module) -> dict[str, str]:
+    """sha256 of each parameter's bits, in the dtype of training."""
+    return {name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in model.state_dict().items()}
+
+
+def compare(results: dict[str, dict[str, Any]]) -> bool:
+    """Print what came out; whether deltasync equals the dense transfer, and the control neither."""
+    reference = results["dense"]
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, ", end=""
+    )
+    print(f"torch {torch.__version__}; {reference['parameters']:,} parameters, {len(reference['rewards'])} steps of GRPO\n")
+    print("| transfer | parameters equal to dense | rewards equal to dense | reward, first / last 5 steps | wall time |")
+    print("| --- | --- | --- | --- | --- |")
+    for arm, result in results.items():
+        equal = sum(result["after"][name] == digest for name, digest in reference["after"].items())
+        same = sum(mine == theirs for mine, theirs in zip(result["rewards"], reference["rewards"], strict=True))
+        first, last = (sum(part) / len(part) for part in (result["rewards"][:5], result["rewards"][-5:]))
+        print(
+            f"| {arm} | {equal} of {len(reference['after'])} tensors | {same} of {len(reference['rewards'])} steps "
+            f"| {first:.3f} / {last:.3f} | {result['wall_s']:.0f} s |"
+        )
+    sizes = results["deltasync"]["bytes"]
+    print(f"\nper sync: deltasync {sum(sizes) / len(sizes) / 1e3:.0f} kB, dense {2 * reference['parameters'] / 1e3:.0f} kB")
+    moved = all(reference["before"][name] != digest for name, digest in reference["after"].items())
+    return moved and results["deltasync"]["after"] == reference["after"] != results["frozen"]["after"]
+
+
+def plot(results: dict[str, dict[str, Any]]) -> None:
+    """Reward over steps, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    looks = {
+        "dense": {"color": "tab:orange", "linewidth": 4, "alpha": 0.5},
+        "deltasync": {"color": "tab:blue", "linewidth": 1.2, "marker": "o", "markersize": 3},
+        "frozen": {"color": "tab:gray", "linewidth": 1, "linestyle": "--"},
+    }
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for arm, look in looks.items():
+        rewards = results[arm]["rewards"]
+        axis.plot(range(1, len(rewards) + 1), rewards, label=arm, **look)
+    axis.set_xlabel("step")
+    axis.set_ylabel("reward")
+    axis.set_title("GRPO, same seeds: deltasync and a dense transfer give the same parameters, bit for bit", fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(PLOT, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

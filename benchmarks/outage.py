@@ -1,0 +1,162 @@
+"""Training through an outage of the store: throughput while it is down, and all bits afterwards.
+
+    .venv/bin/python -m benchmarks.outage [--seconds 120]
+
+from the root of the repository, with the development dependencies; no GPU. A transformers.Trainer publishes every step to
+an S3 server (moto, in this process), through a proxy that answers 503 for the half of the time in the middle. The same
+training with the proxy honest all the time goes before, as what to compare with. Ends with 1 if throughput differs by more
+than 5 % or a published bit is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from deltasync import Replica
+from deltasync.bits import bits_of
+from deltasync.demo import model as demo_model
+from tests.http_faults import FaultProxy, status
+from tests.servers.s3 import KEYS, MotoServer
+from trl_callback import DeltaSyncCallback, gather
+
+DTYPE = torch.bfloat16
+
+
+def main() -> None:
+    """Train twice, and compare."""
+    parser = argparse.ArgumentParser(description="Train with a store that goes away for half of the time.")
+    parser.add_argument("--seconds", type=float, default=120.0, help="length of each training")
+    parser.add_argument("--channel", help="used by the benchmark itself")
+    parser.add_argument("--steps-file", type=Path, help="used by the benchmark itself")
+    arguments = parser.parse_args()
+    if arguments.channel is not None:
+        train(arguments.channel, arguments.steps_file, arguments.seconds)
+        return
+    os.environ.update(KEYS)
+    with contextlib.closing(MotoServer()) as server, FaultProxy(server.endpoint) as proxy:
+        calm = run(server, proxy, arguments.seconds, outage=False)
+        stormy = run(server, proxy, arguments.seconds, outage=True)
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, {stormy['elements']:,} weights, every step published\n")
+    print("| store | steps/s | steps/s in the middle half | versions | published in the largest | bits |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, result in (("up all the time", calm), (f"down for {arguments.seconds / 2:.0f} s in the middle", stormy)):
+        print(
+            f"| {name} | {result['rate']:.2f} | {result['middle_rate']:.2f} | {result['versions']} "
+            f"| {result['coalesced']} times | {'equal' if result['equal'] else 'WRONG'} |"
+        )
+    ratio = stormy["middle_rate"] / calm["middle_rate"]
+    print(f"\nthroughput while the store is down: {ratio:.1%} of that with it up")
+    if ratio < 0.95 or not (calm["equal"] and stormy["equal"]):
+        sys.exit(1)
+
+
+def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) -> dict[str, Any]:
+    """One training in a process of its own; the outage is timed from its first step."""
+    url = server.url(server.new_bucket(), endpoint=proxy.url)
+    with tempfile.TemporaryDirectory() as folder:
+        steps_file = Path(folder) / "steps.jsonl"
+        command = [sys.executable, "-m", "benchmarks.outage", "--channel", url, "--seconds", str(seconds)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1"}
+        child = subprocess.Popen([*command, "--steps-file", str(steps_file)], env=environ, stdout=subprocess.DEVNULL)
+        while not steps_file.exists():
+            time.sleep(0.1)
+        time.sleep(seconds / 4)
+        if outage:
+            proxy.strike(status(503), times=1 << 30)
+        time.sleep(seconds / 2)
+        proxy.heal()
+        if child.wait():
+            sys.exit(f"The training ended with exit code {child.returncode}.")
+        lines = [json.loads(line) for line in steps_file.read_text().splitlines()]
+    steps, history = lines[:-1], lines[-1]["history"]
+    began = steps[0]["time_s"]
+    middle = [step for step in steps if seconds / 4 <= step["time_s"] - began < 3 * seconds / 4]
+    sha256 = {step["step"]: step["sha256"] for step in steps}
+    return {
+        "rate": len(steps) / (steps[-1]["time_s"] - began),
+        "middle_rate": len(middle) / (seconds / 2),
+        "versions": len(history),
+        "coalesced": max(record["coalesced"] for record in history),
+        "elements": history[0]["total"],
+        "equal": all(published(url, record["version"]) == sha256[record["step"]] for record in history if record["step"]),
+    }
+
+
+def published(url: str, version: int) -> str:
+    """Digest of a published version, read back from the store."""
+    replica = Replica(url)
+    replica.sync(version)
+    return digest(replica.state_dict())
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """sha256 over all weights in the served dtype."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(bits_of(weights[name].to(DTYPE).contiguous()).tobytes())
+    return found.hexdigest()
+
+
+class Steps(TrainerCallback):
+    """Writes down when each step ended, and the weights' digest; ends the training after a time."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self._seconds = path, seconds
+        self._ends_s: float | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Note the step."""
+        now = time.monotonic()
+        if self._ends_s is None:
+            self._ends_s = now + self._seconds
+        line = {"step": state.global_step, "time_s": now, "sha256": digest(gather.checkpoint_tensors(model))}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        control.should_training_stop = now >= self._ends_s
+
+
+def train(channel: str, steps_file: Path, seconds: float) -> None:
+    """Train a small model on noise, publishing every step."""
+    torch.manual_seed(0)
+    tokenizer = demo_model.build_tokenizer()
+    rows = torch.randint(0, 64, (512, 32))
+    sync = DeltaSyncCallback(channel)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=demo_model.build_model(tokenizer),
+            args=TrainingArguments(
+                output_dir=folder,
+                max_steps=1_000_000,
+                per_device_train_batch_size=8,
+                learning_rate=1e-6,
+                use_cpu=True,
+                logging_steps=50,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            callbacks=[Steps(steps_file, seconds), sync],
+        )
+        trainer.train()
+    history = [{"version": r.version, "step": r.step, "total": r.total, "coalesced": r.coalesced} for r in sync.history]
+    with steps_file.open("a") as file:
+        file.write(json.dumps({"history": history}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

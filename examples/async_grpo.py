@@ -1,0 +1,66 @@
+r"""AsyncGRPO: the rollout worker keeps the server busy while the trainer trains, and new weights arrive between two tokens.
+
+    deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run
+    python examples/async_grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
+
+Without a GPU, with vLLM for CPU:
+
+    python examples/tiny_model.py /tmp/tiny
+    VLLM_CPU_KVCACHE_SPACE=1 deltasync serve /tmp/tiny --channel file:///tmp/run --enforce-eager --max-model-len 512 &
+    python examples/async_grpo.py --model /tmp/tiny --channel file:///tmp/run \
+        --use_cpu --bf16 false --gradient_checkpointing false
+
+All options of TRL's AsyncGRPOConfig and of DeltaSyncConfig are options here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl import TrlParser
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from deltasync.demo import task, trl_on_cpu
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained."""
+
+    model: str
+
+
+def main() -> None:
+    """Train on the counting task of the demo."""
+    parser = TrlParser((ScriptArguments, AsyncGRPOConfig, DeltaSyncConfig))
+    parser.set_defaults(
+        output_dir="async-grpo-out",
+        vllm_server_base_url="http://localhost:8000",
+        max_steps=20,
+        num_generations=8,
+        per_device_train_batch_size=16,
+        max_completion_length=32,
+        max_inflight_tasks=32,
+        token_budget=-1,  # a fixed number of samples per step
+        learning_rate=1e-5,
+        logging_steps=1,
+        report_to="none",
+    )
+    script, training, channel = parser.parse_args_and_config()
+    if training.use_cpu:
+        trl_on_cpu.prepare()  # TRL supposes a GPU in two places
+    sync = DeltaSyncCallback(channel)
+    trainer = AsyncGRPOTrainer(
+        model=script.model,
+        reward_funcs=task.counting_reward,
+        args=training,
+        train_dataset=task.prompt_dataset(training.seed),
+        weight_transfer=sync.weight_transfer,
+        callbacks=[sync],
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+
+
+if __name__ == "__main__":  # the rollout worker is another process, which imports this file
+    main()

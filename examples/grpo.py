@@ -1,0 +1,61 @@
+r"""GRPO on a vLLM server that follows the trainer through a channel: no NCCL, no CUDA needed.
+
+    deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run
+    python examples/grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
+
+Without a GPU, with vLLM for CPU:
+
+    python examples/tiny_model.py /tmp/tiny
+    VLLM_CPU_KVCACHE_SPACE=1 deltasync serve /tmp/tiny --channel file:///tmp/run --enforce-eager --max-model-len 512 &
+    python examples/grpo.py --model /tmp/tiny --channel file:///tmp/run \
+        --use_cpu --bf16 false --gradient_checkpointing false
+
+All options of TRL's GRPOConfig and of DeltaSyncConfig are options here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+
+from deltasync.demo import task
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained."""
+
+    model: str
+
+
+def main() -> None:
+    """Train on the counting task of the demo."""
+    parser = TrlParser((ScriptArguments, GRPOConfig, DeltaSyncConfig))
+    parser.set_defaults(
+        output_dir="grpo-out",
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url="http://localhost:8000",
+        max_steps=20,
+        num_generations=8,
+        per_device_train_batch_size=16,
+        max_completion_length=32,
+        learning_rate=1e-5,
+        logging_steps=1,
+        report_to="none",
+    )
+    script, training, channel = parser.parse_args_and_config()
+    trainer = GRPOTrainer(
+        model=script.model,
+        reward_funcs=task.counting_reward,
+        args=training,
+        train_dataset=task.prompt_dataset(training.seed),
+        callbacks=[DeltaSyncCallback(channel)],
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+
+
+if __name__ == "__main__":
+    main()

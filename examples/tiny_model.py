@@ -1,0 +1,17 @@
+"""A tiny Qwen3 with its tokenizer, made here in a few seconds, to try the other examples without a GPU or a download.
+
+python examples/tiny_model.py /tmp/tiny
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from deltasync.demo.model import build_checkpoint
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("Usage: python examples/tiny_model.py DIRECTORY")
+    info = build_checkpoint(Path(sys.argv[1]), seed=0)
+    print(f"{info['parameter_count']:,} parameters in {sys.argv[1]}")

@@ -1,0 +1,42 @@
+"""The examples as a user runs them; those that need a vLLM server are run in test_trl_server.py, where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from deltasync import Replica
+from tests.conftest import assert_same_bits
+from tests.integration.vllm_server import save_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_example(name: str, *arguments: str, cwd: Path, processes: int = 1) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / "examples" / name), *arguments]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "CI": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_trainer(tmp_path: Path) -> None:
+    save_model(tmp_path)  # what tiny_model.py makes, but for its training
+    url = f"file://{tmp_path}/channel"
+    arguments = ["--model", "model", "--channel", url, "--use_cpu", "--learning_rate", "1e-4", "--save_steps", "4"]
+    run_example("trainer.py", *arguments, "--max_steps", "4", cwd=tmp_path)
+    first = Replica(url)
+    first.sync()
+    # Again from the checkpoint: the run goes on, though nothing says so on the command line.
+    resume = ["--resume_from_checkpoint", "trainer-out/checkpoint-4", "--save_steps", "6", "--max_steps", "6"]
+    run_example("trainer.py", *arguments, *resume, cwd=tmp_path)
+    replica = Replica(url)
+    assert replica.sync() > first.version
+    saved = load_file(tmp_path / "trainer-out" / "checkpoint-6" / "model.safetensors")
+    assert_same_bits(replica.state_dict(), {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()})
