@@ -34,10 +34,12 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
-# 10,000 cases of each round trip of the codecs, 200 commits under load with one worker and with two: a quarter of an hour.
+# 10,000 cases of each round trip of the codecs, 200 commits under load with one worker and with two, and servers with rarer
+# options of vLLM: twenty minutes.
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
+	LONG_TESTS=1 $(BIN)/pytest tests/integration/test_vllm_beside.py tests/integration/test_vllm_parallel.py
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup

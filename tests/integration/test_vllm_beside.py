@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tests.integration.vllm_server import Server, Weights, digests, save_model, 
 
 pytestmark = pytest.mark.vllm
 
+LONG = pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="a server of its own; make test-long")
 NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
 RANK, ALPHA, TARGETS = 8, 16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
@@ -93,11 +95,15 @@ def test_commits_reach_the_layers_beneath_an_adapter(server: Server, checkpoint:
         assert shortfall(checkpoint, adapted(old), with_adapter) > 2 * NEARLY
 
 
-def test_tokens_were_guessed_and_the_guesser_has_no_weights(server: Server) -> None:
+def drafted_tokens(server: Server) -> float:
     with server.open("/metrics") as reply:
         lines = reply.read().decode().splitlines()
     (drafted,) = [line for line in lines if line.startswith("vllm:spec_decode_num_draft_tokens_total{")]
-    assert float(drafted.rpartition(" ")[2]) > 0
+    return float(drafted.rpartition(" ")[2])
+
+
+def test_tokens_were_guessed_meanwhile(server: Server) -> None:
+    assert drafted_tokens(server) > 0
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
@@ -152,3 +158,38 @@ def test_after_sleep_the_bits_are_audited_before_they_count(server: Server) -> N
     server.assert_serves(version)
     log = (Path(server.channel.removeprefix("file://")).parent / "server.log").read_text(errors="replace")
     assert log.count("deltasync audit:") >= 3  # at start, and after each sleep
+
+
+@LONG
+def test_a_draft_model_keeps_its_own_weights(tmp_path: Path) -> None:
+    draft = save_model(tmp_path, Qwen3Config, intermediate_size=192, head_dim=32, num_hidden_layers=1)
+    target = save_model(tmp_path / "target", Qwen3Config, intermediate_size=192, head_dim=32)
+    guess = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    with serving(target, "--speculative-config", json.dumps(guess)) as server:
+        server.assert_serves(server.publish())
+        assert server.status()["patched_tensors"] == len(server.weights)
+        for _ in range(2):
+            server.step(0.05)
+            server.assert_serves(server.publish())
+            assert shortfall(target, server.weights, greedy(server)) < NEARLY
+        assert drafted_tokens(server) > 0
+
+
+@LONG
+def test_quantized_layers_are_loaded_again(tmp_path: Path) -> None:
+    model = save_model(tmp_path, Qwen3Config, intermediate_size=192, head_dim=32)
+    with serving(model, "--quantization", "fp8_per_channel") as server:
+        server.assert_serves(server.publish())
+        assert server.status()["reloaded_tensors"] == 14
+        before = greedy(server)
+        server.step(0.05)
+        server.assert_serves(server.publish())
+        tokens = greedy(server)
+        assert tokens != before
+        version = server.status()["version"]
+        server.step(0.05)
+        with server.publishing_a_wrong_fingerprint():
+            server.publish()
+        server.wait(lambda status: "did not give the published bits" in (status["error"] or ""))
+        assert server.status()["version"] == version
+        assert greedy(server) == tokens
