@@ -174,16 +174,19 @@ def test_two_workers_follow_by_themselves_while_idle_and_during_steps(server: Se
 
 
 def test_the_load_plan_is_recorded_between_two_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    running = []
+    counts = []
 
     def open_and_note(runner: Runner, channel: str) -> WorkerReplica:
-        running.extend(member.gate.hold(None, 0.0)[1] for member in server.members)
+        for _ in range(2):
+            counts.append([member.gate.hold(None, 0.0) for member in server.members])
+            time.sleep(0.05)  # many steps, if they went on
         return WorkerReplica(runner, channel)
 
     monkeypatch.setattr("vllm_plugin.extension.WorkerReplica", open_and_note)
     with Steps(server):
         server.assert_serves(server.publish())
-    assert running == [False] * 4
+    assert len(counts) == 4
+    assert counts == [[(counts[0][0][0], False)] * 2] * 4
 
 
 def test_what_one_worker_cannot_commit_the_other_undoes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
