@@ -105,7 +105,8 @@ class DeltaSyncCallback(TrainerCallback):
     ) -> None:
         """Refuse at once a model that cannot be published; take the place of the client of a vLLM server."""
         if compat.generates_on_server(args):
-            self._take_over(state)
+            self._transfer.bind(model, processing_class)  # it may generate before it trains, to evaluate
+            self._take_over()
         elif self._publishes:
             gather.check_in_one_piece(model)
 
@@ -195,7 +196,7 @@ class DeltaSyncCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(metrics)
 
-    def _take_over(self, state: TrainerState) -> None:
+    def _take_over(self) -> None:
         if self.config.ack == "none":
             raise ConfigError(
                 'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '

@@ -147,7 +147,7 @@ class DeltaWeightTransfer:
         self._wait_for_upload(receipt)
         assert self.publisher is not None and self.publisher.run_id is not None
         heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
-        left_s = self.config.ack_timeout_s - (time.perf_counter() - before)
+        left_s = max(0.0, self.config.ack_timeout_s - (time.perf_counter() - before))
         heartbeat.wait_for(self._store, self.publisher.run_id, receipt.version, self.ack, left_s, urls)
         self.record(ack_s=time.perf_counter() - before)
 
