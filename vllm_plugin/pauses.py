@@ -46,12 +46,20 @@ class Pauses:
             already = is_paused is not None and await is_paused()
             before = time.perf_counter()
             try:
-                await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+                await self._pause(clear_cache)
                 yield
             finally:
                 if not already:
                     await self._engine.resume_generation()
                 self.last_s = time.perf_counter() - before
+
+    async def _pause(self, clear_cache: bool) -> None:
+        pause = getattr(getattr(self._engine, "engine_core", None), "pause_scheduler_async", None)
+        if clear_cache or pause is None:
+            await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
+        else:
+            # All that `pause_generation` does, but for 20 ms of sleep in which the last outputs reach their readers.
+            await pause(mode="keep", clear_cache=False)
 
     @contextlib.asynccontextmanager
     async def by_another(self) -> AsyncIterator[None]:
