@@ -35,11 +35,12 @@ test: setup
 	$(BIN)/pytest
 
 # 10,000 cases of each round trip of the codecs, 200 commits under load with one worker and with two, and servers with rarer
-# options of vLLM: twenty minutes.
+# options of vLLM: twenty minutes. Then each TRL that is supported, from the package index.
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest tests/integration/test_vllm_beside.py tests/integration/test_vllm_parallel.py
+	LONG_TESTS=1 $(BIN)/pytest tests/integration/test_trl_versions.py
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup
