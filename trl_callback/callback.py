@@ -36,7 +36,8 @@ class DeltaSyncCallback(TrainerCallback):
 
     With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
     ones. It waits for no replica, and for the uploads at the end of training only: while an upload lasts, newer weights
-    join the version that waits. The model must be whole in the main process: no FSDP, no DeepSpeed ZeRO-3, no PEFT.
+    join the version that waits. The model must be whole in the main process: no FSDP, no DeepSpeed ZeRO-3. A PEFT model is
+    published by its merged weights, or with `adapter_only` by its adapter.
 
     A trainer that resumes from a checkpoint continues the run that it wrote; any other used channel is refused, unless
     `resume` is set. What is published, and what the replicas serve, is in the trainer's logs under `delta_sync/`.
@@ -82,8 +83,9 @@ class DeltaSyncCallback(TrainerCallback):
         publishes nothing by itself.
 
         Raises:
-            ConfigError: the installed TRL has no place for it.
+            ConfigError: the installed TRL has no place for it, or the adapter alone is to be published.
         """
+        self._check_merged()
         if self._publishes:
             compat.check_async_grpo()
             self._publishes = False
@@ -108,7 +110,7 @@ class DeltaSyncCallback(TrainerCallback):
             self._transfer.bind(model, processing_class)  # it may generate before it trains, to evaluate
             self._take_over()
         elif self._publishes:
-            gather.check_in_one_piece(model)
+            gather.check_in_one_piece(model, self.config.adapter_only)
 
     def on_train_begin(
         self,
@@ -137,7 +139,7 @@ class DeltaSyncCallback(TrainerCallback):
                 )
             transfer.init_weight_transfer()
         elif self._publishes:
-            gather.check_in_one_piece(model)
+            gather.check_in_one_piece(model, self.config.adapter_only)
             transfer.open()
             self._publish(model)
 
@@ -167,7 +169,7 @@ class DeltaSyncCallback(TrainerCallback):
             return
         # The best model may have been loaded after the last step.
         if transfer.published_step != state.global_step or args.load_best_model_at_end:
-            if gather.is_peft(model) or gather.sharded_names(model):
+            if gather.sharded_names(model):
                 logger.warning(
                     "The last published weights are those of step %s, not the final ones.", transfer.published_step
                 )
@@ -196,7 +198,15 @@ class DeltaSyncCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(metrics)
 
+    def _check_merged(self) -> None:
+        if self.config.adapter_only:
+            raise ConfigError(
+                "adapter_only=True is for trainers that leave publishing to the callback; this one streams merged weights. "
+                "Leave adapter_only out."
+            )
+
     def _take_over(self) -> None:
+        self._check_merged()
         if self.config.ack == "none":
             raise ConfigError(
                 'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '
@@ -207,7 +217,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._restore_client = compat.replace_client(functools.partial(client_class, self._transfer))
 
     def _publish(self, model: Any) -> None:
-        self._transfer.publish(gather.checkpoint_tensors(model).items())
+        self._transfer.publish(gather.checkpoint_tensors(model, self.config.adapter_only).items())
         self._transfer.record(ack_s=None)
 
 

@@ -32,6 +32,9 @@ class DeltaSyncConfig:
             `"float32"`, or `"keep"` for the dtype they have. It should be the one that the replicas serve. If `None`,
             `DELTASYNC_DTYPE` or deltasync's default decides. (Not called `dtype`, which TRL's configs use for the
             dtype of training.)
+        adapter_only (`bool`, *optional*, defaults to `False`):
+            Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
+            `deltasync serve --adapter`. Not for trainers that stream merged weights.
         resume (`bool`, *optional*, defaults to `False`):
             Whether to continue the run that the channel holds. Otherwise a used channel is refused, unless the trainer
             resumes from a checkpoint of that very run.
@@ -77,6 +80,13 @@ class DeltaSyncConfig:
             "help": "Floating-point weights are cast to it before they are compared and published; it should be the dtype "
             "that the replicas serve. If None, DELTASYNC_DTYPE or deltasync's default decides.",
             "choices": list(DTYPES),
+        },
+    )
+    adapter_only: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with "
+            "deltasync serve --adapter."
         },
     )
     resume: bool = field(

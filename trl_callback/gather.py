@@ -17,6 +17,7 @@ from transformers.modeling_utils import unwrap_model
 
 from deltasync import anchor
 from deltasync.errors import ConfigError
+from trl_callback import adapter
 
 
 def is_peft(model: torch.nn.Module) -> bool:
@@ -29,16 +30,18 @@ def sharded_names(model: torch.nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if isinstance(param, DTensor) or hasattr(param, "ds_id")]
 
 
-def check_in_one_piece(model: torch.nn.Module) -> None:
-    """Check that this process holds all weights of the model as they would be saved.
+def check_in_one_piece(model: torch.nn.Module, adapter_only: bool = False) -> None:
+    """Check that this process holds all that is to be published, the model or its adapter, as it would be saved.
 
     Raises:
-        ConfigError: the model has adapters or is sharded.
+        ConfigError: the model has adapters that cannot be merged, or not the one that is wanted, or is sharded.
     """
-    if is_peft(model):
+    if adapter_only:
+        adapter.check(model)
+    elif is_peft(model) and not hasattr(unwrap_model(model), "merge_and_unload"):
         raise ConfigError(
-            "A PEFT model is published by its merged weights, which DeltaSyncCallback does not make. Use AsyncGRPOTrainer "
-            "with weight_transfer=sync.weight_transfer, which merges them, or merge the adapter before training."
+            "A model with adapters is published by its merged weights, and these adapters cannot be merged. Use "
+            "peft.get_peft_model, with a method that can merge, such as LoRA."
         )
     if sharded := sharded_names(model):
         raise ConfigError(
@@ -65,13 +68,19 @@ def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if name in names and name not in ignored}
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> dict[str, torch.Tensor]:
     """Collect what `save_pretrained` would write, in the dtype of training; tensors may alias the live weights.
 
+    Adapters are merged into copies, or the adapter is all.
+
     Raises:
-        ConfigError: the model has adapters or is sharded.
+        ConfigError: see `check_in_one_piece`.
     """
-    check_in_one_piece(model)
+    check_in_one_piece(model, adapter_only)
+    if adapter_only:
+        return adapter.tensors(model)
+    if is_peft(model):
+        model = adapter.merged(model)
     return _as_saved(model, held_tensors(model))
 
 
@@ -115,7 +124,7 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
         processing_class: Tokenizer or processor, None for none.
         dtype: Name of the dtype that the weights are served in, or `keep`.
     """
-    model = unwrap_model(model)
+    model = adapter.without(model)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, PreTrainedModel):
             config = copy.deepcopy(model.config)

@@ -16,7 +16,7 @@ from deltasync import Publisher, Receipt, heartbeat, open_store
 from deltasync.config import PublisherSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError
 from deltasync.reader import ChannelReader
-from trl_callback import gather
+from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet
 from trl_callback.patience import RETRIES, Backlog, PatientStore
@@ -93,13 +93,17 @@ class DeltaWeightTransfer:
             return
         assert self._model is not None
         dtype = PublisherSettings.from_env(dtype=self.config.served_dtype).dtype
+        if self.config.adapter_only:
+            files = adapter.files(self._model)
+        else:
+            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         self.publisher = Publisher(
             self._store,
             codec=self.config.codec,
             anchor_every=self.config.anchor_every,
             dtype=dtype,
             retries=RETRIES,
-            model_files=gather.checkpoint_files(self._model, self._processing_class, dtype),
+            model_files=files,
             resume=self.config.resume or self._holds_our_run(),
         )
 

@@ -23,6 +23,7 @@ from deltasync.demo import model as demo_model
 from deltasync.errors import DeltaSyncError
 from deltasync.heartbeat import Heartbeat
 from deltasync.reader import ChannelReader
+from trl_callback.gather import held_tensors
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported
 os.environ["CI"] = "1"  # no telemetry
@@ -65,6 +66,21 @@ def published_bits(url: str, version: int | None = None) -> Bits:
     replica = Replica(url)
     replica.sync(version)
     return replica.state_dict()
+
+
+def record_merges(model: Any) -> list[Bits]:
+    """What the base model of a PEFT model holds each time that its adapter is merged into it, in bfloat16."""
+    merges: list[Bits] = []
+    merge = model.merge_adapter
+
+    def merge_and_record(*args: Any, **kwargs: Any) -> None:
+        merge(*args, **kwargs)
+        state = held_tensors(model.get_base_model())
+        plain = {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
+        merges.append({name: tensor.to(torch.bfloat16, copy=True) for name, tensor in plain.items()})
+
+    model.merge_adapter = merge_and_record
+    return merges
 
 
 def run_id(url: str) -> str:

@@ -1,0 +1,135 @@
+"""PEFT models: merged weights, or the adapter alone, as PEFT itself would save them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from deltasync.errors import ConfigError
+from tests.conftest import assert_same_bits
+from tests.integration.trainers import Bits, make_trainer, published_bits, saved_bits, tiny_model
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig, gather
+
+LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+
+
+def adapted_model(**lora: Any) -> PeftModel:
+    return get_peft_model(tiny_model(tied=False), LoraConfig(**(LORA | lora)))
+
+
+def merged_bits(model: PeftModel, folder: Path) -> Bits:
+    return saved_bits(copy.deepcopy(model).merge_and_unload(), folder)
+
+
+def adapter_bits(model: PeftModel, folder: Path) -> Bits:
+    model.save_pretrained(folder)
+    bits: Bits = load_file(folder / "adapter_model.safetensors")
+    return bits
+
+
+class Recorder(TrainerCallback):
+    def __init__(self, folder: Path, bits_of: Any) -> None:
+        self.folder, self.bits_of = folder, bits_of
+        self.bits: list[Bits] = []
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.bits.append(self.bits_of(model, self.folder))
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.bits.append(self.bits_of(model, self.folder))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": "all-linear", "lora_bias": False}],
+    ids=["lora", "dora", "a-whole-module-too", "all-linear"],
+)
+def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[str, Any], tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved", merged_bits)
+    model, alone = adapted_model(**lora), adapted_model(**lora)
+    make_trainer(model, tmp_path / "out", recorder, sync).train()
+    assert [record.version for record in sync.history] == [1, 2, 3, 4, 5]
+    assert all(record.changed > 0 for record in sync.history)
+    for version, bits in enumerate(recorder.bits, start=1):
+        assert_same_bits(published_bits(url, version), bits)
+
+    make_trainer(alone, tmp_path / "out").train()
+    assert_same_bits(model.state_dict(), alone.state_dict())
+    anchor = AutoModelForCausalLM.from_pretrained(tmp_path / "channel" / "anchors" / f"{1:010d}")
+    assert_same_bits(gather.held_tensors(anchor), recorder.bits[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
+def test_the_adapter_alone_is_published_as_peft_saves_it(dtype: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    sync = DeltaSyncCallback(url, adapter_only=True, served_dtype=dtype)
+    recorder = Recorder(tmp_path / "saved", adapter_bits)
+    make_trainer(adapted_model(), tmp_path / "out", recorder, sync).train()
+    elements = sum(tensor.numel() for tensor in recorder.bits[0].values())
+    assert [(record.version, record.total) for record in sync.history] == [(v, elements) for v in range(1, 6)]
+    for version, bits in enumerate(recorder.bits, start=1):
+        served = bits if dtype == "keep" else {name: tensor.bfloat16() for name, tensor in bits.items()}
+        assert_same_bits(published_bits(url, version), served)
+    anchor = tmp_path / "channel" / "anchors" / f"{1:010d}"
+    assert json.loads((anchor / "adapter_config.json").read_bytes()) == json.loads(
+        (tmp_path / "saved" / "adapter_config.json").read_bytes()
+    )
+    assert sorted(path.name for path in anchor.iterdir()) == ["adapter_config.json", "model.safetensors"]
+
+
+def test_the_active_adapter_of_several_is_published(tmp_path: Path) -> None:
+    model = adapted_model()
+    model.add_adapter("other", LoraConfig(**{**LORA, "r": 2}))
+    model.set_adapter("other")
+    url = f"file://{tmp_path}/channel"
+    make_trainer(model, tmp_path / "out", DeltaSyncCallback(url, adapter_only=True, served_dtype="keep")).train()
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_bits(published_bits(url), load_file(tmp_path / "saved" / "other" / "adapter_model.safetensors"))
+    config = tmp_path / "channel" / "anchors" / f"{1:010d}" / "adapter_config.json"
+    assert json.loads(config.read_bytes())["r"] == 2
+
+
+def test_the_adapter_alone_is_refused_where_there_is_no_such_thing(memory_url: str, tmp_path: Path) -> None:
+    sync = DeltaSyncCallback(DeltaSyncConfig(memory_url, adapter_only=True))
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is none"):
+        make_trainer(tiny_model(), tmp_path, sync)
+    several = adapted_model()
+    several.add_adapter("other", LoraConfig(**LORA))
+    several.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigError, match="2 are active: default, other"):
+        make_trainer(several, tmp_path, sync)
+    sharded = adapted_model()
+    next(sharded.parameters()).ds_id = 7  # what ZeRO-3 leaves on a parameter
+    with pytest.raises(ConfigError, match="sharded"):
+        make_trainer(sharded, tmp_path, sync)
+
+
+@pytest.mark.trl
+def test_the_adapter_alone_is_refused_where_trl_streams_merged_weights(memory_url: str) -> None:
+    sync = DeltaSyncCallback(memory_url, adapter_only=True)
+    with pytest.raises(ConfigError, match="streams merged weights"):
+        _ = sync.weight_transfer
+    with pytest.raises(ConfigError, match="streams merged weights"):
+        sync._take_over()
+
+
+def test_adapters_that_cannot_be_merged_are_refused(memory_url: str, tmp_path: Path) -> None:
+    from peft import PrefixTuningConfig
+
+    model = get_peft_model(tiny_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match="cannot be merged"):
+        make_trainer(model, tmp_path, DeltaSyncCallback(memory_url))
+    with torch.no_grad():
+        natively = tiny_model()
+        natively.add_adapter(LoraConfig(**LORA))
+    with pytest.raises(ConfigError, match="cannot be merged"):
+        make_trainer(natively, tmp_path, DeltaSyncCallback(memory_url))
