@@ -67,6 +67,7 @@ def make_trainer(kind: str, server: Server, folder: Path, *callbacks: TrainerCal
         vllm_server_base_url=server.url,
         num_generations=4,
         per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
         max_completion_length=8,
         max_steps=max_steps,
         learning_rate=1e-4,
@@ -83,6 +84,7 @@ def make_trainer(kind: str, server: Server, folder: Path, *callbacks: TrainerCal
         reward_funcs=reward,
         args=config,
         train_dataset=task.prompt_dataset(0, 8),
+        eval_dataset=task.prompt_dataset(1, 1),
         callbacks=list(callbacks),
     )
     return trainer
@@ -118,6 +120,8 @@ def test_rloo_without_vllm_at_the_trainer_asks_the_server_by_its_url(
     sync = DeltaSyncCallback(server.channel, resume=True, replicas=[server.url], ack=1)
     trainer = make_trainer("RLOO", server, tmp_path, sync)
     assert not vllm_generation.is_vllm_available()
+    trainer.evaluate()  # before there is anything trained: with the initial weights
+    assert [(record.step, record.ack_s is not None) for record in sync.history] == [(0, True)]
     trainer.train()
     assert [record.step for record in sync.history] == [0, 1, 2, 3]
     server.wait(lambda status: status["version"] == sync.history[-1].version)

@@ -76,7 +76,8 @@ def start(
     }
     if cores is None:
         cores = [max(os.sched_getaffinity(0))]
-    return Child("The vLLM server", command, {**os.environ, **settings, **environ}, log, cores)
+    variables = {name: value for name, value in {**os.environ, **settings, **environ}.items() if value}
+    return Child("The vLLM server", command, variables, log, cores)
 
 
 @dataclasses.dataclass
