@@ -3,8 +3,8 @@
     python -m tests.integration.vllm_layouts FOLDER llama gemma2 ...
 
 For each: the driver's status after version 1, which the loaded weights are, with the tensors of the model that this touched;
-its status after version 2, with those that are then other than in a model that vLLM loaded from version 2 (`differences`), and
-those that are other in that than in version 1 (`changed`). All tensors count that a module has, whoever made them.
+its status after version 2, with those that are then other than in a model that vLLM loaded from version 2 (`differences`);
+and those that are other in that than in version 1 (`changed`). All tensors count that a module has, whoever made them.
 """
 
 # ruff: noqa: I001  # vLLM for the CPU wants to be imported before torch
