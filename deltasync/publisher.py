@@ -331,11 +331,12 @@ class Publisher:
 
         None in an empty channel. The newest one is complete without those between: after a lost version comes an anchor.
         """
+        # Listed before head is read: what a publisher that is alive stores meanwhile is not taken for a dead one's.
+        version = max(reader.versions(), default=0)
         try:
             head: Head | None = reader.head()
         except NotPublishedError:
             head = None
-        version = max(reader.versions(), default=0)
         if version <= (0 if head is None else head.version):
             return head
         data = self.store.read(layout.manifest(version))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import TypeVar
 from deltasync import layout, manifest
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
+    CorruptDataError,
     DeltaSyncError,
     HeadConflictError,
     ObjectExistsError,
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 30.0
 _LOOKS = 3
-_STALL_S = 5.0  # between manifest and head; after that, another publisher may have gone on from the manifest
+_STALL_S = 5.0  # since head was known to be our own; after that, another publisher may have gone on, and forgotten versions
 
 _Result = TypeVar("_Result")
 
@@ -124,6 +126,7 @@ class Uploader:
         # What the next delta builds on: the last link is the newest manifest that is stored.
         self._chain = list(chain)
         self._head = head
+        self._head_known_s = -math.inf
         self._objects = store
         self._settings = settings
         self._lock = threading.Lock()
@@ -221,18 +224,13 @@ class Uploader:
         document = dataclasses.replace(job.manifest, delta=delta, anchor=anchor, chain=chain)
         data = manifest.encode(document)
         sha256 = manifest.sha256_hex(data)
-        if not self._objects.capabilities.conditional_put:
-            self._check_lease()
+        self._retry(self._check_lease)
         job.manifest_attempted = True
-        created = time.monotonic()
         self._create_or_conflict(layout.manifest(version), data, f"wrote version {version}")
         self._chain = document.chain_onward(sha256)
         head = Head(format=manifest.FORMAT, run_id=job.manifest.run_id, version=version, manifest_sha256=sha256)
         try:
-            if not self._objects.capabilities.conditional_put or time.monotonic() - created > _STALL_S:
-                self._check_lease()
-            self._head = head
-            self._retry(lambda: self._objects.replace(layout.HEAD, manifest.encode(head)))
+            self._retry(lambda: self._move_head(head))
         except HeadConflictError:
             raise
         except DeltaSyncError as error:
@@ -240,18 +238,32 @@ class Uploader:
                 f"Version {version} is complete, but head may not name it yet: {error} The next publish repairs that."
             ) from error
 
+    def _move_head(self, head: Head) -> None:
+        self._check_lease()
+        self._head = head
+        before_s = time.monotonic()
+        self._objects.replace(layout.HEAD, manifest.encode(head))
+        self._head_known_s = before_s
+
     def _check_lease(self) -> None:
-        """Find out another publisher, where the store does not decide who creates an object, or after a long wait.
+        """Find out another publisher, where the store does not decide who creates an object, or after a long while.
 
         Head must not be further than where this publisher left it, and the newest manifest must still be its own. An older
-        head is a stale reply, or a rewind that the next head ends.
+        head is a stale reply, or a rewind that the next head ends; so is one that cannot be read.
+
+        Where the store decides, head is all there is to look at: that a manifest can be created says that nobody else wrote
+        this version, unless it was forgotten since, and then head is further.
 
         Raises:
             HeadConflictError: another publisher writes to this channel.
         """
+        decided = self._objects.capabilities.conditional_put
+        looked_s = time.monotonic()
+        if decided and looked_s - self._head_known_s <= _STALL_S:
+            return
         try:
-            head = manifest.decode(self._retry(lambda: self._objects.read(layout.HEAD)), Head, layout.HEAD)
-        except ObjectMissingError:
+            head = manifest.decode(self._objects.read(layout.HEAD), Head, layout.HEAD)
+        except (CorruptDataError, ObjectMissingError):
             head = None
         ours = self._head
         if head is not None and (
@@ -264,13 +276,14 @@ class Uploader:
                 f"Another publisher moved head to version {head.version} ({self._objects.url}); ours is not visible. "
                 "Stop one of the two."
             )
-        if self._chain:
+        if self._chain and not decided:
             newest = self._chain[-1]
-            data = self._retry(lambda: self._objects.read(layout.manifest(newest.version)))
+            data = self._objects.read(layout.manifest(newest.version))
             if manifest.sha256_hex(data) != newest.manifest_sha256:
                 raise HeadConflictError(
                     f"Another publisher also wrote version {newest.version} ({self._objects.url}). Stop both, resume one."
                 )
+        self._head_known_s = looked_s
 
     def _create_or_conflict(self, key: str, data: bytes, what: str) -> None:
         try:
