@@ -16,6 +16,7 @@ from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
 from tests.integration.test_examples import run_example
+from tests.integration.trainers import record_merges
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback, gather
 
@@ -52,12 +53,15 @@ def served_digests(model: Any) -> dict[str, str]:
     return vllm_server.digests(gather.checkpoint_tensors(model))
 
 
-def make_trainer(kind: str, server: Server, folder: Path, *callbacks: TrainerCallback, max_steps: int = 3) -> Any:
+def make_trainer(
+    kind: str, server: Server, folder: Path, *callbacks: TrainerCallback, max_steps: int = 3, peft_config: Any = None
+) -> Any:
     """A trainer whose every batch is compared with the server: it generated with the trainer's weights, bit for bit."""
     import trl
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
+        expected = vllm_server.digests(merges[-1]) if merges else served_digests(trainer.model)
+        assert server.json("/deltasync/digest")["sha256"] == expected
         return [float(len(set(ids))) for ids in completion_ids]
 
     config = getattr(trl, f"{kind}Config")(
@@ -86,7 +90,9 @@ def make_trainer(kind: str, server: Server, folder: Path, *callbacks: TrainerCal
         train_dataset=task.prompt_dataset(0, 8),
         eval_dataset=task.prompt_dataset(1, 1),
         callbacks=list(callbacks),
+        peft_config=peft_config,
     )
+    merges = record_merges(trainer.model) if peft_config is not None else []
     return trainer
 
 
@@ -124,6 +130,19 @@ def test_rloo_without_vllm_at_the_trainer_asks_the_server_by_its_url(
     assert [(record.step, record.ack_s is not None) for record in sync.history] == [(0, True)]
     trainer.train()
     assert [record.step for record in sync.history] == [0, 1, 2, 3]
+    server.wait(lambda status: status["version"] == sync.history[-1].version)
+    assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
+
+
+def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server: Server, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    sync = DeltaSyncCallback(server.channel, resume=True)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer("GRPO", server, tmp_path, sync, peft_config=lora)
+    trainer.train()
+    assert [record.step for record in sync.history] == [0, 1, 2, 3]
+    assert all(record.changed > 0 for record in sync.history)
     server.wait(lambda status: status["version"] == sync.history[-1].version)
     assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
 
