@@ -135,6 +135,7 @@ class ReplicaSettings(_Settings):
 
     Attributes:
         channel: URL of the channel; None when deltasync is not configured.
+        adapter: Name under which vLLM serves the adapter that the channel holds; None if it holds the served model.
         replica_id: Name of the heartbeat object.
         poll_interval_s: Longest wait between two looks at head; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
@@ -147,6 +148,7 @@ class ReplicaSettings(_Settings):
     """
 
     channel: str | None = None
+    adapter: str | None = None
     replica_id: str = dataclasses.field(default_factory=_default_replica_id)
     poll_interval_s: float = 1.0
     heartbeat_interval_s: float = 10.0
@@ -168,6 +170,10 @@ class ReplicaSettings(_Settings):
         _require(
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.replica_id) is not None,
             f"replica_id must be 1 to 100 letters, digits, '.', '_' or '-', not {self.replica_id!r}.",
+        )
+        _require(
+            self.adapter is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.adapter) is not None,
+            f"adapter must be 1 to 100 letters, digits, '.', '_' or '-', not {self.adapter!r}.",
         )
         _require(
             self.http_token is None or re.fullmatch(r"[!-~]+", self.http_token) is not None,

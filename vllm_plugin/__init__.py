@@ -4,6 +4,7 @@
     VLLM_PLUGINS=deltasync                                         the driver and the /deltasync/ routes; without it
                                                                    the workers follow by themselves
     DELTASYNC_CHANNEL=file:///data/run                             what to follow
+    DELTASYNC_ADAPTER=policy                                       the channel is of an adapter, loaded as runtime LoRA
     --weight-transfer-config '{"backend": "deltasync"}'            or: follow by vLLM's own weight-transfer routes
 
 Without DELTASYNC_CHANNEL nothing of vLLM is touched.
@@ -31,7 +32,7 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
-    if not os.environ.get("DELTASYNC_CHANNEL"):
+    if not os.environ.get("DELTASYNC_CHANNEL") or os.environ.get("DELTASYNC_ADAPTER"):
         return
     from vllm_plugin.cpu import keep_weights_addressable
 

@@ -115,9 +115,10 @@ class DeltaSyncEndpoints:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
 
         app.add_middleware(PausesOfOthers, pauses=lambda: None if self._driver is None else self._driver.pauses)
-        app.add_middleware(
-            versions.VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version
-        )
+        if self._settings.adapter is None:  # a reply names the version of an adapter as its model
+            app.add_middleware(
+                versions.VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version
+            )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the driver."""
@@ -126,6 +127,13 @@ class DeltaSyncEndpoints:
             return
         if (getattr(args, "api_server_count", None) or 1) > 1:
             raise ValueError("deltasync drives its workers from one API server: start vLLM with --api-server-count 1.")
+        if self._settings.adapter is not None:
+            if not args.enable_lora:
+                raise ValueError("DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora.")
+            from vllm_plugin.adapters import AdapterDriver
+
+            self._start(AdapterDriver(engine_client, self._settings, Metrics(), state.openai_serving_models))
+            return
         if not args.worker_extension_cls:
             raise ValueError(
                 "DELTASYNC_CHANNEL is set, but vLLM was started without "
@@ -137,8 +145,11 @@ class DeltaSyncEndpoints:
                 "with theirs; new requests may reuse prefixes of older weights. Start vLLM with --no-enable-prefix-caching, "
                 "or set DELTASYNC_KV_CACHE=recompute."
             )
-        self._driver = Driver(engine_client, self._settings, Metrics(), versions.noted(engine_client))
-        self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
+        self._start(Driver(engine_client, self._settings, Metrics(), versions.noted(engine_client)))
+
+    def _start(self, driver: Driver) -> None:
+        self._driver = driver
+        self._task = asyncio.create_task(driver.run(), name="deltasync-driver")
 
     async def _sync(self, wanted: WeightUpdate) -> Response:
         driver, before = self._running(), time.monotonic()

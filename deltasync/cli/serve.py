@@ -14,10 +14,11 @@ import click
 from deltasync.errors import ConfigError
 
 _EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
+_VERSIONS = "4"  # of an adapter that requests in flight may use at a time
 
 
 def vllm_command(
-    model: str, channel: str, arguments: Sequence[str], environ: Mapping[str, str]
+    model: str, channel: str, arguments: Sequence[str], environ: Mapping[str, str], adapter: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that start vLLM as a replica.
 
@@ -26,22 +27,28 @@ def vllm_command(
         channel: URL of the channel.
         arguments: vLLM's own, which win over the defaults here.
         environ: Environment to extend.
+        adapter: Name to serve the channel's adapter under; None for a channel of the model.
     """
     given = {argument.split("=")[0] for argument in arguments}
     extra = []
-    if "--worker-extension-cls" not in given:
+    if adapter is not None:
+        defaults = {"--enable-lora": [], "--max-loras": [_VERSIONS]}
+        extra += [word for option, values in defaults.items() if option not in given for word in (option, *values)]
+    elif "--worker-extension-cls" not in given:
         extra += ["--worker-extension-cls", _EXTENSION]
     if "--logprobs-mode" not in given:
         # A trainer compares them with its own, so they must be those that the tokens were sampled with.
         extra += ["--logprobs-mode", "processed_logprobs"]
     prefix_caching = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
-    if not given & prefix_caching and environ.get("DELTASYNC_KV_CACHE", "keep") == "keep":
+    if adapter is None and not given & prefix_caching and environ.get("DELTASYNC_KV_CACHE", "keep") == "keep":
         # vLLM can drop its prefix cache only together with the running requests' keys, which are kept.
         extra += ["--no-enable-prefix-caching"]
     plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
     if "deltasync" not in plugins:
         plugins.append("deltasync")
     env = {**environ, "VLLM_PLUGINS": ",".join(plugins), "DELTASYNC_CHANNEL": channel}
+    if adapter is not None:
+        env["DELTASYNC_ADAPTER"] = adapter
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments]
     return command, env
 
@@ -65,11 +72,22 @@ def require_vllm() -> None:
 @click.command("serve", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option("--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow.")
+@click.option(
+    "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel is of an adapter; serve it as NAME."
+)
 @click.option("--host", default=None, help="vLLM's, to check that the port is free.")
 @click.option("--port", default=8000, show_default=True, help="vLLM's port.")
 @click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
-def command(model: str, channel: str, host: str | None, port: int, dry_run: bool, vllm_arguments: tuple[str, ...]) -> None:
+def command(
+    model: str,
+    channel: str,
+    adapter: str | None,
+    host: str | None,
+    port: int,
+    dry_run: bool,
+    vllm_arguments: tuple[str, ...],
+) -> None:
     """Start vLLM as a replica of a channel.
 
     Unknown options go to vLLM. The same by hand:
@@ -78,6 +96,12 @@ def command(model: str, channel: str, host: str | None, port: int, dry_run: bool
       VLLM_PLUGINS=deltasync DELTASYNC_CHANNEL=URL vllm serve MODEL \\
         --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension \\
         --logprobs-mode processed_logprobs --no-enable-prefix-caching
+
+    With --adapter, MODEL stays as it is, and requests for NAME are answered with the newest version of the adapter:
+
+    \b
+      VLLM_PLUGINS=deltasync DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
+        --logprobs-mode processed_logprobs --enable-lora --max-loras 4
     """
     from deltasync.stores import open_store
 
@@ -87,9 +111,10 @@ def command(model: str, channel: str, host: str | None, port: int, dry_run: bool
         )
     require_vllm()
     arguments = [*vllm_arguments, "--port", str(port), *(["--host", host] if host is not None else [])]
-    line, env = vllm_command(model, channel, arguments, os.environ)
+    line, env = vllm_command(model, channel, arguments, os.environ, adapter)
     if dry_run:
-        shown = [f"{name}={shlex.quote(env[name])}" for name in ("VLLM_PLUGINS", "DELTASYNC_CHANNEL")]
+        names = ["VLLM_PLUGINS", "DELTASYNC_CHANNEL", *(["DELTASYNC_ADAPTER"] if adapter is not None else [])]
+        shown = [f"{name}={shlex.quote(env[name])}" for name in names]
         click.echo(" ".join([*shown, shlex.join(line)]))
         return
     check_port(host if host is not None else "", port)

@@ -1,0 +1,168 @@
+"""A real vLLM that follows the adapter of a PEFT model while it is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, TrainerCallback
+
+from deltasync import Publisher, heartbeat
+from deltasync.bits import bits_of
+from tests.integration.expected_tokens import greedy, shortfall
+from tests.integration.trainers import make_trainer, run_id
+from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
+from trl_callback import DeltaSyncCallback, gather
+
+pytestmark = pytest.mark.vllm
+
+NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
+LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("vllm"), Qwen3Config, intermediate_size=192, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    """Nothing but `--adapter` makes it follow; vLLM's own routes are there to load what it is compared with."""
+    scratch = checkpoint.parent / "scratch"
+    scratch.mkdir()
+    environ = {"TMPDIR": str(scratch), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serving(checkpoint, "--adapter", "policy", **environ) as server:
+        yield server
+    assert not list(scratch.glob("deltasync-adapter-*"))
+
+
+def written(checkpoint: Path) -> dict[str, Path]:
+    return {folder.name: folder for folder in (checkpoint.parent / "scratch").glob("deltasync-adapter-*/*")}
+
+
+def sha256(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+class Comparer(TrainerCallback):
+    """After each step: the server serves the trainer's adapter, and makes the tokens that it makes."""
+
+    def __init__(self, server: Server, checkpoint: Path, sync: DeltaSyncCallback) -> None:
+        self.server, self.checkpoint, self.sync = server, checkpoint, sync
+        self.tokens: list[list[int]] = []
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.compare(model)
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.compare(model)
+
+    def compare(self, model: PeftModel) -> None:
+        version = self.sync.history[-1].version
+        assert version == len(self.tokens) + 1
+        self.server.wait(lambda status: status["version"] == version)
+        own = self.checkpoint.parent / f"own-v{version}"
+        model.save_pretrained(own)  # in float32, of which vLLM makes bfloat16
+        saved = {name: tensor.bfloat16() for name, tensor in load_file(own / "adapter_model.safetensors").items()}
+        folder = written(self.checkpoint)[f"policy-v{version}"]
+        assert sha256(load_file(folder / "adapter_model.safetensors")) == sha256(saved)
+        assert json.loads((folder / "adapter_config.json").read_bytes()) == json.loads(
+            (own / "adapter_config.json").read_bytes()
+        )
+        assert self.server.json("/deltasync/digest") == {"version": version, "sha256": sha256(saved)}
+
+        with self.server.open("/v1/load_lora_adapter", {"lora_name": own.name, "lora_path": str(own)}):
+            pass
+        tokens = greedy(self.server, f"policy-v{version}")
+        assert tokens == greedy(self.server, "policy") == greedy(self.server, own.name)
+        merged = gather.checkpoint_tensors(model)
+        assert shortfall(self.checkpoint, merged, tokens) < NEARLY
+        self.tokens.append(tokens)
+
+
+def test_the_server_follows_a_trainer_bit_for_bit_and_token_for_token(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), LORA)
+    sync = DeltaSyncCallback(server.channel, adapter_only=True)
+    comparer = Comparer(server, checkpoint, sync)
+    make_trainer(model, tmp_path, sync, comparer, max_steps=STEPS, learning_rate=1e-2).train()
+
+    assert len({tuple(tokens) for tokens in comparer.tokens}) == STEPS + 1
+    assert shortfall(checkpoint, server.weights, comparer.tokens[-1]) > 2 * NEARLY
+    newest = STEPS + 1
+    status = server.wait(lambda status: len(status["adapters"]) == 3)
+    assert status["adapters"] == ["policy", f"policy-v{newest}", f"policy-v{newest - 1}"]
+    assert (status["state"], status["error"], status["version"]) == ("serving", None, newest)
+    assert [commit["version"] for commit in status["commits"]] == list(range(1, newest + 1))
+    assert [commit["anchor"] for commit in status["commits"]] == [True] + [False] * STEPS
+    assert greedy(server, f"policy-v{newest - 1}") == comparer.tokens[-2]
+    request = {"model": "policy", "prompt": [5], "max_tokens": 1}
+    assert server.json("/v1/completions", request)["model"] == f"policy-v{newest}"
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        greedy(server, "policy-v1")
+    caught.value.close()
+    beats = heartbeat.read_all(server.store, run_id(server.channel))
+    assert [(beat.replica_id, beat.version) for beat in beats] == [("test-server", newest)]
+    with server.open("/metrics") as reply:
+        assert f"deltasync_served_version {newest}.0" in reply.read().decode()
+
+
+def test_a_request_keeps_the_version_that_it_began_with(server: Server, checkpoint: Path) -> None:
+    first = server.status()["version"]
+    folder = written(checkpoint)[f"policy-v{first}"]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = {"adapter_config.json": (folder / "adapter_config.json").read_bytes()}
+    undisturbed = greedy(server, f"policy-v{first}", 900)
+    found: list[list[int]] = []
+    request = threading.Thread(target=lambda: found.append(greedy(server, "policy", 900)))
+    request.start()
+    server.wait_for_requests(1)
+    with Publisher(server.channel, resume=True, model_files=config) as publisher:
+        for version in range(first + 1, first + 4):
+            for tensor in tensors.values():
+                tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng).to(tensor.dtype)
+            assert publisher.publish(tensors.items()).wait(PATIENCE_S).version == version
+            server.wait(lambda status, version=version: status["version"] == version)
+    assert request.is_alive()
+    assert f"policy-v{first}" in server.status()["adapters"]
+    request.join()
+    assert found == [undisturbed]
+    assert greedy(server, "policy", 900) != undisturbed
+    names = ["policy", f"policy-v{first + 3}", f"policy-v{first + 2}"]
+    server.wait(lambda status: status["adapters"] == names)
+
+
+def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, checkpoint: Path) -> None:
+    status = server.status()
+    before = greedy(server, "policy")
+    folder = written(checkpoint)[f"policy-v{status['version']}"]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_bytes()) | {"r": 64}
+    with Publisher(
+        server.channel, resume=True, anchor_every=1, model_files={"adapter_config.json": json.dumps(config).encode()}
+    ) as publisher:
+        version = publisher.publish(tensors.items()).wait(PATIENCE_S).version
+        failed = server.wait(lambda status: status["state"] == "failed")
+        assert "vLLM did not load policy-v" in failed["error"]
+        assert "64" in failed["error"]
+        assert (failed["version"], failed["head_version"]) == (status["version"], version)
+        assert greedy(server, "policy") == before
+    config["r"] = LORA.r
+    with Publisher(
+        server.channel, resume=True, anchor_every=1, model_files={"adapter_config.json": json.dumps(config).encode()}
+    ) as publisher:
+        publisher.publish(tensors.items()).wait(PATIENCE_S)
+    server.wait(lambda status: status["version"] == version + 1)
+    assert greedy(server, "policy") == before

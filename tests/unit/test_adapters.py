@@ -1,0 +1,174 @@
+"""Following an adapter, over a stand-in for vLLM's served models; tests/integration/test_vllm_adapter.py has a real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file
+
+from deltasync import Publisher
+from deltasync.config import ReplicaSettings
+from deltasync.errors import ConfigError
+from tests.conftest import assert_same_bits
+from vllm_plugin import adapters
+from vllm_plugin.adapters import AdapterDriver
+from vllm_plugin.metrics import Metrics
+
+CONFIG = {"adapter_config.json": b'{"r": 2}'}
+
+
+class VLLM:
+    """Engine client and served models at once, as far as the driver goes."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Path] = {}
+        self.loads: list[str] = []
+        self.refuses: str | None = None
+        self.asleep = False
+        self.output_processor = SimpleNamespace(request_states={})
+
+    def use(self, *names: str) -> None:
+        """Requests for these run, and no others."""
+        states = [SimpleNamespace(lora_name=name) for name in (*names, None)]
+        self.output_processor.request_states = dict(enumerate(states))
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "model"
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        self.loads.append(request.lora_name)
+        if self.refuses is not None:
+            return SimpleNamespace(error=SimpleNamespace(message=self.refuses))
+        self.lora_requests[request.lora_name] = Path(request.lora_path)
+        return "Success"
+
+    async def unload_lora_adapter(self, request: Any) -> Any:
+        del self.lora_requests[request.lora_name]
+        return "Success"
+
+
+class Bench:
+    def __init__(self, url: str, **publisher: Any) -> None:
+        self.tensors = {"q.lora_A.weight": torch.randn(2, 8), "q.lora_B.weight": torch.zeros(8, 2)}
+        self.publisher = Publisher(url, dtype="keep", **({"model_files": CONFIG} | publisher))
+        self.vllm = VLLM()
+        settings = ReplicaSettings(channel=url, adapter="policy")
+        self.driver = AdapterDriver(self.vllm, settings, Metrics(CollectorRegistry()), self.vllm)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver._root.cleanup()
+        self.publisher.close()
+
+    def publish(self) -> None:
+        for tensor in self.tensors.values():
+            tensor += torch.randn(tensor.shape)
+        self.publisher.publish(self.tensors.items()).wait(60)
+
+    def look(self) -> dict[str, Any]:
+        asyncio.run(self.driver.look())
+        return self.driver.status()
+
+    def folders(self) -> list[str]:
+        (folder,) = {path.parent for path in self.vllm.lora_requests.values()}
+        return sorted(path.name for path in folder.iterdir())
+
+
+def test_versions_are_loaded_by_name_and_the_newest_by_the_adapters(memory_url: str) -> None:
+    with Bench(memory_url) as bench:
+        for version in (1, 2):
+            bench.publish()
+            status = bench.look()
+            assert (status["state"], status["version"], status["error"]) == ("serving", version, None)
+            folder = bench.vllm.lora_requests["policy"]
+            assert folder == bench.vllm.lora_requests[f"policy-v{version}"]
+            assert_same_bits(load_file(folder / "adapter_model.safetensors"), bench.tensors)
+            assert (folder / "adapter_config.json").read_bytes() == CONFIG["adapter_config.json"]
+        assert bench.vllm.loads == ["policy-v1", "policy-v2"]
+        assert status["adapters"] == ["policy", "policy-v2", "policy-v1"]
+
+
+def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Bench(memory_url) as bench:
+        for _ in range(4):
+            bench.publish()
+            bench.vllm.use("policy-v1")
+            bench.look()
+        bench.look()
+        assert sorted(bench.vllm.lora_requests) == ["policy", "policy-v1", "policy-v3", "policy-v4"]
+        bench.vllm.use()
+        bench.look()
+        assert sorted(bench.vllm.lora_requests) == ["policy", "policy-v3", "policy-v4"]
+        assert bench.folders() == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
+        monkeypatch.setattr(adapters, "_GRACE_S", 0.0)
+        bench.vllm.use("policy-v1")  # which had looked up the name before that went
+        bench.look()
+        assert bench.folders() == ["policy-v1", "policy-v3", "policy-v4"]
+        bench.vllm.use()
+        bench.look()
+        assert bench.folders() == ["policy-v3", "policy-v4"]
+
+
+def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> None:
+    with Bench(memory_url) as bench:
+        bench.publish()
+        bench.vllm.refuses = "LoRA rank 64 is greater than max_lora_rank 16."
+        for _ in range(2):
+            status = bench.look()
+            assert (status["state"], status["version"]) == ("failed", None)
+            assert status["error"] == f"ApplyError: vLLM did not load policy-v1: {bench.vllm.refuses}"
+            assert bench.vllm.lora_requests == {}
+        bench.vllm.refuses = None
+        assert bench.look()["version"] == 1
+
+
+def test_nothing_is_loaded_while_vllm_sleeps(memory_url: str) -> None:
+    with Bench(memory_url) as bench:
+        bench.publish()
+        bench.vllm.asleep = True
+        assert bench.look()["state"] == "sleeping"
+        assert bench.vllm.loads == []
+        bench.vllm.asleep = False
+        assert bench.look()["version"] == 1
+
+
+def test_a_channel_of_a_model_is_refused(memory_url: str) -> None:
+    with Bench(memory_url, model_files=None) as bench:
+        bench.publish()
+        status = bench.look()
+        assert status["state"] == "failed"
+        assert "it is not the channel of an adapter" in status["error"]
+
+
+def test_damage_on_the_disk_is_not_loaded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Bench(memory_url) as bench:
+        bench.publish()
+        save_file = adapters.save_file
+
+        def save_other(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+            save_file({name: tensor * 2 for name, tensor in tensors.items()}, *rest)
+
+        monkeypatch.setattr(adapters, "save_file", save_other)
+        assert "does not hold the bits of version 1" in bench.look()["error"]
+        assert bench.vllm.loads == []
+        monkeypatch.undo()
+        assert bench.look()["version"] == 1
+
+
+def test_the_name_of_a_served_model_is_refused(memory_url: str) -> None:
+    settings = ReplicaSettings(channel=memory_url, adapter="model")
+    with pytest.raises(ConfigError, match="cannot be named model"):
+        AdapterDriver(VLLM(), settings, Metrics(CollectorRegistry()), VLLM())
+    with pytest.raises(ConfigError, match="adapter must be"):
+        ReplicaSettings(channel=memory_url, adapter="a b")
