@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync import errors
-    from deltasync.publisher import Publisher, Receipt
+    from deltasync.publisher import Publisher
+    from deltasync.receipt import Receipt
     from deltasync.replica import Replica
     from deltasync.stores import open_store
 
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Publisher": "deltasync.publisher",
-    "Receipt": "deltasync.publisher",
+    "Receipt": "deltasync.receipt",
     "Replica": "deltasync.replica",
     "open_store": "deltasync.stores",
 }

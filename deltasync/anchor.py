@@ -7,7 +7,7 @@ JSON of tensor name to the fingerprint of its bits, so that a reader can tell wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from deltasync import fingerprint, layout
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -30,7 +30,7 @@ def companion_files(directory: Path) -> dict[str, bytes]:
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory with a config and a tokenizer.")
     files = (path for path in sorted(directory.iterdir()) if path.is_file() and not path.name.startswith("."))
-    return {path.name: path.read_bytes() for path in files if path.suffix not in _WEIGHTS and path.name != _INDEX}
+    return {path.name: path.read_bytes() for path in files if path.suffix not in _WEIGHTS and path.name != INDEX}
 
 
 def weight_files(
@@ -43,25 +43,42 @@ def weight_files(
         fingerprints: Of each tensor.
         shard_bytes: Largest file, unless a single tensor is larger.
     """
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    files = shards(sizes, shard_bytes)
+    for file_name, names in files.items():
+        yield file_name, safetensors_save({name: tensors[name] for name in names}, metadata(fingerprints, names))
+    if len(files) > 1:
+        yield INDEX, index(sizes, files)
+
+
+def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+    """Names of the tensors of each weight file, in order.
+
+    Args:
+        sizes: Bytes of each tensor.
+        shard_bytes: See `weight_files`.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file_name = layout.anchor_shard(number, len(shards))
-        weight_map |= dict.fromkeys(names, file_name)
-        digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
-        metadata = {"format": "pt", "deltasync.fingerprints": json.dumps(digests, separators=(",", ":"))}
-        yield file_name, safetensors_save({name: tensors[name] for name in names}, metadata)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        yield _INDEX, json.dumps(index, indent=2).encode()
+        filled += size
+    return {layout.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
+
+
+def metadata(fingerprints: Mapping[str, int], names: Sequence[str]) -> dict[str, str]:
+    """The metadata of a weight file with these tensors."""
+    digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
+    return {"format": "pt", "deltasync.fingerprints": json.dumps(digests, separators=(",", ":"))}
+
+
+def index(sizes: Mapping[str, int], files: Mapping[str, Sequence[str]]) -> bytes:
+    """The index of several weight files."""
+    weight_map = {name: file_name for file_name, names in files.items() for name in names}
+    return json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2).encode()
 
 
 def fingerprints(data: bytes) -> dict[str, int]:

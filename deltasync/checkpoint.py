@@ -22,7 +22,7 @@ from deltasync.bits import bits_of, cast
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
 from deltasync.manifest import Reference
-from deltasync.types import Patch, TensorSpec
+from deltasync.types import Patch, TensorSpec, index_dtype
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -63,6 +63,25 @@ class Checkpoint:
             with _opened(file) as tensors:
                 for name in held:
                     yield name, bits_of(self._served(tensors.get_tensor(source[name]), specs[name]))
+
+    def alike(self, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
+        """For each tensor that the checkpoint lacks, those it has that are the same in the model.
+
+        Args:
+            specs: The model's.
+            bits: The model's, or the same ranges of all.
+        """
+        return {
+            name: [
+                other
+                for other in specs
+                if other in self.files
+                and (specs[other].dtype, specs[other].shape) == (spec.dtype, spec.shape)
+                and np.array_equal(bits[other], bits[name])
+            ]
+            for name, spec in specs.items()
+            if name not in self.files
+        }
 
     def _served(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         served = cast(tensor, spec.dtype) if spec.dtype in _FLOATS else tensor
@@ -121,33 +140,32 @@ def small_files(reference: Reference) -> Path:
 
 
 def compare(
-    checkpoint: Checkpoint, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]
-) -> tuple[Reference, dict[str, Patch]]:
-    """What it takes to refer to a checkpoint in the place of a model, and what leads from it to the model's bits.
+    checkpoint: Checkpoint,
+    specs: Mapping[str, TensorSpec],
+    ranges: Mapping[str, tuple[int, int]],
+    bits: Mapping[str, np.ndarray],
+) -> tuple[dict[str, int], dict[str, Patch]]:
+    """What ranges of a checkpoint add to its fingerprints, and what leads from them to a model's bits.
 
     Args:
         checkpoint: Of that model, or one like it.
         specs: The model's.
-        bits: The model's, flat and unsigned.
+        ranges: Which elements of each tensor.
+        bits: The model's there, flat and unsigned.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
     """
-    tied = {}
-    for name in (name for name in specs if name not in checkpoint.files):
-        for other, spec in specs.items():
-            alike = (spec.dtype, spec.shape) == (specs[name].dtype, specs[name].shape)
-            if other in checkpoint.files and alike and np.array_equal(bits[other], bits[name]):
-                tied[name] = other
-                break
-    reference = dataclasses.replace(checkpoint.reference, tied=tied)
-    digests, changes = {}, {}
-    for name, bits_N in Checkpoint(reference, checkpoint.files).read(specs):
-        digests[name] = fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_N))
-        index_K, step_K = cpu.diff(bits_N, bits[name])
-        if index_K.size:
-            changes[name] = Patch(name, index_K, step_K, absolute=False)
-    return dataclasses.replace(reference, fingerprints=digests), changes
+    parts, changes = {}, {}
+    for name, bits_N in checkpoint.read(specs):
+        start, stop = ranges[name]
+        held = bits_N[start:stop]
+        parts[name] = cpu.fingerprint_runs(fingerprint.tensor_key(name), np.array([start]), held[None, :])
+        at_K, step_K = cpu.diff(held, bits[name])
+        if at_K.size:
+            index_K = at_K.astype(index_dtype(bits_N.size), copy=False)
+            changes[name] = Patch(name, index_K + index_K.dtype.type(start), step_K, absolute=False)
+    return parts, changes
 
 
 def _directory(reference: Reference, patterns: Sequence[str]) -> Path:

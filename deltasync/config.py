@@ -81,6 +81,7 @@ class PublisherSettings(_Settings):
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
+        peer_timeout_s: How long the ranks of a sharded trainer wait for one that is behind, or dead.
     """
 
     codec: str = "packed"
@@ -89,6 +90,7 @@ class PublisherSettings(_Settings):
     shard_bytes: int = 1 << 30
     retries: int = 6
     retry_delay_s: float = 0.25
+    peer_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}.")
@@ -97,6 +99,7 @@ class PublisherSettings(_Settings):
         _require(self.shard_bytes >= 1, "shard_bytes must be at least 1.")
         _require(self.retries >= 0, "retries must not be negative.")
         _require(self.retry_delay_s >= 0, "retry_delay_s must not be negative.")
+        _require(self.peer_timeout_s > 0, "peer_timeout_s must be positive.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -344,6 +345,7 @@ class ChannelReader:
             files = self._fetch_all(delta.files)
         else:
             delta, files = fetched
+        parts = _Parts()
         for file, data in files:
             payload = codec.open_payload(data)
             names = (payload.codec, payload.version, payload.base_version)
@@ -351,6 +353,7 @@ class ChannelReader:
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
             fingerprints = payload.fingerprints
             for patch in codec.get(payload.codec).decode(payload, self.specs, old, wanted):
+                parts.check(patch, fingerprints[patch.name], file.key)
                 yield patch, fingerprints[patch.name]
 
     def _anchor_patches(self, version: Manifest) -> Iterator[tuple[Patch, int]]:
@@ -414,6 +417,21 @@ class ChannelReader:
             raise RunMismatchError(
                 f"{key} belongs to run {found}, this channel to run {expected}. Follow a channel of its own."
             )
+
+
+class _Parts:
+    """The payloads of one step: those that patch the same tensor patch different ranges of it, to the same fingerprint."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+
+    def check(self, patch: Patch, expected: int, key: str) -> None:
+        index_K = patch.index_K
+        first, last = (0, sys.maxsize) if index_K is None else (int(index_K[0]), int(index_K[-1]))
+        known, ranges = self._known.setdefault(patch.name, (expected, []))
+        if known != expected or any(first <= end and start <= last for start, end in ranges):
+            raise CorruptDataError(f"{key} contradicts another file of its version about {patch.name}.")
+        ranges.append((first, last))
 
 
 def _not_the_named(key: str, where: str) -> CorruptDataError:

@@ -10,17 +10,15 @@ Crash points of `Uploader._store`, for one version v:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import math
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 from deltasync import layout, manifest
-from deltasync.config import PublisherSettings
 from deltasync.errors import (
     CorruptDataError,
     DeltaSyncError,
@@ -30,19 +28,15 @@ from deltasync.errors import (
     PublishError,
     PublishLostError,
     PublishStateUnknownError,
-    TransientStoreError,
 )
-from deltasync.manifest import Channel, FileRef, Head, Link, Manifest
-from deltasync.stores.base import Store
+from deltasync.manifest import Channel, Head, Link, Manifest
+from deltasync.peers import Signals
 from deltasync.types import Patch
+from deltasync.writer import Contents, Writer
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_DELAY_S = 30.0
-_LOOKS = 3
 _STALL_S = 5.0  # since head was known to be our own; after that, another publisher may have gone on, and forgotten versions
-
-_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,24 +75,34 @@ class Job:
     """One version on its way to the store.
 
     Attributes:
+        serial: Number of the publish that made it, the same on all ranks.
         base: The tip it builds on.
+        tip: The one that it leads to.
         patches: Steps against the base, kept so that a later publish can be folded in while the job waits.
         channel: Stored first if it is not there yet; None if it is known to be.
         manifest: Complete but for the file lists of `delta` and `anchor`.
-        delta_files, anchor_files: (file name, bytes).
+        delta_files: (file name, bytes) of this rank's part.
+        anchor_files: (file name, contents), at the first rank.
         fold: To be stored once head names the version; nothing waits for it.
         opening: A version to store first: the reference that this one builds on.
         uploaded: Resolved when head names the version, or with what went wrong.
+        payload_bytes, anchor_bytes: As in `Receipt`.
+        spool: Where the files of the anchor lie; emptied once they are not needed any more.
         manifest_attempted: Whether the manifest may be in the store.
     """
 
+    serial: int
     base: Tip
+    tip: Tip
     patches: dict[str, Patch]
     channel: Channel | None
     manifest: Manifest
     delta_files: Sequence[tuple[str, bytes]]
-    anchor_files: Sequence[tuple[str, bytes]]
+    anchor_files: Sequence[tuple[str, Contents]]
+    payload_bytes: int
+    anchor_bytes: int
     uploaded: Future[None]
+    spool: tempfile.TemporaryDirectory[str] | None = None
     fold: EncodedFold | None = None
     opening: Job | None = None
     manifest_attempted: bool = False
@@ -110,25 +114,38 @@ class Job:
             return self.manifest.version
         return self.manifest.version - 1 if self.opening is None else self.opening.attempted_version
 
+    def drop_files(self) -> None:
+        """Delete what lies on the local disk for it."""
+        if self.spool is not None:
+            self.spool.cleanup()
+
 
 class Uploader:
-    """Uploads jobs one after the other. At most one job uploads and one waits."""
+    """Uploads jobs one after the other. At most one job uploads and one waits.
+
+    Args:
+        writer: The channel's.
+        head: The channel's when it was opened.
+        chain: What the next delta builds on; the last link is the newest manifest that is stored.
+        on_published: Called when a version is visible.
+        signals: To the other ranks.
+    """
 
     def __init__(
         self,
-        store: Store,
-        settings: PublisherSettings,
+        writer: Writer,
         head: Head | None,
         chain: Sequence[Link],
         on_published: Callable[[Job], None],
+        signals: Signals,
     ) -> None:
         self._on_published = on_published
-        # What the next delta builds on: the last link is the newest manifest that is stored.
         self._chain = list(chain)
         self._head = head
         self._head_known_s = -math.inf
-        self._objects = store
-        self._settings = settings
+        self._writer = writer
+        self._objects = writer.store
+        self._signals = signals
         self._lock = threading.Lock()
         self._waiting: Job | None = None
         self._lost: tuple[Job, PublishError] | None = None
@@ -171,7 +188,7 @@ class Uploader:
         with self._lock:
             lost = self._lost
         if lost is not None:
-            job.uploaded.set_exception(_builds_on_lost(job, lost[1]))
+            self._end(job, _builds_on_lost(job, lost[1]))
             return
         started = time.perf_counter()
         try:
@@ -185,7 +202,7 @@ class Uploader:
             self._give_up(job, lost_error)
         else:
             logger.info("published version=%d upload_s=%.3f", job.manifest.version, time.perf_counter() - started)
-            job.uploaded.set_result(None)
+            self._end(job, None)
             self._on_published(job)
 
     def _give_up(self, job: Job, error: PublishError) -> None:
@@ -194,9 +211,14 @@ class Uploader:
             self._lost = (job, error)
             # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
             waiting, self._waiting = self._waiting, None
-        job.uploaded.set_exception(error)
+        self._end(job, error)
         if waiting is not None:
-            waiting.uploaded.set_exception(_builds_on_lost(waiting, error))
+            self._end(waiting, _builds_on_lost(waiting, error))
+
+    def _end(self, job: Job, error: PublishError | None) -> None:
+        job.drop_files()
+        self._signals.end(job.serial, error)
+        settle(job, error)
 
     def _store(self, job: Job) -> None:
         """Payload, manifest, head.
@@ -212,25 +234,28 @@ class Uploader:
         if job.channel is not None:
             channel = manifest.encode(job.channel)
             self._create_or_conflict(layout.CHANNEL, channel, "created this channel")
+        if job.manifest.reference is None:
+            self._signals.begin(job.serial)
         delta, anchor = job.manifest.delta, job.manifest.anchor
         if delta is not None:
-            _, files = self._put_files(layout.delta_dir, version, job.delta_files)
+            _, files = self._writer.put_files(layout.delta_dir, version, job.delta_files)
+            files += self._signals.collect(job.serial)
             delta = dataclasses.replace(delta, files=files, base_manifest_sha256=self._chain[-1].manifest_sha256)
         if anchor is not None and anchor.reference is None:
-            directory, files = self._put_files(layout.anchor_dir, version, job.anchor_files)
+            directory, files = self._writer.put_files(layout.anchor_dir, version, job.anchor_files)
             weights = [file for file in files if file.key.endswith(".safetensors")]
             anchor = dataclasses.replace(anchor, directory=directory, files=weights)
         chain = [] if delta is None else self._chain
         document = dataclasses.replace(job.manifest, delta=delta, anchor=anchor, chain=chain)
         data = manifest.encode(document)
         sha256 = manifest.sha256_hex(data)
-        self._retry(self._check_lease)
+        self._writer.retry(self._check_lease)
         job.manifest_attempted = True
         self._create_or_conflict(layout.manifest(version), data, f"wrote version {version}")
         self._chain = document.chain_onward(sha256)
         head = Head(format=manifest.FORMAT, run_id=job.manifest.run_id, version=version, manifest_sha256=sha256)
         try:
-            self._retry(lambda: self._move_head(head))
+            self._writer.retry(lambda: self._move_head(head))
         except HeadConflictError:
             raise
         except DeltaSyncError as error:
@@ -287,61 +312,20 @@ class Uploader:
 
     def _create_or_conflict(self, key: str, data: bytes, what: str) -> None:
         try:
-            self._retry(lambda: self._create(key, data))
+            self._writer.create(key, data)
         except ObjectExistsError:
             raise HeadConflictError(
                 f"Another publisher {what} ({self._objects.url}); ours is not visible. Stop one of the two."
             ) from None
 
-    def _put_files(
-        self, folder: Callable[[int, int], str], version: int, files: Sequence[tuple[str, bytes]]
-    ) -> tuple[str, list[FileRef]]:
-        """Create the files of one version in a folder that no other attempt has used.
-
-        A dead or racing publisher may have left other files under the same names; objects are never overwritten, so the
-        next attempt takes the next folder, and the manifest decides which one counts.
-        """
-        for attempt in itertools.count():
-            directory = folder(version, attempt)
-            refs = []
-            try:
-                for name, data in files:
-                    key = f"{directory}/{name}"
-                    self._retry(lambda key=key, data=data: self._create(key, data))  # type: ignore[misc]
-                    refs.append(FileRef(key=key, bytes=len(data), sha256=manifest.sha256_hex(data)))
-            except ObjectExistsError:
-                continue
-            return directory, refs
-        raise AssertionError("unreachable")
-
-    def _create(self, key: str, data: bytes) -> None:
-        """Create-only put that recognises its own earlier success, whose reply may have been lost."""
-        try:
-            self._objects.create(key, data)
-        except ObjectExistsError:
-            # Asked more than once before it is taken for another publisher's: an answer may be damaged on the way.
-            for _ in range(_LOOKS):
-                try:
-                    if self._objects.read(key) == data:
-                        return
-                except ObjectMissingError as error:
-                    raise TransientStoreError(f"{key} is there, and is not: {error}") from error
-            raise
-
-    def _retry(self, action: Callable[[], _Result]) -> _Result:
-        """Run `action`, again after transient store errors."""
-        delay_s = self._settings.retry_delay_s
-        for left in range(self._settings.retries, -1, -1):
-            try:
-                return action()
-            except TransientStoreError as error:
-                if left == 0:
-                    raise
-                logger.warning("%s Trying again in %.2f s (%d left).", error, delay_s, left)
-                time.sleep(delay_s)
-                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-        raise AssertionError("unreachable")
-
 
 def _builds_on_lost(job: Job, error: PublishError) -> PublishLostError:
     return PublishLostError(f"Version {job.manifest.version} builds on a lost one. {error}")
+
+
+def settle(job: Job, error: PublishError | None) -> None:
+    """Tell the job's receipts how it ended."""
+    if error is None:
+        job.uploaded.set_result(None)
+    else:
+        job.uploaded.set_exception(error)

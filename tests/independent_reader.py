@@ -190,7 +190,7 @@ class Channel:
     # 8: delta payloads
 
     def apply(self, model: Model, manifest: dict[str, Any]) -> Model:
-        model, delta, changed = dict(model), manifest["delta"], 0
+        before, model, delta, changed, after, spans = model, dict(model), manifest["delta"], 0, {}, {}
         for row in delta["files"]:
             metadata, entries = self.file(row)
             check(metadata["format"] == FORMAT and metadata["codec"] == delta["codec"], "payload format or codec")
@@ -199,12 +199,19 @@ class Channel:
             patches = json.loads(metadata["patches"])
             check(delta["codec"] in ("raw", "packed", "context"), delta["codec"])
             decode = self.raw if delta["codec"] == "raw" else self.blocks
-            for name, bits in decode(model, metadata, patches, entries).items():
-                dtype, shape, old = model[name]
-                check(int((bits != old).sum()) == patches[name]["changed"] > 0, name, "changed")
-                check(f"{fingerprint(name, bits):016x}" == patches[name]["fingerprint"], "fingerprint of", name)
-                model[name] = dtype, shape, bits
+            # Each file says what differs from the base; several may say it of different elements of one tensor.
+            for name, bits in decode(before, metadata, patches, entries).items():
+                dtype, shape, old = before[name]
+                here = bits != old
+                check(int(here.sum()) == patches[name]["changed"] > 0, name, "changed")
+                check(after.setdefault(name, patches[name]["fingerprint"]) == patches[name]["fingerprint"], name)
+                span = int(here.argmax()), len(here) - int(here[::-1].argmax())
+                check(all(span[1] <= start or stop <= span[0] for start, stop in spans.setdefault(name, [])), name, "parts")
+                spans[name].append(span)
+                model[name] = dtype, shape, np.where(here, bits, model[name][2])
                 changed += patches[name]["changed"]
+        for name, expected in after.items():
+            check(f"{fingerprint(name, model[name][2]):016x}" == expected, "fingerprint of", name)
         check(changed == delta["changed"], "changed")
         return model
 
@@ -240,7 +247,10 @@ class Channel:
                 continue
             dtype, _, old = model[name]
             new, left = old.copy(), patches[name]["changed"]
-            for first in range(0, len(old), block_elements):
+            count = -(-len(old) // block_elements)
+            start, stop = patches[name].get("blocks", [0, count])
+            check(0 <= start <= stop <= count, name, "blocks")
+            for first in range(start * block_elements, min(stop * block_elements, len(old)), block_elements):
                 block = old[first : first + block_elements].tolist()
                 check(bool(rows), "too few blocks")
                 changed, used, *level = rows.pop(0)

@@ -36,15 +36,18 @@ Wanted = Callable[[str], np.ndarray | None]
 class DeltaEncoder(Protocol):
     """Collects the patches of one delta."""
 
-    def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
-        """Take one changed tensor; the arrays must not change before `finish`.
+    def add(
+        self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
+    ) -> None:
+        """Take one changed tensor, or what changed in a range of it; the arrays must not change before `finish`.
 
         Args:
             spec: The tensor.
-            index_K: Flat, ascending, not empty.
+            index_K: Flat indices into the whole tensor, ascending, not empty.
             step_K: New minus old bit patterns, modulo 2**width.
-            new_N: New bit patterns of the whole tensor.
-            fingerprint: Of the tensor after the delta, 16 hex digits.
+            new: New bit patterns of the range. `context` needs the whole tensor.
+            fingerprint: Of the whole tensor after the delta, 16 hex digits.
+            start: Where the range begins.
         """
         ...
 

@@ -2,7 +2,8 @@
 
     .words   int32[W]      the streams of all blocks: of all tensors in table order, of each tensor's blocks in their order;
                            bit patterns of unsigned words (`kernels.coder_reference` describes a stream)
-    .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors
+    .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors;
+                           of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included
     .tables  uint8[T]      the tables of all groups, one after the other, without gaps
 
 A block is `block_elements` (metadata) elements of a tensor, its last one what is left; one without changes has no words.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -41,8 +42,9 @@ class Change:
     spec: TensorSpec
     index_K: np.ndarray
     step_K: np.ndarray
-    new_N: np.ndarray
+    new: np.ndarray
     fingerprint: str
+    first_block: int
     blocks: Blocks
 
 
@@ -95,10 +97,13 @@ class BlockEncoder:
         self._model = model
         self._changes: list[Change] = []
 
-    def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
+    def add(
+        self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
+    ) -> None:
         """See `DeltaEncoder.add`."""
-        blocks = Blocks.around(spec.element_count, BLOCK, index_K)
-        self._changes.append(Change(spec, index_K, step_K, new_N, fingerprint, blocks))
+        first, last = start // BLOCK, -(-(start + new.size) // BLOCK)
+        blocks = Blocks.around(spec.element_count, BLOCK, index_K, first, last)
+        self._changes.append(Change(spec, index_K, step_K, new, fingerprint, first, blocks))
 
     def finish(self, version: int, base_version: int) -> bytes:
         """See `DeltaEncoder.finish`."""
@@ -109,11 +114,14 @@ class BlockEncoder:
         for change, group in zip(self._changes, group_of, strict=True):
             row = table.rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
             coded, row_BF = models[group].encode(change)
-            if coded.nbytes + row_BF.nbytes >= change.new_N.nbytes:
+            whole = change.new.size == change.spec.element_count
+            if whole and coded.nbytes + row_BF.nbytes >= change.new.nbytes:
                 row["dense"] = True
-                table.arrays[change.spec.name] = tensor_of(change.new_N.copy(), change.spec)
+                table.arrays[change.spec.name] = tensor_of(change.new.copy(), change.spec)
                 continue
             row["group"] = used.setdefault(group, len(used))
+            if not whole:
+                row["blocks"] = [change.first_block, change.first_block + len(row_BF)]
             words.append(coded)
             blocks.append(row_BF)
         tables = b"".join(models[group].to_bytes() for group in used)
@@ -148,7 +156,7 @@ def decode(
             yield Patch(name, None, take(payload, name, spec.dtype, spec.element_count), absolute=True)
         else:
             ranges = None if wanted is None else wanted(name)
-            patch = streams.next_patch(spec, row["changed"], row.get("group"), old, ranges)
+            patch = streams.next_patch(spec, row, old, ranges)
             if patch.data.size:
                 yield patch
     streams.check_exhausted()
@@ -180,17 +188,16 @@ class _Streams:
         self._tables = cursor.data
         self._group: tuple[int, Model] | None = None
 
-    def next_patch(
-        self, spec: TensorSpec, changed: int, group: object, old: OldBits | None, ranges: np.ndarray | None
-    ) -> Patch:
-        first, self._next = self._next, self._next - (-spec.element_count // self._block_elements)
+    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], old: OldBits | None, ranges: np.ndarray | None) -> Patch:
+        changed, (first_block, last_block) = row["changed"], self._span(spec, row)
+        first, self._next = self._next, self._next + last_block - first_block
         row_BF = self._row_BF[first : self._next]
         if self._next > len(self._row_BF):
             raise CorruptDataError(f"Payload ends within {spec.name!r}.")
         bound_B = np.concatenate(([0], np.cumsum(row_BF[:, 0], dtype=np.int64)))
         if bound_B[-1] != changed:
             raise CorruptDataError(f"Payload changes {bound_B[-1]} elements of {spec.name!r}, its table says {changed}.")
-        blocks = Blocks.of(spec.element_count, self._block_elements, bound_B)
+        blocks = Blocks.of(spec.element_count, self._block_elements, bound_B, first_block)
         if (row_BF[:, 0] > blocks.end_B - blocks.base_B).any():
             raise CorruptDataError(f"Payload changes more elements of {spec.name!r} than a block has.")
         words, word_B = self._words, self._word_B[first : self._next + 1]
@@ -200,10 +207,18 @@ class _Streams:
             row_BF = row_BF[at]
             word_B, bound_B = (np.concatenate(([0], np.cumsum(row_BF[:, f], dtype=np.int64))) for f in (1, 0))
             blocks = Blocks(blocks.base_B[at], blocks.end_B[at], bound_B)
-        found = self._tables_of(group).decode(spec, blocks, row_BF, words, word_B, old)
+        found = self._tables_of(row.get("group")).decode(spec, blocks, row_BF, words, word_B, old)
         if found is None:
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
         return Patch(spec.name, *found, absolute=False)
+
+    def _span(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
+        """Which blocks of the tensor there are: the first one, and the one behind the last."""
+        count = -(-spec.element_count // self._block_elements)
+        match row.get("blocks", [0, count]):
+            case [int(first), int(last)] if 0 <= first <= last <= count:
+                return first, last
+        raise CorruptDataError(f"Payload has blocks {row['blocks']!r} of {spec.name!r}, which has {count}.")
 
     def check_exhausted(self) -> None:
         if self._next != len(self._row_BF):

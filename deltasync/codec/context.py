@@ -62,8 +62,8 @@ def classes_of(spec: TensorSpec) -> Classes:
 
 def _class_counts(change: Change) -> np.ndarray:
     """About how many elements each class has in each block, float64[B, C]; of the new values, which hardly differ."""
-    period = _SAMPLE_RUN * max(1, min(change.new_N.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
-    count_BC = coder.count_classes(change.blocks, change.new_N, classes_of(change.spec), _SAMPLE_RUN, period)
+    period = _SAMPLE_RUN * max(1, min(change.new.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
+    count_BC = coder.count_classes(change.blocks, change.new, classes_of(change.spec), _SAMPLE_RUN, period)
     size_B = change.blocks.end_B - change.blocks.base_B
     return count_BC * (size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
 
@@ -94,7 +94,7 @@ class ContextModel:
         seen = {}
         for change in changes:
             classes = classes_of(change.spec)
-            class_K, steps = coder.count_context(change.new_N, change.index_K, change.step_K, classes)
+            class_K, steps = coder.count_context(change.new, change.index_K, change.step_K, classes)
             count_BC = _class_counts(change)
             seen[change.spec.name] = class_K, count_BC
             total_C[: classes.count] += count_BC.sum(axis=0)
@@ -145,7 +145,7 @@ class ContextModel:
         level_B = np.where(changed_B > 0, level_B, 0).clip(-LEVELS, LEVELS).astype(np.int32)
         words, count_B = coder.encode_context(
             change.blocks,
-            change.new_N,
+            change.new,
             change.index_K,
             change.step_K,
             class_K,

@@ -41,7 +41,7 @@ class PackedModel:
     @classmethod
     def group(cls, change: Change) -> Hashable:
         """Width and density to the next power of two."""
-        return change.step_K.itemsize, round(math.log2(change.new_N.size / change.index_K.size))
+        return change.step_K.itemsize, round(math.log2(change.new.size / change.index_K.size))
 
     @classmethod
     def fit(cls, changes: Sequence[Change]) -> PackedModel:

@@ -27,11 +27,13 @@ class RawEncoder:
         self._element_count = 0
         self._changed = 0
 
-    def add(self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new_N: np.ndarray, fingerprint: str) -> None:
+    def add(
+        self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
+    ) -> None:
         """See `DeltaEncoder.add`."""
         values = TensorSpec(spec.name, spec.dtype, (index_K.size,))
         self._table.arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(index_dtype(spec.element_count)))
-        self._table.arrays[f"{spec.name}.values"] = tensor_of(new_N[index_K], values)
+        self._table.arrays[f"{spec.name}.values"] = tensor_of(new[index_K - start], values)
         self._table.rows[spec.name] = {"changed": index_K.size, "fingerprint": fingerprint}
         self._element_count += spec.element_count
         self._changed += index_K.size

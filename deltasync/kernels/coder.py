@@ -431,16 +431,19 @@ class Blocks:
     bound_B: np.ndarray
 
     @classmethod
-    def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray) -> Blocks:
-        """The blocks of a tensor whose changes are counted by `bound_B`."""
-        base_B = np.arange(0, element_count, block_elements, dtype=np.int64)
+    def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray, first: int = 0) -> Blocks:
+        """The blocks of a tensor, from a first one on, whose changes are counted by `bound_B`."""
+        base_B = np.arange(first, first + bound_B.size - 1, dtype=np.int64) * block_elements
         return cls(base_B, np.minimum(base_B + block_elements, element_count), bound_B)
 
     @classmethod
-    def around(cls, element_count: int, block_elements: int, index_K: np.ndarray) -> Blocks:
-        """The blocks of a tensor that changes at these indices."""
-        edges = np.arange(0, element_count + block_elements, block_elements, dtype=np.int64)
-        edges[-1] = element_count
+    def around(
+        cls, element_count: int, block_elements: int, index_K: np.ndarray, first: int = 0, last: int | None = None
+    ) -> Blocks:
+        """The blocks of a tensor that changes at these indices, or of them those from `first` to the one before `last`."""
+        last = -(-element_count // block_elements) if last is None else last
+        edges = np.arange(first, last + 1, dtype=np.int64) * block_elements
+        edges[-1] = min(edges[-1], element_count)
         return cls(edges[:-1], edges[1:], np.searchsorted(index_K, edges).astype(np.int64))
 
 

@@ -129,7 +129,8 @@ def publish(folder: Path, codec: str, published: list[Weights], initial: str | N
     shutil.rmtree(folder, ignore_errors=True)
     with (
         mock.patch("deltasync.publisher.uuid.uuid4", return_value=UUID(int=1)),
-        mock.patch("deltasync.publisher._now", return_value="2026-01-01T00:00:00.000+00:00"),
+        mock.patch("deltasync.publisher.now", return_value="2026-01-01T00:00:00.000+00:00"),
+        mock.patch("deltasync.jobs.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.housekeeping.folds.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
         mock.patch("deltasync.codec.base.safetensors_save", save),

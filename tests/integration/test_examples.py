@@ -40,3 +40,13 @@ def test_trainer(tmp_path: Path) -> None:
     assert replica.sync() > first.version
     saved = load_file(tmp_path / "trainer-out" / "checkpoint-6" / "model.safetensors")
     assert_same_bits(replica.state_dict(), {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()})
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    url = f"file://{tmp_path}/channel"
+    told = run_example("fsdp2.py", "--model", "model", "--channel", url, "--steps", "3", cwd=tmp_path, processes=2)
+    assert [line.split(":")[0] for line in told.splitlines()] == ["version 2", "version 3", "version 4"]
+    replica = Replica(url)
+    assert replica.sync() == 4
+    assert (tmp_path / "channel/anchors/0000000001/config.json").is_file()

@@ -47,7 +47,7 @@ def test_folds_are_written_and_give_the_published_bits(store: FaultyStore, codec
     assert replica.sync() == 14
     assert_same_bits(replica.state_dict(), states[-1])
     fetched = [key.split("/")[0] for operation, key in store.calls if operation == "read" and "part-" in key]
-    assert fetched == ["folds", "folds", "folds", "deltas"]
+    assert sorted(fetched) == ["deltas", "folds", "folds", "folds"]  # by several threads, in any order
 
 
 def test_a_fold_goes_on_after_a_restart(store: FaultyStore) -> None:

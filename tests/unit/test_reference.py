@@ -209,7 +209,7 @@ def test_a_store_that_is_away_at_the_start_costs_no_anchor(memory_url: str, base
 def test_a_failed_first_publish_leaves_nothing_behind(memory_url: str, base: Path) -> None:
     with Publisher(memory_url, initial=base) as publisher:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(publisher, "_encode", lambda *_: 1 / 0)
+            patch.setattr(publisher._jobs, "_encode", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 publisher.publish(trained(weights(), 1).items())
         assert publisher.publish(weights().items()).wait(60).version == 1
@@ -230,7 +230,7 @@ def test_a_channel_by_reference_is_resumed(channel_url: str, base: Path) -> None
 
 def test_anchors_after_a_reference(memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By number only if that was asked for, by bytes always."""
-    monkeypatch.setattr("deltasync.publisher._ANCHOR_EVERY", 2)
+    monkeypatch.setattr("deltasync.jobs._ANCHOR_EVERY", 2)
 
     def kinds(url: str, count: int, state: Weights, **settings: int) -> list[str]:
         found = []

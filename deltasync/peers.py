@@ -1,0 +1,291 @@
+"""The ranks of one sharded trainer: what they agree on within `publish`, and how they hear of uploads between.
+
+`publish` runs on all ranks at the same time and may use collectives; they carry a few kilobytes, never weights, except
+for an anchor, which the first rank collects tensor by tensor. Uploads run in threads, where collectives would meet those of
+the trainer; there the ranks write to the key-value store of torch.distributed instead (`Signals`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from deltasync import errors
+from deltasync.errors import DeltaSyncError, PublishError, StoreError
+from deltasync.fingerprint import MASK
+from deltasync.manifest import FileRef
+
+logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+Range = tuple[int, int]
+"""Elements of a flat checkpoint tensor that a rank holds: the first one, and the one behind the last."""
+
+
+class Peers:
+    """All ranks that publish together. Methods are called on all of them, in the same order.
+
+    This one is alone; see `Group` for more.
+
+    Attributes:
+        rank: Of this process. The first, 0, writes manifests and head.
+        size: How many there are.
+        signals: Between their uploads.
+        moved_bytes: What this rank has put into messages to others, weights for anchors aside.
+    """
+
+    rank = 0
+    size = 1
+    moved_bytes = 0
+
+    def __init__(self) -> None:
+        self.signals = Signals(None, 0, 1, 0.0)
+
+    def sum(self, values: Sequence[int]) -> list[int]:
+        """Sums over all ranks, modulo 2**64.
+
+        Raises:
+            PublishError: a rank did not answer in time.
+        """
+        return [value & MASK for value in values]
+
+    def share(self, value: _Value) -> list[_Value]:
+        """What each rank gave, by rank.
+
+        Raises:
+            PublishError: as `sum`.
+        """
+        return [value]
+
+    def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
+        """Sums of numbers over all ranks, unless one failed: then all do.
+
+        Raises:
+            BaseException: `error`.
+            DeltaSyncError: that of another rank.
+        """
+        failed, *sums = self.sum([error is not None, *numbers])
+        if failed:
+            told = self.share(None if error is None else _described(error))
+            if error is not None:
+                raise error
+            rank, (kind, message) = next((rank, described) for rank, described in enumerate(told) if described is not None)
+            raise error_of((kind, f"Rank {rank} failed, so nothing was published: {message}"))
+        return sums
+
+    def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
+        """One tensor's bit patterns, flat, at the first rank; nothing useful at the others.
+
+        Args:
+            held: What this rank holds of it.
+            ranges: What each rank holds; together all of it.
+
+        Raises:
+            PublishError: as `sum`.
+        """
+        return held
+
+
+class Group(Peers):
+    """The ranks of a process group, of any backend: a group of its own, of gloo, is made for their messages.
+
+    Args:
+        group: All of its ranks make one of these.
+        timeout_s: How long to wait for a rank that is behind, or dead.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=datetime.timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="deltasync",
+        )
+        self.rank, self.size = self._group.rank(), self._group.size()
+        self._lost: str | None = None
+        # A connection of its own: waiting on one that others use would hold them up.
+        store = PrefixStore("deltasync", self._group.get_group_store().clone())
+        self.signals = Signals(store, self.rank, self.size, timeout_s)
+
+    def sum(self, values: Sequence[int]) -> list[int]:
+        """See `Peers.sum`."""
+        vector = torch.from_numpy(np.array([value & MASK for value in values], np.uint64).view(np.int64))
+        self.moved_bytes += vector.nbytes
+        self._together(lambda: dist.all_reduce(vector, group=self._group))
+        summed: list[int] = vector.numpy().view(np.uint64).tolist()
+        return summed
+
+    def share(self, value: _Value) -> list[_Value]:
+        """See `Peers.share`."""
+        found: list[Any] = [None] * self.size
+        self.moved_bytes += len(pickle.dumps(value))
+        self._together(lambda: dist.all_gather_object(found, value, group=self._group))
+        return found
+
+    def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
+        """See `Peers.collect`."""
+        if self.rank:
+            if held.size:
+                self._together(lambda: dist.send(_bytes_of(held), group_dst=0, group=self._group))
+            return held
+        whole_N = np.empty(sum(stop - start for start, stop in ranges), held.dtype)
+        for rank, (start, stop) in enumerate(ranges):
+            if rank == 0:
+                whole_N[start:stop] = held
+            elif stop > start:
+                part = _bytes_of(whole_N[start:stop])
+                self._together(lambda part=part, rank=rank: dist.recv(part, group_src=rank, group=self._group))  # type: ignore[misc]
+        return whole_N
+
+    def _together(self, action: Callable[[], object]) -> None:
+        if self._lost is not None:
+            raise PublishError(self._lost)
+        try:
+            action()
+        except (RuntimeError, ValueError) as error:  # gloo's; what was under way on other ranks cannot be known any more
+            self._lost = f"Rank {self.rank} lost the other ranks, and can publish no more: {error}"
+            raise PublishError(self._lost) from error
+
+
+class Signals:
+    """What the uploads of the ranks tell each other.
+
+    The first rank writes a log: a job has begun, a job has ended. The others follow it: they upload their part of a job when
+    it has begun, and answer with its files; so a job that still waits can be replaced on all ranks at once.
+
+    Args:
+        store: Key-value store that all ranks share, on a connection that nobody else uses; None for one that is alone.
+        rank: Of this process.
+        size: Of all.
+        timeout_s: How long to wait for an answer, or for the next line of the log.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._store = store
+        self._others = range(1, size)
+        self._line = 0
+        self._ended: int | None = None
+        self._spent: list[str] = []
+
+    def begin(self, serial: int) -> None:
+        """First rank: a job's upload begins."""
+        self._say({"begin": serial})
+
+    def collect(self, serial: int) -> list[FileRef]:
+        """First rank: the files that the other ranks stored for a job.
+
+        Raises:
+            StoreError: a rank could not store its part, or did not answer in time.
+        """
+        files = []
+        for rank in self._others:
+            try:
+                answer = json.loads(self._wait(f"part/{serial}/{rank}"))
+            except RuntimeError as error:  # DistError, and of a FileStore just this
+                raise StoreError(f"Rank {rank} did not store its part within {self.timeout_s:g} s: {error}") from error
+            if "error" in answer:
+                raise StoreError(f"Rank {rank} could not store its part: {answer['error']}")
+            files += msgspec.convert(answer["files"], list[FileRef])
+        self._tidy(serial)
+        return files
+
+    def end(self, serial: int, error: PublishError | None) -> None:
+        """First rank: a job has ended. Never raises; the other ranks give up waiting in the end."""
+        try:
+            self._say({"end": serial, "error": None if error is None else _described(error)})
+            self._ended = serial
+        except RuntimeError:
+            logger.exception("The other ranks could not be told how an upload ended.")
+
+    def wait_until_seen(self) -> None:
+        """First rank: wait until the others have read the log, since the store may end with this process."""
+        if self._ended is None:
+            return
+        try:
+            for rank in self._others:
+                self._wait(f"seen/{self._ended}/{rank}")
+        except RuntimeError as error:
+            logger.warning("Not all ranks say that they know how their uploads ended: %s", error)
+
+    def next_line(self) -> dict[str, Any]:
+        """Other ranks: the next line of the log: `begin` or `end` with a job's serial, and for the end its `error`.
+
+        Raises:
+            torch.distributed.DistNetworkError: the store is gone.
+            RuntimeError: nothing was said in time.
+        """
+        line: dict[str, Any] = json.loads(self._wait(f"log/{self._line}"))
+        self._line += 1
+        return line
+
+    def answer(self, serial: int, files: Sequence[FileRef], error: Exception | None) -> None:
+        """Other ranks: this rank's part of a job is stored, or not."""
+        told = {"files": msgspec.to_builtins(files)} if error is None else {"error": str(error)}
+        self._set(f"part/{serial}/{self.rank}", told)
+
+    def seen(self, serial: int) -> None:
+        """Other ranks: it is known here how a job ended."""
+        self._set(f"seen/{serial}/{self.rank}", True)
+
+    def _say(self, line: dict[str, Any]) -> None:
+        if self._others:
+            self._set(f"log/{self._line}", line)
+            self._spent.append(f"log/{self._line}")
+            self._line += 1
+
+    def _tidy(self, serial: int) -> None:
+        """All ranks have answered for this job: what was said before is of no use any more."""
+        assert self._store is not None or not self._others
+        answers = [f"part/{serial}/{rank}" for rank in self._others]
+        for key in self._spent + answers:
+            self._store.delete_key(key)  # type: ignore[union-attr]
+        self._spent = [f"seen/{serial}/{rank}" for rank in self._others]
+
+    def _set(self, key: str, value: object) -> None:
+        assert self._store is not None
+        self._store.set(key, json.dumps(value))
+
+    def _wait(self, key: str) -> bytes:
+        assert self._store is not None
+        self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
+        data: bytes = self._store.get(key)
+        return data
+
+
+def error_of(description: tuple[str, str]) -> DeltaSyncError:
+    """The error that another rank described."""
+    kind, message = description
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, DeltaSyncError):
+        return found(message)
+    return PublishError(f"{kind}: {message}")
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _bytes_of(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.uint8))
+
+
+def attempt(action: Callable[[], _Value]) -> tuple[_Value | None, BaseException | None]:
+    """What it gives, or what it raises: for the other ranks to hear of it before this one leaves."""
+    try:
+        return action(), None
+    except BaseException as error:  # noqa: BLE001 - raised by `Peers.agree`
+        return None, error

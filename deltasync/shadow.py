@@ -1,0 +1,187 @@
+"""DETECT: the bits last handed to the uploader, and what differs from them now. A rank keeps the ranges that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deltasync import chain, fingerprint
+from deltasync.bits import bits_of, cast, dtype_name, spec_of, tensor_of
+from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.fold import fold
+from deltasync.kernels import cpu
+from deltasync.memory import LiveMemory, Segment
+from deltasync.peers import Range
+from deltasync.reader import ChannelReader
+from deltasync.sharded import TensorRange, range_of
+from deltasync.types import Patch, TensorSpec, check_specs, index_dtype
+
+Stream = Iterable[tuple[str, torch.Tensor | TensorRange]]
+
+
+class Shadow:
+    """Published bits of the ranges that this rank holds.
+
+    Attributes:
+        specs: Of the whole tensors.
+        ranges: What is held of each.
+        bits: Unsigned bit patterns of each range.
+        fingerprints: What each range adds to the fingerprint of its tensor.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
+        self.specs = dict(specs)
+        self.ranges = dict(ranges)
+        self.bits = dict(bits)
+        self.fingerprints = {
+            name: cpu.fingerprint_runs(fingerprint.tensor_key(name), np.array([ranges[name][0]]), held[None, :])
+            for name, held in self.bits.items()
+        }
+
+    @classmethod
+    def of(cls, stream: Stream, dtype: str, rank: int) -> Shadow:
+        """A copy of the first stream, in the served dtype.
+
+        Raises:
+            ModelMismatchError: it holds nothing, a tensor twice, or one that no channel carries.
+        """
+        specs: dict[str, TensorSpec] = {}
+        held: dict[str, np.ndarray] = {}
+        ranges: dict[str, Range] = {}
+        for name, part, bits in _served(stream, dtype, rank, specs):
+            held[name], ranges[name] = bits.copy(), (part.start, part.stop)
+        if not specs:
+            raise ModelMismatchError("The stream held no tensors; nothing was published.")
+        return cls(specs, ranges, held)
+
+    @classmethod
+    def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
+        """Over the memory of these whole tensors, on the host."""
+        specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+        ranges = {name: (0, spec.element_count) for name, spec in specs.items()}
+        return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()})
+
+    @classmethod
+    def read(cls, reader: ChannelReader, steps: Sequence[chain.Step], ranges: Mapping[str, Range]) -> Shadow:
+        """These ranges as a channel has them. Whether they are right only the fingerprint over all ranks can tell.
+
+        Args:
+            reader: The channel.
+            steps: What leads to the version.
+            ranges: Of each tensor.
+
+        Raises:
+            StoreError, ChainError, FormatError, ApplyError: they cannot be read.
+        """
+        specs = reader.specs
+        bits = {name: np.zeros(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+        segments = {
+            name: [Segment(torch.from_numpy(held.view(f"i{held.itemsize}")), (1,), ranges[name][0])]
+            for name, held in bits.items()
+        }
+        memory = LiveMemory(specs, segments)
+        memory.audit()
+        for step in steps:
+            memory.commit(memory.stage(reader.patches(step, memory.gather, memory.held)))
+        return cls(specs, ranges, bits)
+
+    def stream(self) -> Iterator[tuple[str, TensorRange]]:
+        """The bits as a stream."""
+        for name, bits in self.bits.items():
+            spec = self.specs[name]
+            held = tensor_of(bits, TensorSpec(name, spec.dtype, (bits.size,)))
+            yield name, TensorRange(held, self.ranges[name][0], spec.shape)
+
+    def advance(self, stream: Stream, dtype: str, rank: int) -> dict[str, Patch]:
+        """Take the stream; returns the steps, in flat indices of the whole tensors. If it raises, nothing was taken.
+
+        Raises:
+            ModelMismatchError: it holds other tensors, or other ranges of them.
+        """
+        changes: dict[str, Patch] = {}
+        fingerprints = dict(self.fingerprints)
+        seen: dict[str, TensorSpec] = {}
+        try:
+            for name, part, new in _served(stream, dtype, rank, seen):
+                if seen[name] != self.specs.get(name):
+                    continue  # reported below, after the stream has been drained
+                start = self.ranges[name][0]
+                if self.ranges[name] != (part.start, part.stop):
+                    raise ModelMismatchError(
+                        f"{name} was published from element {start} on by this rank, and now comes from {part.start} on."
+                    )
+                at_K, step_K = cpu.diff(self.bits[name], new)
+                if not at_K.size:
+                    continue
+                index_K = at_K.astype(index_dtype(seen[name].element_count), copy=False)
+                if start:
+                    index_K = index_K + index_K.dtype.type(start)
+                changes[name] = Patch(name, index_K, step_K, absolute=False)
+                _, gained = cpu.scatter(fingerprint.tensor_key(name), self.bits[name], at_K, step_K, False, index_K)
+                self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
+            check_specs(self.specs, seen, "The published model")
+        except BaseException:
+            self.retreat(changes, fingerprints)
+            raise
+        return changes
+
+    def retreat(self, changes: Mapping[str, Patch], fingerprints: Mapping[str, int]) -> None:
+        """Undo `advance`."""
+        for name, patch in changes.items():
+            assert patch.index_K is not None
+            self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
+        self.fingerprints = dict(fingerprints)
+
+
+def _served(
+    stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]
+) -> Iterator[tuple[str, TensorRange, np.ndarray]]:
+    """The stream's ranges and their bits in the served dtype; fills `specs`."""
+    for name, tensor in stream:
+        if name in specs:
+            raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
+        part = range_of(name, tensor, rank)
+        served = cast(part.held, dtype)
+        specs[name] = TensorSpec(name, dtype_name(served.dtype), part.shape)
+        yield name, part, bits_of(served)
+
+
+def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, Range]]) -> None:
+    """Check that the ranks hold every element once.
+
+    Args:
+        specs: The model.
+        held: Ranges of each rank.
+
+    Raises:
+        ConfigError: one rank publishes alone, and does not hold all of a tensor.
+        ModelMismatchError: elements are missing, or held by several ranks.
+    """
+    for name, spec in specs.items():
+        at = 0
+        for start, stop in sorted(ranges[name] for ranges in held if ranges[name][0] < ranges[name][1]):
+            if start != at:
+                break
+            at = stop
+        else:
+            if at == spec.element_count:
+                continue
+        if len(held) == 1:
+            raise ConfigError(
+                f"This rank holds only a part of {name}. Publish from all ranks, each with Publisher(..., group=group)."
+            )
+        raise ModelMismatchError(f"Together the ranks hold not every element of {spec} exactly once.")
+
+
+def fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dict[str, Patch]:
+    """Fold two sets of steps, tensor by tensor."""
+    folded = dict(first)
+    for name, patch in second.items():
+        merged = fold(folded[name], patch) if name in folded else patch
+        if merged is None:
+            del folded[name]
+        else:
+            folded[name] = merged
+    return folded

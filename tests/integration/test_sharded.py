@@ -1,0 +1,197 @@
+"""Real sharded trainers, 2 and 4 ranks of gloo on CPU: `sharded_ranks` is what they do, here is what they must leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync.errors import NotPublishedError
+from deltasync.manifest import Manifest
+from deltasync.reader import ChannelReader
+from tests.conftest import assert_same_bits
+from tests.independent_reader import Channel
+
+ROOT = Path(__file__).parents[2]
+Told = list[dict[str, Any]]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+def torchrun(size: int, folder: Path, *more: str, script: str = "sharded_ranks.py") -> None:
+    path = str(ROOT / "tests/integration" / script)
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", path, str(folder), *more]
+    done = subprocess.run([sys.executable, *command], env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "2"
+    torchrun(2, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, two: Path) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "4"
+    torchrun(4, folder, str(two / "train-packed/channel"))
+    return folder
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> tuple[int, Path]:
+    return request.param, request.getfixturevalue("two" if request.param == 2 else "four")
+
+
+def told(folder: Path, size: int) -> Told:
+    """What each rank was told, the same on all, their own messages aside."""
+    found = [json.loads((folder / f"told.{rank}.json").read_text()) for rank in range(size)]
+    without = [[{name: value for name, value in row.items() if name != "moved_bytes"} for row in rows] for rows in found]
+    assert all(rows == without[0] for rows in without)
+    return found[0]
+
+
+def expected(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
+    return {int(path.stem): torch.load(path) for path in sorted((folder / "expected").iterdir())}
+
+
+def manifests(folder: Path) -> dict[int, Manifest]:
+    return housekeeping.read_manifests(ChannelReader(open_store(f"file://{folder}/channel")))
+
+
+def prove(folder: Path, size: int) -> Told:
+    """Replicas and a reader written from docs/format.md come to the trainer's bits, and all documents are right."""
+    url, states = f"file://{folder}/channel", expected(folder)
+    report = housekeeping.check(ChannelReader(open_store(url)), read_data=True)
+    assert (report.problems, report.unproven) == ([], [])
+    stepwise, independent = Replica(url), Channel(folder / "channel")
+    linked = {document["version"] for document in independent.chain()}  # back to the last loss
+    for version, state in states.items():
+        stepwise.sync(version)
+        assert_same_bits(stepwise.state_dict(), state)
+        late = Replica(url)
+        late.sync(version)
+        assert_same_bits(late.state_dict(), state)
+        found = independent.read(version) if version in linked else {}
+        assert all(bits.tobytes() == state[name].view(torch.uint8).numpy().tobytes() for name, (_, _, bits) in found.items())
+    assert max(states) in linked
+    # From far behind, several versions are merged into one commit.
+    behind = Replica(url)
+    behind.sync(min(states))
+    behind.sync()
+    assert_same_bits(behind.state_dict(), states[max(states)])
+    return told(folder, size)
+
+
+@pytest.mark.parametrize("codec", ["packed", "raw"])
+def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, Path], codec: str, memory_url: str) -> None:
+    size, folder = ranks[0], ranks[1] / f"train-{codec}"
+    rows = prove(folder, size)
+    states, documents = expected(folder), manifests(folder)
+    with Publisher(memory_url, codec=codec) as publisher:
+        for (version, state), row in zip(states.items(), rows, strict=True):
+            receipt = publisher.publish(state.items()).wait(60)
+            assert (receipt.version, receipt.changed, receipt.total) == (version, row["changed"], row["total"])
+            found = housekeeping.read_manifests(ChannelReader(publisher.store))[version]
+            assert found.fingerprint == documents[version].fingerprint
+    assert [document.kind for document in documents.values()] == ["anchor", "delta", "delta", "anchor", "delta"]
+    assert [document.step for document in documents.values()] == [0, 1, None, 2, 3]
+    # Each rank that holds a changed element stored a part, and nobody else's.
+    parts = [file.key.rpartition("/")[2] for file in documents[2].delta.files]  # type: ignore[union-attr]
+    assert parts == [f"part-{rank:05d}-of-{size:05d}.safetensors" for rank in range(1, size + 1)]
+    assert documents[3].delta is not None and documents[3].delta.files == []
+    weights = documents[4].anchor.files  # type: ignore[union-attr]
+    assert len(weights) > 1 and max(file.bytes for file in weights) < 80_000
+    assert (folder / "channel" / documents[4].anchor.directory / "config.json").read_bytes() == b"{}"  # type: ignore[union-attr]
+    assert rows[1]["payload_bytes"] == documents[2].delta.payload_bytes  # type: ignore[union-attr]
+    assert rows[3]["anchor_bytes"] == documents[4].anchor.payload_bytes  # type: ignore[union-attr]
+    # Messages carry a few numbers for each tensor, no weights.
+    assert all(row["moved_bytes"] < 2_000 for row in rows[1:4])
+
+
+def test_a_rank_that_fails_takes_all_along_and_the_next_version_is_an_anchor(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "failures"
+    rows = prove(folder, size)
+    assert [row["version"] for row in rows] == [1, 2, 3, 3, 4, 4, 5, 6]
+    assert [row["kind"] for row in rows] == ["anchor", "delta", "delta", "anchor", "delta", "anchor", "delta", "delta"]
+    assert sorted(manifests(folder)) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("slow", ["first", "last"])
+def test_versions_coalesce_alike_on_all_ranks(ranks: tuple[int, Path], slow: str) -> None:
+    size, folder = ranks[0], ranks[1] / f"slow-{slow}"
+    rows = prove(folder, size)
+    assert [row["version"] for row in rows] == [1, 2, 3, 3, 3]
+    assert {version: document.coalesced for version, document in manifests(folder).items()} == {1: 1, 2: 1, 3: 3}
+
+
+def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> None:
+    script = str(ROOT / "tests/integration/dying_rank.py")
+    shared = environment() | {"RENDEZVOUS": f"file://{tmp_path}/rendezvous"}
+    folder, started = tmp_path / "channel", time.monotonic()
+    command = [sys.executable, script, str(folder)]
+    dying = subprocess.Popen([*command, "1"], env=shared)
+    try:
+        survivor = subprocess.run(
+            [*command, "0"], env=shared, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+        ).stdout
+        assert dying.wait(60) == 9
+    finally:
+        dying.kill()
+    assert survivor.splitlines() == ["lost version 2", "no publish without rank 1", "still no publish", "closed"]
+    assert time.monotonic() - started < 100
+    report = housekeeping.check(ChannelReader(open_store(f"file://{folder}")), read_data=True)
+    assert (report.problems, report.head, report.publishing, report.proven) == ([], 1, 0, [1])
+
+
+def test_flat_partitions_whole_tensors_and_copies_are_published_once(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "other"
+    rows = prove(folder, size)
+    assert rows[1]["changed"] == 5 + 4 + 12
+    with pytest.raises(NotPublishedError):
+        Replica(f"file://{folder}/none").sync()
+
+
+def test_the_first_version_may_be_a_checkpoint_that_all_ranks_read(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "free"
+    rows = prove(folder, size)
+    # The reference was stored before the delta on it was lost, so what follows is full weights.
+    assert [(row["version"], row["kind"]) for row in rows] == [(2, "delta"), (2, "anchor"), (3, "delta")]
+    assert manifests(folder)[1].reference is not None
+    rows = prove(ranks[1] / "free-same", size)
+    assert [(row["version"], row["kind"], row["anchor_bytes"]) for row in rows] == [(1, "anchor", 0), (2, "delta", 0)]
+    assert manifests(ranks[1] / "free-same")[1].reference.tied == {"head.weight": "embed.weight"}  # type: ignore[union-attr]
+
+
+def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "messages"
+    first, delta = prove(folder, size)
+    assert first["moved_bytes"] < 60_000
+    assert delta["moved_bytes"] < 3_000
+
+
+def test_another_number_of_ranks_goes_on_with_the_run(two: Path, four: Path, tmp_path: Path) -> None:
+    rows = told(four / "resumed", 4)
+    states = expected(two / "train-packed") | expected(four / "resumed")
+    assert [(row["version"], row["kind"]) for row in rows] == [(6, "delta"), (7, "anchor")]
+    url = f"file://{two}/train-packed/channel"
+    replica = Replica(url)
+    for version, state in states.items():
+        replica.sync(version)
+        assert_same_bits(replica.state_dict(), state)
+    with Publisher(url, resume=True) as alone:
+        receipt = alone.publish(states[5].items()).wait(60)
+        assert (receipt.version, receipt.kind) == (8, "delta")
+    replica.sync()
+    assert_same_bits(replica.state_dict(), states[5])

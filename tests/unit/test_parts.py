@@ -1,0 +1,100 @@
+"""Versions of several payloads, as a sharded trainer writes them, and what is refused of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, codec, fingerprint, housekeeping, layout, manifest, open_store
+from deltasync.errors import CorruptDataError
+from deltasync.kernels import cpu
+from deltasync.manifest import FileRef, Head, Manifest
+from deltasync.reader import ChannelReader
+from deltasync.types import TensorSpec
+from tests.conftest import assert_same_bits
+
+SPEC = TensorSpec("w", "int16", (100,))
+KEY = fingerprint.tensor_key("w")
+
+
+def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torch.Tensor:
+    """Publish zeros, then ones at some indices as version 2, in parts (indices, error of the fingerprint)."""
+    with Publisher(url) as publisher:
+        publisher.publish([("w", torch.zeros(100, dtype=torch.int16))]).wait(60)
+    store = open_store(url)
+    first = manifest.decode(store.read(layout.manifest(1)), Manifest, "")
+    new = np.zeros(100, np.uint16)
+    for indices, _ in parts:
+        new[indices] = 1
+    whole = cpu.fingerprint(KEY, new)
+    files = []
+    for number, (indices, error) in enumerate(parts, start=1):
+        encoder = codec.get(codec_name).encoder()
+        index_K = np.array(indices, np.int32)
+        half = (number - 1) * 50 if len(indices) < 50 else 0
+        digest = fingerprint.to_hex(whole + error)
+        encoder.add(SPEC, index_K, np.ones(len(indices), np.uint16), new[half:], digest, half)
+        key, data = f"{layout.delta_dir(2)}/{layout.delta_part(number, len(parts))}", encoder.finish(2, 1)
+        store.create(key, data)
+        files.append(FileRef(key=key, bytes=len(data), sha256=manifest.sha256_hex(data)))
+    sha256 = manifest.sha256_hex(store.read(layout.manifest(1)))
+    delta = manifest.Delta(
+        base_version=1, base_manifest_sha256=sha256, codec=codec_name, changed=int(new.sum()), files=files
+    )
+    second = dataclasses.replace(
+        first, version=2, kind="delta", anchor=None, delta=delta, fingerprint=fingerprint.to_hex(whole)
+    )
+    store.create(layout.manifest(2), manifest.encode(second))
+    sha256 = manifest.sha256_hex(manifest.encode(second))
+    store.replace(
+        layout.HEAD, manifest.encode(Head(format="deltasync/1", run_id=first.run_id, version=2, manifest_sha256=sha256))
+    )
+    return torch.from_numpy(new.view(np.int16))
+
+
+@pytest.mark.parametrize("codec_name", ["packed", "raw"])
+def test_a_tensor_may_be_in_several_payloads(memory_url: str, codec_name: str) -> None:
+    new = split(memory_url, codec_name, [([60, 99], 0), ([0, 7, 50], 0)][::-1])
+    replica = Replica(memory_url)
+    replica.sync(1)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), {"w": new})
+    reader = ChannelReader(open_store(memory_url))
+    assert housekeeping.check(reader, read_data=True).proven == [1, 2]
+    fold = housekeeping.write_fold(reader, 1, 2, codec_name=codec_name)
+    assert (fold.changed, len(fold.files)) == (5, 1)
+
+
+@pytest.mark.parametrize("codec_name", ["packed", "raw"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [([3, 40], 0), ([40, 60], 0)],
+        [([3, 60], 0), ([50, 99], 0)],
+        [(list(range(100)), 0), ([50], 0)],
+        [([3], 0), ([60], 1)],
+    ],
+    ids=["an element twice", "ranges that overlap", "one within the other", "another fingerprint"],
+)
+def test_payloads_that_contradict_each_other_are_refused(memory_url: str, codec_name: str, parts: list) -> None:
+    split(memory_url, codec_name, parts)
+    replica = Replica(memory_url)
+    replica.sync(1)
+    with pytest.raises(CorruptDataError, match="contradicts"):
+        replica.sync(2)
+    assert replica.version == 1
+    assert_same_bits(replica.state_dict(), {"w": torch.zeros(100, dtype=torch.int16)})
+
+
+@pytest.mark.parametrize("wrong", [[0], [1, 0], [0, 3], [-1, 1], ["0", "1"], 1, None, [0.0, 1.0]])
+def test_blocks_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
+    encoder = codec.get("packed").encoder()
+    encoder.add(SPEC, np.array([60], np.int32), np.ones(1, np.uint16), np.ones(50, np.uint16), "0" * 16, 50)
+    payload = codec.open_payload(encoder.finish(2, 1))
+    assert payload.patches["w"]["blocks"] == [0, 1]
+    damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "blocks": wrong}})
+    with pytest.raises(CorruptDataError):
+        list(codec.get("packed").decode(damaged, {"w": SPEC}))
