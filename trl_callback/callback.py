@@ -36,8 +36,8 @@ class DeltaSyncCallback(TrainerCallback):
 
     With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
     ones. It waits for no replica, and for the uploads at the end of training only: while an upload lasts, newer weights
-    join the version that waits. The model must be whole in the main process: no FSDP, no DeepSpeed ZeRO-3. A PEFT model is
-    published by its merged weights, or with `adapter_only` by its adapter.
+    join the version that waits. Of a model that FSDP2 shards each process publishes what it holds; FSDP1 and DeepSpeed's
+    ZeRO-3 are refused. A PEFT model is published by its merged weights, or with `adapter_only` by its adapter.
 
     A trainer that resumes from a checkpoint continues the run that it wrote; any other used channel is refused, unless
     `resume` is set. What is published, and what the replicas serve, is in the trainer's logs under `delta_sync/`.
@@ -110,7 +110,7 @@ class DeltaSyncCallback(TrainerCallback):
             self._transfer.bind(model, processing_class)  # it may generate before it trains, to evaluate
             self._take_over()
         elif self._publishes:
-            gather.check_in_one_piece(model, self.config.adapter_only)
+            gather.check_publishable(model, self.config.adapter_only)
 
     def on_train_begin(
         self,
@@ -129,7 +129,7 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
         if self._restore_client is not None:
             self._restore_client()
-        if not state.is_world_process_zero:
+        if not self._takes_part(state, model):
             return
         if self._on_policy:
             if transfer.server_url is None:
@@ -139,8 +139,8 @@ class DeltaSyncCallback(TrainerCallback):
                 )
             transfer.init_weight_transfer()
         elif self._publishes:
-            gather.check_in_one_piece(model, self.config.adapter_only)
-            transfer.open()
+            gather.check_publishable(model, self.config.adapter_only)
+            transfer.open(together=gather.is_sharded(model))
             self._publish(model)
 
     def on_step_end(
@@ -149,7 +149,7 @@ class DeltaSyncCallback(TrainerCallback):
         """Publish every `publish_steps` steps, if the store keeps up. TRL's own sync comes after this."""
         transfer = self._transfer
         transfer.step = state.global_step
-        if not state.is_world_process_zero:
+        if not self._takes_part(state, model):
             return
         if self._publishes and state.global_step % self.config.publish_steps == 0 and not transfer.is_behind():
             self._publish(model)
@@ -169,7 +169,7 @@ class DeltaSyncCallback(TrainerCallback):
             return
         # The best model may have been loaded after the last step.
         if transfer.published_step != state.global_step or args.load_best_model_at_end:
-            if gather.sharded_names(model):
+            if not self._publishes and gather.is_sharded(model):
                 logger.warning(
                     "The last published weights are those of step %s, not the final ones.", transfer.published_step
                 )
@@ -191,7 +191,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     def add_metrics(self, state: TrainerState, logs: dict[str, Any] | None) -> None:
         """Add to the logs what is new since the last ones."""
-        if logs is None:
+        if logs is None or not state.is_world_process_zero:
             return
         metrics = self._transfer.metrics()
         logs.update(metrics)
@@ -215,6 +215,10 @@ class DeltaSyncCallback(TrainerCallback):
         self._publishes, self._on_policy = False, True
         self._transfer.ack = "all" if self.config.ack is None else self.config.ack
         self._restore_client = compat.replace_client(functools.partial(client_class, self._transfer))
+
+    def _takes_part(self, state: TrainerState, model: Any) -> bool:
+        """Whether this process has something to do: the main one, and all that hold shards, unless TRL gathers these."""
+        return state.is_world_process_zero or (self._publishes and gather.is_sharded(model))
 
     def _publish(self, model: Any) -> None:
         self._transfer.publish(gather.checkpoint_tensors(model, self.config.adapter_only).items())

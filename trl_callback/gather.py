@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -25,16 +26,16 @@ def is_peft(model: torch.nn.Module) -> bool:
     return bool(getattr(unwrap_model(model), "peft_config", None))
 
 
-def sharded_names(model: torch.nn.Module) -> list[str]:
-    """Parameters of which this process holds a part only, by FSDP2 or by DeepSpeed's ZeRO-3."""
-    return [name for name, param in model.named_parameters() if isinstance(param, DTensor) or hasattr(param, "ds_id")]
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether this process holds a part only, by FSDP2."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def check_in_one_piece(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check that this process holds all that is to be published, the model or its adapter, as it would be saved.
+def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
+    """Check that the processes hold all that is to be published, the model or its adapter, whole or in FSDP2's shards.
 
     Raises:
-        ConfigError: the model has adapters that cannot be merged, or not the one that is wanted, or is sharded.
+        ConfigError: adapters cannot be merged, or are not the one that is wanted; or it is sharded in another way.
     """
     if adapter_only:
         adapter.check(model)
@@ -43,24 +44,33 @@ def check_in_one_piece(model: torch.nn.Module, adapter_only: bool = False) -> No
             "A model with adapters is published by its merged weights, and these adapters cannot be merged. Use "
             "peft.get_peft_model, with a method that can merge, such as LoRA."
         )
-    if sharded := sharded_names(model):
+    if is_peft(model) and is_sharded(model):
+        raise ConfigError("Adapters of a model that is sharded by FSDP2 cannot be published. Train with DDP.")
+    if any(hasattr(param, "ds_id") for param in model.parameters()):
         raise ConfigError(
-            f"{sharded[0]} and {len(sharded) - 1} other parameters are sharded by FSDP or DeepSpeed, which "
-            "DeltaSyncCallback cannot gather. Train with DDP or on one device, or use AsyncGRPOTrainer with "
-            "weight_transfer=sync.weight_transfer, which gathers FSDP2 shards."
+            "The parameters are sharded by DeepSpeed's ZeRO-3, which DeltaSyncCallback cannot publish. Train with FSDP2, "
+            "ZeRO-2 or DDP."
         )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by their name in memory, each storage once; they alias the live weights."""
     model = unwrap_model(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves some parameters gathered
     # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
     tied = list(getattr(model, "_tied_weights_keys", None) or ())
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    params = {_plain(name): id(param) for name, param in model.named_parameters(remove_duplicate=False)}
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,)
+        place: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,)
+        if isinstance(tensor, DTensor):  # whose storage this process may hold nothing of
+            place = (params.get(name, name),)
         known = kept.setdefault(place, name)
         if known != name and any(re.search(pattern, known) for pattern in tied):
             kept[place] = name
@@ -74,14 +84,22 @@ def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> di
     Adapters are merged into copies, or the adapter is all.
 
     Raises:
-        ConfigError: see `check_in_one_piece`.
+        ConfigError: the model cannot be published, see `check_publishable`.
     """
-    check_in_one_piece(model, adapter_only)
+    check_publishable(model, adapter_only)
     if adapter_only:
         return adapter.tensors(model)
     if is_peft(model):
         model = adapter.merged(model)
-    return _as_saved(model, held_tensors(model))
+    held = held_tensors(model)
+    if not is_sharded(model):
+        return _as_saved(model, held)
+    if renamed := _renamed(model, held):
+        raise ConfigError(
+            f"{renamed[0]} and {len(renamed) - 1} other tensors have other names or shapes in memory than in a checkpoint "
+            f"of {type(unwrap_model(model)).__name__}, which cannot be undone for shards. Train this model with DDP."
+        )
+    return held
 
 
 def check_names(model: torch.nn.Module) -> None:
@@ -90,8 +108,7 @@ def check_names(model: torch.nn.Module) -> None:
     Raises:
         ConfigError: transformers fuses or renames some when it loads them, e.g. the experts of a mixture.
     """
-    held = {name: tensor.to("meta") for name, tensor in held_tensors(model).items()}
-    fused = sorted(held.keys() - _as_saved(model, held).keys())
+    fused = _renamed(model, held_tensors(model))
     if fused:
         raise ConfigError(
             f"{fused[0]} and {len(fused) - 1} other tensors have other names or shapes in memory than in a checkpoint of "
@@ -109,7 +126,7 @@ def complete(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module)
     for name, tensor in stream:
         streamed.add(name)
         yield name, tensor
-    if is_peft(model) or sharded_names(model):
+    if is_peft(model) or is_sharded(model):
         return
     for name, tensor in held_tensors(model).items():
         if name not in streamed:
@@ -136,6 +153,18 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         return anchor.companion_files(Path(folder))
+
+
+def _renamed(model: torch.nn.Module, held: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are saved under other names, or in other shapes."""
+    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
+    saved = {name: tensor.shape for name, tensor in _as_saved(model, meta).items()}
+    return sorted(name for name, tensor in held.items() if saved.get(name) != tensor.shape)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what activation checkpointing puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

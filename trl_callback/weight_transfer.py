@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deltasync import Publisher, Receipt, heartbeat, open_store
 from deltasync.config import PublisherSettings
@@ -79,12 +80,16 @@ class DeltaWeightTransfer:
         """
         if self._model is None:
             raise ConfigError("The weight transfer knows no model. Pass the callback to the trainer too: callbacks=[sync].")
-        if not gather.is_peft(self._model) and not gather.sharded_names(self._model):
+        if not gather.is_peft(self._model) and not gather.is_sharded(self._model):
             gather.check_names(self._model)
         self.open()
 
-    def open(self) -> None:
+    def open(self, *, together: bool = False) -> None:
         """Open the channel for the bound model, once.
+
+        Args:
+            together (`bool`, *optional*, defaults to `False`):
+                Whether all processes publish, each the shards that it holds.
 
         Raises:
             ChannelInUseError: the channel holds a run that is neither `run_id` nor to be resumed.
@@ -105,6 +110,7 @@ class DeltaWeightTransfer:
             retries=RETRIES,
             model_files=files,
             resume=self.config.resume or self._holds_our_run(),
+            group=dist.group.WORLD if together else None,
         )
 
     def _holds_our_run(self) -> bool:
@@ -187,7 +193,8 @@ class DeltaWeightTransfer:
 
     def is_behind(self) -> bool:
         """Whether the store is so far behind that the next version is better left out."""
-        return self._backlog.is_full()
+        full = self._backlog.is_full()
+        return full if self.publisher is None else self.publisher.choose(full)
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights of `step`; `resume` or `record` follows."""
