@@ -70,12 +70,12 @@ def manifests(folder: Path) -> dict[int, Manifest]:
     return housekeeping.read_manifests(ChannelReader(open_store(f"file://{folder}/channel")))
 
 
-def prove(folder: Path, size: int) -> Told:
+def prove(folder: Path, size: int, start: Path | None = None) -> Told:
     """Replicas and a reader written from docs/format.md come to the trainer's bits, and all documents are right."""
     url, states = f"file://{folder}/channel", expected(folder)
     report = housekeeping.check(ChannelReader(open_store(url)), read_data=True)
     assert (report.problems, report.unproven) == ([], [])
-    stepwise, independent = Replica(url), Channel(folder / "channel")
+    stepwise, independent = Replica(url), Channel(folder / "channel", start)
     linked = {document["version"] for document in independent.chain()}  # back to the last loss
     for version, state in states.items():
         stepwise.sync(version)
@@ -169,7 +169,7 @@ def test_the_first_version_may_be_a_checkpoint_that_all_ranks_read(ranks: tuple[
     # The reference was stored before the delta on it was lost, so what follows is full weights.
     assert [(row["version"], row["kind"]) for row in rows] == [(2, "delta"), (2, "anchor"), (3, "delta")]
     assert manifests(folder)[1].reference is not None
-    rows = prove(ranks[1] / "free-same", size)
+    rows = prove(ranks[1] / "free-same", size, folder / "start")
     assert [(row["version"], row["kind"], row["anchor_bytes"]) for row in rows] == [(1, "anchor", 0), (2, "delta", 0)]
     assert manifests(ranks[1] / "free-same")[1].reference.tied == {"head.weight": "embed.weight"}  # type: ignore[union-attr]
 
