@@ -35,6 +35,10 @@ class DeltaSyncConfig:
         adapter_only (`bool`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
             `deltasync serve --adapter`. Not for trainers that stream merged weights.
+        initial (`str`, *optional*):
+            The checkpoint that training starts from and the replicas have loaded: a model on the Hub, with `@` and a
+            revision or without, or a directory that they reach too. `"auto"` is what the model was loaded from. The first
+            version then refers to it, and no full weights are uploaded at the start. If `None`, they are.
         resume (`bool`, *optional*, defaults to `False`):
             Whether to continue the run that the channel holds. Otherwise a used channel is refused, unless the trainer
             resumes from a checkpoint of that very run.
@@ -89,6 +93,14 @@ class DeltaSyncConfig:
             "deltasync serve --adapter."
         },
     )
+    initial: str | None = field(
+        default=None,
+        metadata={
+            "help": "The checkpoint that training starts from and the replicas have loaded, to which the first version then "
+            "refers: a model on the Hub, with @ and a revision or without, a directory, or auto for what the model was "
+            "loaded from. If None, full weights are uploaded at the start."
+        },
+    )
     resume: bool = field(
         default=False,
         metadata={
@@ -125,6 +137,8 @@ class DeltaSyncConfig:
     def __post_init__(self) -> None:
         # Both raise ConfigError, and neither touches the store.
         open_store(self.channel)
+        if self.initial is not None and self.adapter_only:
+            raise ConfigError("An adapter has no initial checkpoint; leave initial or adapter_only.")
         PublisherSettings.from_env(codec=self.codec, anchor_every=self.anchor_every, dtype=self.served_dtype)
         if self.publish_steps < 1:
             raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")

@@ -133,6 +133,19 @@ def complete(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module)
             yield name, tensor
 
 
+def loaded_from(model: torch.nn.Module) -> str:
+    """The checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at a commit.
+
+    Raises:
+        ConfigError: it was not loaded from any.
+    """
+    config = getattr(adapter.without(model), "config", None)
+    name, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
+    if not name:
+        raise ConfigError('The model does not say what it was loaded from, so initial="auto" is not for it; name it.')
+    return str(name) if commit is None else f"{name}@{commit}"
+
+
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
     """Config, generation config and tokenizer, as `save_pretrained` writes them, by file name.
 

@@ -109,6 +109,7 @@ class DeltaWeightTransfer:
             dtype=dtype,
             retries=RETRIES,
             model_files=files,
+            initial=gather.loaded_from(self._model) if self.config.initial == "auto" else self.config.initial,
             resume=self.config.resume or self._holds_our_run(),
             group=dist.group.WORLD if together else None,
         )

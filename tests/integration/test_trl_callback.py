@@ -134,6 +134,27 @@ def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tm
     assert "lm_head.weight" not in names
 
 
+# --- starting from a checkpoint --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_checkpoint_that_both_sides_have_is_not_uploaded(named: bool, tmp_path: Path) -> None:
+    checkpoint, url = tmp_path / "checkpoint", f"file://{tmp_path}/channel"
+    tiny_model().to(torch.bfloat16).save_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    sync, recorder = DeltaSyncCallback(url, initial=str(checkpoint) if named else "auto"), Recorder(tmp_path / "saved")
+    make_trainer(model, tmp_path / "out", sync, recorder).train()
+    assert not list((tmp_path / "channel").glob("anchors/**/*"))
+    assert_same_bits(published_bits(url, 1), recorder.bits[0])
+    assert_same_bits(published_bits(url), recorder.bits[4])
+
+
+def test_a_model_that_was_loaded_from_nowhere_has_no_initial_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel", initial="auto"))
+    with pytest.raises(ConfigError, match="loaded from"):
+        trainer.train()
+
+
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
