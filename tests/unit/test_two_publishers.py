@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, layout, manifest, open_store
+from deltasync import Publisher, Replica, housekeeping, layout, manifest, open_store
 from deltasync.errors import CorruptDataError, HeadConflictError, ObjectExistsError, ObjectMissingError
 from deltasync.manifest import Head
+from deltasync.reader import ChannelReader
+from deltasync.retention import Keep
 from deltasync.stores import Store
 from deltasync.stores.base import Capabilities
 from tests.conftest import assert_same_bits
@@ -50,12 +52,14 @@ def head(store: Store) -> Head:
 
 
 def test_the_slower_of_two_is_found_out_before_it_moves_head_back(memory_url: str, weights: Weights) -> None:
+    """Its replace of head fails after a long wait: before it tries again, it looks."""
     slow_store, store = FaultyStore(open_store(memory_url)), open_store(memory_url)
-    slow = Publisher(slow_store)
+    slow = Publisher(slow_store, retry_delay_s=0.0)
     slow.publish(weights.items()).wait(60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deltasync.upload._STALL_S", 0.0)
-        gate = slow_store.hold_at("read", layout.HEAD)
+        gate = slow_store.hold_at("replace", layout.HEAD)
+        slow_store.fail_at("replace", layout.HEAD)
         late = slow.publish(moved(weights, 1).items())
         assert gate.entered.wait(60)
         with Publisher(store, resume=True) as successor:
@@ -72,6 +76,40 @@ def test_the_slower_of_two_is_found_out_before_it_moves_head_back(memory_url: st
     replica = Replica(store)
     assert replica.sync() == 3
     assert_same_bits(replica.state_dict(), moved(weights, 2))
+
+
+def test_a_number_that_was_forgotten_is_not_used_again_by_a_publisher_that_was_away(
+    memory_url: str, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(memory_url)
+    away = Publisher(store, anchor_every=1)
+    away.publish(weights.items()).wait(60)
+    with Publisher(store, resume=True, anchor_every=1) as successor:
+        for by in (1, 2, 3):
+            successor.publish(moved(weights, by).items()).wait(60)
+    housekeeping.forget(ChannelReader(store), Keep(last=1))  # so that its next number could be created
+    monkeypatch.setattr("deltasync.upload._STALL_S", 0.0)
+    with pytest.raises(HeadConflictError, match="head to version 4"):
+        away.publish(moved(weights, 4).items()).wait(60)
+    assert outcome(away.close) is HeadConflictError
+    assert ChannelReader(store).versions() == [4]
+    replica = Replica(store)
+    assert replica.sync() == 4
+    assert_same_bits(replica.state_dict(), moved(weights, 3))
+
+
+def test_whoever_opens_the_channel_of_a_live_publisher_does_not_move_head_back(memory_url: str, weights: Weights) -> None:
+    store, second_store = open_store(memory_url), FaultyStore(open_store(memory_url))
+    with Publisher(store) as publisher:
+        publisher.publish(weights.items()).wait(60)
+        listing = second_store.hold_at("list", layout.MANIFESTS)
+        opening = threading.Thread(target=lambda: Publisher(second_store, resume=True).close())
+        opening.start()
+        assert listing.entered.wait(60)
+        publisher.publish(moved(weights, 1).items()).wait(60)
+        listing.opened.set()
+        opening.join()
+    assert ("replace", layout.HEAD) not in second_store.calls
 
 
 class TestWithoutConditionalPut:
