@@ -26,6 +26,7 @@ from tests.integration.trainers import (
     Bits,
     Fleet,
     published_bits,
+    record_merges,
     run_id,
     saved_bits,
     tiny_model,
@@ -148,6 +149,7 @@ def make_async_trainer(
     sync: DeltaSyncCallback,
     events: list[str],
     on_version: Callable[[int], None] = lambda version: None,
+    peft_config: Any = None,
     **settings: Any,
 ) -> Any:
     from deltasync.demo import trl_on_cpu
@@ -165,6 +167,7 @@ def make_async_trainer(
         rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample),
         weight_transfer=sync.weight_transfer,
         callbacks=[sync],
+        peft_config=peft_config,
     )
 
 
@@ -249,6 +252,24 @@ def test_async_grpo_publishes_frozen_weights_too(checkpoint: Path, tmp_path: Pat
     assert published_bits(url).keys() == expected
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
     assert all(record.ack_s is None for record in sync.history)
+
+
+def test_async_grpo_publishes_the_weights_that_trl_merged(checkpoint: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    url = f"file://{tmp_path}/channel"
+    with Fleet(url, "replica"):
+        sync = DeltaSyncCallback(url)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        trainer = make_async_trainer(checkpoint, sync, [], peft_config=lora)
+        merged = record_merges(trainer.model)
+        trainer.train()
+    assert [record.changed > 0 for record in sync.history] == [True] * 4
+    assert len(merged) == 4
+    for version, bits in enumerate(merged, start=1):
+        assert_same_bits(published_bits(url, version), bits)
+    anchor = AutoModelForCausalLM.from_pretrained(tmp_path / "channel" / "anchors" / f"{1:010d}")
+    assert_same_bits(gather.held_tensors(anchor), merged[0])
 
 
 def test_without_an_acknowledgement_the_version_runs_ahead_of_the_fleet(checkpoint: Path, tmp_path: Path) -> None:
