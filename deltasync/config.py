@@ -18,6 +18,7 @@ from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
 DTYPES = ("bfloat16", "float16", "float32", "keep")
+PLACEMENTS = ("auto", "device", "host")
 KV_CACHE = ("keep", "recompute")
 
 
@@ -78,6 +79,9 @@ class PublisherSettings(_Settings):
         anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
             a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
         dtype: Served dtype: floating tensors are cast to it (round to nearest even); `keep` publishes as given.
+        shadow_placement: Where tensors of an accelerator are compared with what was published last. `device`: there, with a
+            second copy of those bits in its memory, and only what changed crosses to the host. `host`: all weights cross.
+            `auto`: the former for CUDA tensors as long as a tenth of the device's memory stays free.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
@@ -87,6 +91,7 @@ class PublisherSettings(_Settings):
     codec: str = "packed"
     anchor_every: int | None = None
     dtype: str = "bfloat16"
+    shadow_placement: str = "auto"
     shard_bytes: int = 1 << 30
     retries: int = 6
     retry_delay_s: float = 0.25
@@ -95,6 +100,10 @@ class PublisherSettings(_Settings):
     def __post_init__(self) -> None:
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}.")
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.")
+        _require(
+            self.shadow_placement in PLACEMENTS,
+            f"shadow_placement must be one of {', '.join(PLACEMENTS)}, not {self.shadow_placement!r}.",
+        )
         _require(self.anchor_every is None or self.anchor_every >= 1, "anchor_every must be at least 1.")
         _require(self.shard_bytes >= 1, "shard_bytes must be at least 1.")
         _require(self.retries >= 0, "retries must not be negative.")

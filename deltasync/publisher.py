@@ -52,7 +52,8 @@ class Publisher:
 
     Args:
         channel: URL of the channel, or an opened store.
-        codec, anchor_every, dtype, shard_bytes, retries, retry_delay_s, peer_timeout_s: See `PublisherSettings`.
+        codec, anchor_every, dtype, shadow_placement, shard_bytes, retries, retry_delay_s, peer_timeout_s: See
+            `PublisherSettings`.
         model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
             bytes by name. Without it anchors hold weights only.
         initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
@@ -82,6 +83,7 @@ class Publisher:
         codec: str | None = None,
         anchor_every: int | None = None,
         dtype: str | None = None,
+        shadow_placement: str | None = None,
         shard_bytes: int | None = None,
         retries: int | None = None,
         retry_delay_s: float | None = None,
@@ -97,6 +99,7 @@ class Publisher:
             codec=codec,
             anchor_every=anchor_every,
             dtype=dtype,
+            shadow_placement=shadow_placement,
             shard_bytes=shard_bytes,
             retries=retries,
             retry_delay_s=retry_delay_s,
@@ -153,6 +156,14 @@ class Publisher:
     def version(self) -> int:
         """The newest version handed to the uploader, 0 before the first."""
         return self._tip.version
+
+    @property
+    def shadow_bytes(self) -> dict[str, int]:
+        """Memory that the shadow takes in this process: on the `host`, and on a `device`."""
+        shadow = self._jobs.shadow
+        if shadow is None:
+            return {"host": 0, "device": 0}
+        return {"host": sum(bits.nbytes for bits in shadow.bits.values()), "device": shadow.device_bytes}
 
     def publish(self, named_tensors: Stream, step: int | None = None) -> Receipt:
         """Publish the weights as the next version; the upload goes on in the background.
@@ -293,7 +304,10 @@ class Publisher:
             shadow, changes, fingerprints = self._begin(named_tensors)
             return shadow, changes, fingerprints, None
         shadow, fingerprints = self._jobs.shadow, dict(self._jobs.shadow.fingerprints)
-        taken, failure = attempt(lambda: shadow.advance(named_tensors, self.settings.dtype, self._peers.rank))
+        settings = self.settings
+        taken, failure = attempt(
+            lambda: shadow.advance(named_tensors, settings.dtype, self._peers.rank, settings.shadow_placement)
+        )
         return shadow, taken or {}, fingerprints, failure
 
     def _begin(self, named_tensors: Stream) -> tuple[Shadow, dict[str, Patch], dict[str, int]]:

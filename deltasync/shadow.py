@@ -8,21 +8,27 @@ import numpy as np
 import torch
 
 from deltasync import chain, fingerprint
-from deltasync.bits import bits_of, cast, dtype_name, spec_of, tensor_of
+from deltasync.bits import bits_of, cast, dtype_name, int_view, spec_of, tensor_of
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu, device_kernels
 from deltasync.memory import LiveMemory, Segment
 from deltasync.peers import Range
 from deltasync.reader import ChannelReader
 from deltasync.sharded import TensorRange, range_of
 from deltasync.types import Patch, TensorSpec, check_specs, index_dtype
 
+_LEFT_FREE = 0.1
+"""Part of a device's memory that `auto` leaves free."""
+
 Stream = Iterable[tuple[str, torch.Tensor | TensorRange]]
 
 
 class Shadow:
     """Published bits of the ranges that this rank holds.
+
+    They are in host memory. Of tensors that come from an accelerator there may be a second copy in its memory, with which
+    they are compared there, so that only what changed crosses to the host.
 
     Attributes:
         specs: Of the whole tensors.
@@ -35,6 +41,7 @@ class Shadow:
         self.specs = dict(specs)
         self.ranges = dict(ranges)
         self.bits = dict(bits)
+        self._on_device: dict[str, torch.Tensor] = {}  # signed views, of the same bits
         self.fingerprints = {
             name: cpu.fingerprint_runs(fingerprint.tensor_key(name), np.array([ranges[name][0]]), held[None, :])
             for name, held in self.bits.items()
@@ -50,8 +57,8 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
-        for name, part, bits in _served(stream, dtype, rank, specs):
-            held[name], ranges[name] = bits.copy(), (part.start, part.stop)
+        for name, part, served in _served(stream, dtype, rank, specs):
+            held[name], ranges[name] = bits_of(served).copy(), (part.start, part.stop)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
         return cls(specs, ranges, held)
@@ -77,10 +84,7 @@ class Shadow:
         """
         specs = reader.specs
         bits = {name: np.zeros(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
-        segments = {
-            name: [Segment(torch.from_numpy(held.view(f"i{held.itemsize}")), (1,), ranges[name][0])]
-            for name, held in bits.items()
-        }
+        segments = {name: [Segment(_signed(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
         memory.audit()
         for step in steps:
@@ -94,8 +98,14 @@ class Shadow:
             held = tensor_of(bits, TensorSpec(name, spec.dtype, (bits.size,)))
             yield name, TensorRange(held, self.ranges[name][0], spec.shape)
 
-    def advance(self, stream: Stream, dtype: str, rank: int) -> dict[str, Patch]:
+    def advance(self, stream: Stream, dtype: str, rank: int, placement: str = "host") -> dict[str, Patch]:
         """Take the stream; returns the steps, in flat indices of the whole tensors. If it raises, nothing was taken.
+
+        Args:
+            stream: Every tensor of the model.
+            dtype: The served one, or `keep`.
+            rank: Of this process.
+            placement: As `PublisherSettings.shadow_placement`.
 
         Raises:
             ModelMismatchError: it holds other tensors, or other ranges of them.
@@ -104,7 +114,7 @@ class Shadow:
         fingerprints = dict(self.fingerprints)
         seen: dict[str, TensorSpec] = {}
         try:
-            for name, part, new in _served(stream, dtype, rank, seen):
+            for name, part, served in _served(stream, dtype, rank, seen):
                 if seen[name] != self.specs.get(name):
                     continue  # reported below, after the stream has been drained
                 start = self.ranges[name][0]
@@ -112,7 +122,7 @@ class Shadow:
                     raise ModelMismatchError(
                         f"{name} was published from element {start} on by this rank, and now comes from {part.start} on."
                     )
-                at_K, step_K = cpu.diff(self.bits[name], new)
+                at_K, step_K = self._diff(name, served, placement)
                 if not at_K.size:
                     continue
                 index_K = at_K.astype(index_dtype(seen[name].element_count), copy=False)
@@ -133,19 +143,52 @@ class Shadow:
             assert patch.index_K is not None
             self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
         self.fingerprints = dict(fingerprints)
+        self._on_device.clear()  # made again from the host's
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the copies on accelerators."""
+        return sum(bits.nbytes for bits in self._on_device.values())
+
+    def _diff(self, name: str, served: torch.Tensor, placement: str) -> tuple[np.ndarray, np.ndarray]:
+        """Where, in this range, the served tensor differs, and by which steps; a copy on its device then no longer does."""
+        copy = self._on_device.get(name)
+        if copy is None and _takes_copy(placement, served.device, self.bits[name].nbytes):
+            copy = _signed(self.bits[name]).to(served.device, copy=True)
+        if copy is None or copy.device != served.device:
+            self._on_device.pop(name, None)
+            return cpu.diff(self.bits[name], bits_of(served))
+        self._on_device[name] = copy
+        at, step = device_kernels(served.device).diff_and_update(copy, int_view(served))
+        step_K: np.ndarray = step.cpu().numpy()
+        return at.cpu().numpy(), step_K.view(self.bits[name].dtype)
+
+
+def _takes_copy(placement: str, device: torch.device, size_bytes: int) -> bool:
+    """Whether a copy of so many bytes goes to a tensor's device. Asked for each tensor, so that what fits goes there."""
+    if placement != "auto":
+        return placement == "device"
+    if device.type != "cuda":
+        return False
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return free_bytes - size_bytes > _LEFT_FREE * total_bytes
+
+
+def _signed(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}"))
 
 
 def _served(
     stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]
-) -> Iterator[tuple[str, TensorRange, np.ndarray]]:
-    """The stream's ranges and their bits in the served dtype; fills `specs`."""
+) -> Iterator[tuple[str, TensorRange, torch.Tensor]]:
+    """The stream's ranges, and what is held of them in the served dtype; fills `specs`."""
     for name, tensor in stream:
         if name in specs:
             raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
         part = range_of(name, tensor, rank)
         served = cast(part.held, dtype)
         specs[name] = TensorSpec(name, dtype_name(served.dtype), part.shape)
-        yield name, part, bits_of(served)
+        yield name, part, served
 
 
 def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, Range]]) -> None:

@@ -34,6 +34,9 @@ class DeviceKernels(Protocol):
     def swap(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> int:
         """As `reference.swap`, on signed views of one device; memory and values are mutated."""
 
+    def diff_and_update(self, shadow_N: torch.Tensor, new_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `reference.diff`, on signed views; `shadow_N` is mutated and then equals `new_N`."""
+
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compile what the others need on this device for signed views of this dtype, so that no commit waits for it."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deltasync.fingerprint import MASK
 from deltasync.kernels import reference
+from deltasync.types import index_dtype
 
 
 def _as_signed(value: int) -> int:
@@ -65,6 +67,15 @@ def swap(writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> i
 
 def _checksum(dest_index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
     return ((2 * dest_index_K.to(torch.int64) + 1) * _widened(bits_K)).sum()
+
+
+def diff_and_update(shadow_N: torch.Tensor, new_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.diff`, on signed views; `shadow_N` is mutated and then equals `new_N`."""
+    index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
+    step_K = new_N[index_K] - shadow_N[index_K]
+    shadow_N[index_K] = new_N[index_K]
+    index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
+    return index_K.to(index), step_K
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:

@@ -30,6 +30,18 @@ def test_diff_finds_exactly_the_changed_bits_and_leads_there(pair: tuple[np.ndar
 
 
 @given(our.bit_pairs())
+def test_diff_in_torch_is_the_reference_and_brings_the_shadow_up_to_date(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    old_N, new_N = pair
+    shadow = _signed(old_N)
+    index, step = torch_ops.diff_and_update(shadow, _signed(new_N))
+    index_K, step_K = reference.diff(old_N, new_N)
+    np.testing.assert_array_equal(index.numpy(), index_K)
+    assert index.numpy().dtype == index_K.dtype
+    np.testing.assert_array_equal(step.numpy().view(old_N.dtype), step_K)
+    np.testing.assert_array_equal(shadow.numpy().view(old_N.dtype), new_N)
+
+
+@given(our.bit_pairs())
 def test_cpu_diff_is_the_reference(pair: tuple[np.ndarray, np.ndarray]) -> None:
     for found, expected in zip(cpu.diff(*pair), reference.diff(*pair), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -82,17 +82,21 @@ def store(memory_url: str) -> FaultyStore:
     return FaultyStore(open_store(memory_url))
 
 
+@pytest.mark.parametrize("placement", ["host", "device"])
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: str) -> None:
+def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: str, placement: str) -> None:
     states = [_weights()]
     states += [_trained(states[-1], 1)]
     states += [_trained(states[-1], 2)]
     states += [states[-1]]  # nothing changed
     states += [_trained(states[-1], 3, fraction=1.0)]  # dense
     states += [_trained(states[-1], 4)]
-    with Publisher(channel_url, codec=codec) as publisher:
+    weight_bytes = sum(tensor.nbytes for tensor in states[0].values())
+    with Publisher(channel_url, codec=codec, shadow_placement=placement) as publisher:
         receipts = [_publish(publisher, state, step=10 * step) for step, state in enumerate(states)]
         assert publisher.version == len(states)
+        # What is on the device here is on this machine's torch device too, the CPU, but by the same code.
+        assert publisher.shadow_bytes == {"host": weight_bytes, "device": weight_bytes if placement == "device" else 0}
     assert [receipt.version for receipt in receipts] == list(range(1, len(states) + 1))
     assert receipts[0].kind == "anchor"
     assert receipts[0].changed == receipts[0].total
@@ -114,6 +118,28 @@ def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: s
     for version in (2, 1, 5):  # and back, and forth
         late.sync(version)
         assert_same_bits(late.state_dict(), states[version - 1])
+
+
+def test_a_publish_that_fails_half_way_leaves_the_shadow_as_it_was(memory_url: str) -> None:
+    states = [_weights()]
+    for seed in range(3):
+        states.append(_trained(states[-1], seed))
+
+    def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from itertools.islice(weights.items(), 3)
+        raise RuntimeError("the stream broke")
+
+    for placement in ("host", "device"):
+        url = f"{memory_url}-{placement}"
+        with Publisher(url, shadow_placement=placement) as publisher:
+            _publish(publisher, states[0])
+            _publish(publisher, states[1])
+            with pytest.raises(RuntimeError, match="the stream broke"):
+                publisher.publish(broken(states[2]))
+            _publish(publisher, states[3])
+        replica = Replica(url)
+        assert replica.sync() == 3
+        assert_same_bits(replica.state_dict(), states[3])
 
 
 def test_receipts_count_what_changed(memory_url: str) -> None:
