@@ -16,11 +16,12 @@ import huggingface_hub
 import torch
 
 from deltasync import Publisher, Replica, heartbeat, open_store
+from deltasync.dashboard.costs import RATES, Exchange
 from deltasync.heartbeat import Heartbeat
 from deltasync.reader import ChannelReader
 from tests.http_faults import FaultProxy
 from tests.hub import fixtures as hub
-from tests.servers.reverse_proxy import Exchange
+from tests.servers import reverse_proxy
 from tests.servers.s3 import KEYS, MotoServer
 
 VERSIONS, POLLS = 10, 20
@@ -47,25 +48,26 @@ def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
         huggingface_hub.close_session()
 
 
-def row(what: str, exchanges: list[Exchange], times: int) -> str:
-    """Requests and bytes for one time."""
+def row(what: str, exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -> str:
+    """Requests and bytes for one time, and what the dashboard takes them to be."""
     to_hub = sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges)
     up, down = sum(exchange.bytes_up for exchange in exchanges), sum(exchange.bytes_down for exchange in exchanges)
     note = f" ({to_hub / times:g} to the Hub)" if to_hub else ""
-    return f"| {what} | {len(exchanges) / times:g}{note} | {up / times:,.0f} | {down / times:,.0f} |"
+    counts = f"{len(exchanges) / times:g}{note} | {up / times:,.0f} | {down / times:,.0f}"
+    return f"| {what} | {counts} | {stated.requests}, {stated.up_bytes:,}, {stated.down_bytes:,} |"
 
 
 def measure(name: str, url: str, proxy: FaultProxy) -> None:
     """Print the rows of one store."""
 
-    def taken(action: Callable[[], object]) -> list[Exchange]:
+    def taken(action: Callable[[], object]) -> list[reverse_proxy.Exchange]:
         proxy.exchanges.clear()
         action()
         return proxy.exchanges[:]
 
     random = torch.Generator().manual_seed(0)
     weights = {"w": torch.randn(ELEMENTS, generator=random).to(torch.bfloat16)}
-    published, followed, payload_bytes = list[Exchange](), list[Exchange](), 0
+    published, followed, payload_bytes = list[reverse_proxy.Exchange](), list[reverse_proxy.Exchange](), 0
     store = open_store(url)
     with Publisher(url) as publisher:
         publisher.publish(weights.items()).wait(600)
@@ -80,15 +82,16 @@ def measure(name: str, url: str, proxy: FaultProxy) -> None:
         polled = taken(lambda: [reader.head() for _ in range(POLLS)])
         beaten = taken(lambda: [heartbeat.write(store, beat) for _ in range(POLLS)])
     print(f"{name}, payload of {payload_bytes / VERSIONS:,.0f} bytes")
-    print(row("publish a version", published, VERSIONS))
-    print(row("follow a version", followed, VERSIONS))
-    print(row("poll of an idle channel", polled, POLLS))
-    print(row("heartbeat", beaten, POLLS))
+    rates = RATES[url.partition(":")[0]]
+    print(row("publish a version", published, VERSIONS, rates.publish))
+    print(row("follow a version", followed, VERSIONS, rates.follow))
+    print(row("poll of an idle channel", polled, POLLS, rates.look))
+    print(row("heartbeat", beaten, POLLS, rates.heartbeat))
 
 
 def main() -> None:
     """Measure all stores."""
-    print("| | requests | bytes up | bytes down |")
+    print("| | requests | bytes up | bytes down | in deltasync.dashboard.costs, without the payload |")
     for name, server in (("S3", s3), ("Hugging Face", hugging_face)):
         with server() as (url, proxy):
             measure(name, url, proxy)

@@ -15,6 +15,8 @@ _COMMANDS = {
     "demo": "Train a tiny model with TRL while a real vLLM follows it, on this machine.",
     "serve": "Start vLLM as a replica of a channel.",
     "follow": "Follow a channel with a replica in host memory.",
+    "watch": "Watch a channel: versions, replicas, cost.",
+    "dashboard": "Show a channel as a page, live or as one file.",
     "log": "List the versions of a channel.",
     "show": "Show one version.",
     "check": "Check that everything that a channel promises is there.",

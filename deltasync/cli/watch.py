@@ -1,0 +1,240 @@
+"""`deltasync watch`: a run in the terminal, from its channel alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltasync.cli.progress import count
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from deltasync.dashboard import Snapshot
+
+_SHOWN = 12
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = {"serving": "green", "failed": "red"}
+
+
+@click.command("watch")
+@click.argument("channel")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per change.")
+@click.option("--once", is_flag=True, help="Show what is there and exit.")
+@click.option(
+    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks."
+)
+@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit.")
+@click.option("--last", type=click.IntRange(min=1), default=100, show_default=True, help="Begin with the newest so many.")
+def command(channel: str, as_json: bool, once: bool, interval_s: float, timeout_s: float | None, last: int) -> None:
+    """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
+
+    Not on a terminal: one line per change. Reads manifests and heartbeats only. Ends with Ctrl-C, or as the options say.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from deltasync.dashboard import Observer
+    from deltasync.errors import DeltaSyncError
+    from deltasync.stores import open_store
+
+    observer = Observer(open_store(channel), last=last)
+    lines = as_json or not sys.stdout.isatty()
+    before: Snapshot | None = None
+    moved_s = time.monotonic()
+    with contextlib.nullcontext() if lines else Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            try:
+                found = observer.look()
+            except DeltaSyncError as error:
+                if once:
+                    raise
+                found = observer.snapshot(error=str(error))
+            if live is not None:
+                live.update(screen(found), refresh=True)
+            else:
+                for change in changes(before, found):
+                    click.echo(json.dumps(change) if as_json else sentence(change))
+            if before is not None and found.head_version != before.head_version:
+                moved_s = time.monotonic()
+            before = found
+            if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
+                return
+            time.sleep(interval_s)
+
+
+def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]]:
+    """What is new since the snapshot before, oldest first; everything if there is none."""
+    seen = {row.version for row in before.versions} if before is not None else set()
+    folds = {(fold.base_version, fold.version) for fold in before.folds} if before is not None else set()
+    told = {row.replica_id: _state(row) for row in before.replicas} if before is not None else {}
+    if found.head_version is None and before is None:
+        yield {"event": "waiting", "channel": found.url}
+    for row in found.versions:
+        if row.version not in seen:
+            fraction = None if row.changed is None else row.changed / max(found.element_count, 1)
+            yield {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
+    for fold in found.folds:
+        if (fold.base_version, fold.version) not in folds:
+            yield {"event": "fold", **dataclasses.asdict(fold)}
+    if before is not None and found.forgotten > before.forgotten:
+        yield {"event": "forgotten", "count": found.forgotten - before.forgotten, "left": len(found.versions)}
+    for replica in found.replicas:
+        if told.get(replica.replica_id) != _state(replica):
+            yield {"event": "replica", **dataclasses.asdict(replica)}
+    for problem in found.problems[len(before.problems) if before is not None else 0 :]:
+        yield {"event": "problem", "problem": problem}
+    if found.error is not None and (before is None or before.error != found.error):
+        yield {"event": "error", "error": found.error}
+
+
+def _state(replica: Any) -> tuple[Any, ...]:
+    return replica.version, replica.state, replica.live, replica.error
+
+
+def sentence(change: dict[str, Any]) -> str:
+    """A change as a line for people."""
+    what = change["event"]
+    if what == "version":
+        sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
+        payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
+        changed = "" if change["changed_fraction"] is None else f", {change['changed_fraction']:.3%} changed"
+        step = "" if change["step"] is None else f" (step {change['step']})"
+        return f"{clock(change['created_s'])}  version {change['version']}{step}: {payload}{changed}"
+    if what == "fold":
+        span = f"{change['base_version']}-{change['version']}"
+        return f"{clock(change['created_s'])}  fold {span}: {size_of(change['payload_bytes'])}"
+    if what == "replica":
+        live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
+        error = "" if change["error"] is None else f": {change['error']}"
+        behind = f", {change['behind']} behind" if change["behind"] else ""
+        serves = "no version" if change["version"] is None else f"version {change['version']}"
+        return f"{clock(time.time())}  replica {change['replica_id']}: {change['state']}, {serves}{behind}{live}{error}"
+    if what == "forgotten":
+        return f"{clock(time.time())}  {count(change['count'], 'version')} forgotten, {change['left']} left"
+    if what == "waiting":
+        return f"{change['channel']}: waiting for the first version"
+    return f"{clock(time.time())}  {what}: {change[what]}"
+
+
+def screen(found: Snapshot) -> RenderableType:
+    """All of it, for a terminal."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
+    if found.head_version is None:
+        parts.append(Text("Waiting for the first version.", "yellow"))
+    else:
+        parts += [Text(_summary(found)), _versions(found), _replicas(found), Text(_cost(found), "dim")]
+    parts += [Text(problem, "yellow") for problem in found.problems[-3:]]
+    if found.error is not None:
+        parts.append(Text(found.error, "red"))
+    return Group(*parts)
+
+
+def _summary(found: Snapshot) -> str:
+    head = found.versions[-1] if found.versions else None
+    step = "" if head is None or head.step is None else f" (step {head.step})"
+    age = "" if head is None else f", {duration(found.time_s - head.created_s)} ago"
+    anchors = sum(row.anchor_bytes is not None for row in found.versions)
+    counts = f"{count(len(found.versions), 'version')}, {anchors} with full weights, {count(len(found.folds), 'fold')}"
+    gone = f", {found.forgotten} forgotten" if found.forgotten else ""
+    return f"version {found.head_version}{step}{age}; {counts}{gone}; model {size_of(found.full_bytes)}"
+
+
+def _versions(found: Snapshot) -> RenderableType:
+    from rich.table import Table
+
+    deltas = [row.delta_bytes or 0 for row in found.versions[-60:]]
+    table = Table(caption=f"delta payload {sparkline(deltas)}", caption_justify="left", title_justify="left", box=None)
+    for name in ("version", "step", "age", "changed", "delta", "anchor", "folds from"):
+        table.add_column(name, justify="right")
+    folds: dict[int, list[str]] = {}
+    for fold in found.folds:
+        folds.setdefault(fold.version, []).append(str(fold.base_version))
+    for row in found.versions[-_SHOWN:]:
+        table.add_row(
+            str(row.version),
+            "" if row.step is None else str(row.step),
+            duration(found.time_s - row.created_s),
+            "" if row.changed is None else f"{row.changed / max(found.element_count, 1):.4%}",
+            "" if row.delta_bytes is None else size_of(row.delta_bytes),
+            row.kind if row.kind == "reference" else "" if row.anchor_bytes is None else size_of(row.anchor_bytes),
+            ", ".join(folds.get(row.version, [])),
+        )
+    return table
+
+
+def _replicas(found: Snapshot) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not found.replicas:
+        return Text("No replica has reported.", "yellow")
+    table = Table(box=None)
+    for name in ("replica", "state"):
+        table.add_column(name)
+    for name in ("version", "behind", "lag", "heard"):
+        table.add_column(name, justify="right")
+    table.add_column("error", overflow="fold")
+    for row in found.replicas:
+        state = row.state if row.live else "silent"
+        table.add_row(
+            Text(row.replica_id),
+            Text(state, _COLOURS.get(state, "yellow")),
+            "" if row.version is None else str(row.version),
+            "" if row.behind is None else str(row.behind),
+            "" if row.lag_s is None else duration(row.lag_s),
+            f"{duration(row.age_s)} ago",
+            Text(row.error or ""),
+        )
+    return table
+
+
+def _cost(found: Snapshot) -> str:
+    costs = found.costs
+    if costs is None:
+        return ""
+    up, down = sum(row.up_bytes for row in costs.rows), sum(row.down_bytes for row in costs.rows)
+    requests = sum(row.requests for row in costs.rows)
+    asked = f", {requests:,} requests" if requests else ""
+    dollars = (
+        "" if costs.usd is None else f", ${costs.usd:.2f} and ${costs.traffic_usd:.2f} for traffic if it leaves the region"
+    )
+    return f"so far about {size_of(up)} up, {size_of(down)} down{asked}; {size_of(costs.stored_bytes)} stored{dollars}"
+
+
+def sparkline(numbers: list[int]) -> str:
+    """A bar for each number, from 0 to the greatest."""
+    most = max(numbers, default=0) or 1
+    return "".join(_BARS[round((len(_BARS) - 1) * number / most)] for number in numbers)
+
+
+def size_of(number: float) -> str:
+    """`41.2 kB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}" if number < 1000 * factor else f"{number / factor:,.0f} {unit}"
+    return f"{number:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `5 min`, `3.2 h`."""
+    if seconds < 10:
+        return f"{max(seconds, 0):.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def clock(time_s: float) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))

@@ -1,0 +1,11 @@
+"""What there is to see of a run from its channel alone: `Observer` looks, the page and `deltasync watch` show.
+
+Nothing is read but documents, heartbeats and the headers of delta payloads; nothing is written.
+"""
+
+from __future__ import annotations
+
+from deltasync.dashboard.observe import Observer, Snapshot
+from deltasync.dashboard.serve import PageServer, page
+
+__all__ = ["Observer", "PageServer", "Snapshot", "page"]

@@ -1,0 +1,201 @@
+"""What a run has cost so far: requests, bytes and, where there are list prices, dollars.
+
+How many requests and bytes an action takes beside its payload was counted by `benchmarks/cost_sheet.py`, which prints its
+count beside what is said here. Without TLS, on S3 (moto) and a stand-in of the Hub, 2026-11-21.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from urllib.parse import urlsplit
+
+from deltasync.heartbeat import Heartbeat
+
+HEARTBEATS_PER_HOUR = 360
+S3_PUT_USD, S3_GET_USD = 0.005 / 1000, 0.0004 / 1000
+S3_GB_MONTH_USD, S3_TRAFFIC_GB_USD = 0.023, 0.09
+"""AWS list prices, S3 Standard in us-east-1; traffic that leaves the region for the internet."""
+_HOURS_PER_MONTH = 730
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """One action. Bytes of whole HTTP messages, without the payload."""
+
+    requests: int
+    up_bytes: int
+    down_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What the actions of a store take; `publish` is of a version of one file, a manifest and head."""
+
+    publish: Exchange
+    follow: Exchange
+    look: Exchange
+    heartbeat: Exchange
+    looks_per_hour: int
+
+
+_S3 = Rates(
+    publish=Exchange(3, 2_800, 1_000),
+    follow=Exchange(3, 1_400, 2_600),
+    look=Exchange(1, 451, 633),
+    heartbeat=Exchange(1, 631, 345),
+    looks_per_hour=3_600,
+)
+_HUB = Rates(
+    publish=Exchange(26, 10_700, 10_500),
+    follow=Exchange(9, 2_600, 5_100),
+    look=Exchange(1, 309, 476),
+    heartbeat=Exchange(4, 2_000, 900),
+    looks_per_hour=120,
+)
+RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}
+"""By the scheme of a channel's URL."""
+_NOTHING = Exchange(0, 0, 0)
+_LOCAL = Rates(publish=_NOTHING, follow=_NOTHING, look=_NOTHING, heartbeat=_NOTHING, looks_per_hour=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What one version or fold put into the channel.
+
+    Attributes:
+        kind: `delta`, `anchor` or `fold`.
+        objects: How many, without documents.
+        age_s: Since it was stored.
+        held: Whether it is there still.
+    """
+
+    kind: str
+    version: int
+    payload_bytes: int
+    objects: int
+    age_s: float
+    held: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CostRow:
+    """One kind of action, all times together; `usd` is None where no price is known."""
+
+    what: str
+    times: int
+    requests: int
+    up_bytes: int
+    down_bytes: int
+    usd: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """So far.
+
+    Attributes:
+        stored_bytes: Payload that the channel holds now.
+        storage_usd: For what it holds, since it was stored.
+        traffic_usd: For what replicas downloaded, if they are outside the bucket's region.
+        notes: What is assumed, in sentences.
+    """
+
+    rows: list[CostRow]
+    stored_bytes: int
+    storage_usd: float | None
+    traffic_usd: float | None
+    notes: list[str]
+
+    @property
+    def usd(self) -> float | None:
+        """Requests and storage, without traffic."""
+        return None if self.storage_usd is None else self.storage_usd + sum(row.usd or 0.0 for row in self.rows)
+
+
+def estimate(
+    url: str, stored: Collection[Stored], versions: int, beats: Iterable[Heartbeat], created_s: float, unseen: int = 0
+) -> Costs:
+    """Add up.
+
+    Args:
+        url: The channel's.
+        stored: What was seen to be published, held still or not.
+        versions: How many versions these are of.
+        beats: Each replica's last heartbeat.
+        created_s: When the channel was created, by the epoch.
+        unseen: How many versions there were besides; they are not counted.
+    """
+    rates = RATES.get(urlsplit(url).scheme, _LOCAL)
+    priced = url.startswith("s3://") and "endpoint=" not in url
+    rows: list[CostRow] = []
+
+    def add(what: str, times: int, exchange: Exchange, share: float, up: int, down: int, request_usd: float) -> None:
+        """`share` of exchanges: an upload of one object is a third of what publishing a version takes."""
+        requests = round(share * exchange.requests)
+        rows.append(
+            CostRow(
+                what=what,
+                times=times,
+                requests=requests,
+                up_bytes=up + round(share * exchange.up_bytes),
+                down_bytes=down + round(share * exchange.down_bytes),
+                usd=requests * request_usd if priced else None,
+            )
+        )
+
+    for kind in ("delta", "anchor", "fold"):
+        found = [part for part in stored if part.kind == kind]
+        puts = sum(part.objects for part in found) + (len(found) if kind == "fold" else 0)  # its document
+        if found:
+            add(
+                f"{kind}s, upload",
+                len(found),
+                rates.publish,
+                puts / 3,
+                sum(part.payload_bytes for part in found),
+                0,
+                S3_PUT_USD,
+            )
+    add("manifests and head, upload", versions, rates.publish, 2 * versions / 3, 0, 0, S3_PUT_USD)
+
+    deltas = {part.version: part.payload_bytes for part in stored if part.kind == "delta"}
+    fetches = fetched_bytes = looks = heartbeats = 0
+    for beat in beats:
+        had = [size for version, size in deltas.items() if beat.version is not None and version <= beat.version]
+        fetches, fetched_bytes = fetches + len(had), fetched_bytes + sum(had)
+        hours = max(0.0, beat.time_s - created_s) / 3600
+        looks += round(hours * rates.looks_per_hour)
+        heartbeats += round(hours * HEARTBEATS_PER_HOUR)
+    add("deltas, download", fetches, rates.follow, fetches, 0, fetched_bytes, S3_GET_USD)
+    if rates is not _LOCAL:
+        add("looks at head", looks, rates.look, looks, 0, 0, S3_GET_USD)
+        add("heartbeats", heartbeats, rates.heartbeat, heartbeats, 0, 0, S3_PUT_USD)
+
+    held = [part for part in stored if part.held]
+    gb_months = sum(part.payload_bytes * part.age_s for part in held) / 1e9 / 3600 / _HOURS_PER_MONTH
+    down_gb = sum(row.down_bytes for row in rows) / 1e9
+    return Costs(
+        rows=rows,
+        stored_bytes=sum(part.payload_bytes for part in held),
+        storage_usd=gb_months * S3_GB_MONTH_USD if priced else None,
+        traffic_usd=down_gb * S3_TRAFFIC_GB_USD if priced else None,
+        notes=_notes(rates is not _LOCAL, priced, unseen),
+    )
+
+
+def _notes(remote: bool, priced: bool, unseen: int) -> list[str]:
+    notes = ["Each replica is taken to have fetched every delta up to its version once, and nothing else."]
+    if unseen:
+        notes.append(f"{unseen:,} more versions, forgotten or older than what was read, are not counted.")
+    if remote:
+        notes.append(
+            "Requests, and bytes beside payloads, are estimates from benchmarks/cost_sheet.py: "
+            "replicas are taken to have looked and reported since the channel was created."
+        )
+    if priced:
+        notes.append(
+            f"AWS list prices, S3 Standard in us-east-1: ${1000 * S3_PUT_USD:g} for 1,000 uploads, ${1000 * S3_GET_USD:g} "
+            f"for 1,000 downloads, ${S3_GB_MONTH_USD:g} a GB and month, ${S3_TRAFFIC_GB_USD:g} a GB out of the region."
+        )
+    return notes

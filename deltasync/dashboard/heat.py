@@ -1,0 +1,67 @@
+"""How much of each layer a version changed, from the tables in the headers of its payloads."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping
+
+from deltasync.codec.base import read_metadata
+from deltasync.errors import CorruptDataError
+from deltasync.manifest import FileRef
+from deltasync.stores.base import Store
+from deltasync.types import TensorSpec
+
+_FIRST_BYTES = 1 << 16  # the header of some 500 patches: usually one request is enough
+_NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: its name up to the first number, otherwise without the last part.
+
+    `model.layers.3.mlp.experts.7.up_proj.weight` is of `model.layers.3`, `lm_head.weight` of `lm_head`.
+    """
+    numbered = _NUMBERED.match(name)
+    return numbered[0] if numbered else name.rpartition(".")[0] or name
+
+
+def read_changed(store: Store, file: FileRef) -> dict[str, int]:
+    """Changed elements by tensor, out of a payload's header. Reads the header only, so that no digest is checked.
+
+    Raises:
+        CorruptDataError: there is no such header.
+        ObjectMissingError, StoreError: as `Store.read_range`.
+    """
+    data = store.read_range(file.key, 0, min(max(file.bytes, 1), _FIRST_BYTES))
+    if len(data) < 8 or (size := 8 + struct.unpack_from("<Q", data)[0]) > file.bytes:
+        raise CorruptDataError(f"{file.key} is not a safetensors file.")
+    if size > len(data):
+        data += store.read_range(file.key, len(data), size)
+    try:
+        return {name: int(row["changed"]) for name, row in json.loads(read_metadata(data)["patches"]).items()}
+    except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
+
+
+class Layers:
+    """The layers of a channel, in the order of its tensor table."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self._element_counts: dict[str, int] = {}
+        for spec in specs:
+            layer = layer_of(spec.name)
+            self._element_counts[layer] = self._element_counts.get(layer, 0) + spec.element_count
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers."""
+        return list(self._element_counts)
+
+    def fractions(self, changed: Mapping[str, int]) -> list[float]:
+        """Changed fraction of each layer, to four digits; tensors that the channel does not have are ignored."""
+        counts = dict.fromkeys(self._element_counts, 0)
+        for name, count in changed.items():
+            if (layer := layer_of(name)) in counts:
+                counts[layer] += count
+        return [float(f"{counts[layer] / max(total, 1):.4g}") for layer, total in self._element_counts.items()]

@@ -1,0 +1,116 @@
+"""The page: as one file, or served on loopback while the run goes on."""
+
+from __future__ import annotations
+
+import importlib.resources
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+import msgspec
+
+from deltasync.dashboard.observe import Observer, Snapshot
+from deltasync.errors import ConfigError, DeltaSyncError
+
+_HEADERS_AT_ONCE = 16
+_PLACE = b'<script type="application/json" id="data">null</script>'
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def page(snapshot: Snapshot | None = None) -> bytes:
+    """The page, self-contained; without a snapshot it fetches `data.json` beside it, again and again."""
+    template = importlib.resources.files("deltasync.dashboard").joinpath("page.html").read_bytes()
+    if snapshot is None:
+        return template
+    # Inside a script element: no name in it can end the element.
+    data = msgspec.json.encode(snapshot).replace(b"<", rb"\u003c")
+    return template.replace(_PLACE, _PLACE.replace(b"null", data))
+
+
+class PageServer:
+    """Looks at a channel in a thread of its own and serves what it saw, to this machine only.
+
+    Args:
+        observer: Not to be used by anybody else meanwhile.
+        port: 0 for any.
+        interval_s: Between two looks.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+
+    def __init__(self, observer: Observer, port: int, interval_s: float) -> None:
+        self._observer, self._interval_s = observer, interval_s
+        self._stop = threading.Event()
+        self.data = b"null"
+        try:
+            self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        except OSError as error:
+            raise ConfigError(f"Port {port} on 127.0.0.1 cannot be used: {error.strerror}.") from None
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/"
+        self._looking = threading.Thread(target=self._look, name="deltasync-dashboard", daemon=True)
+
+    def run(self) -> None:
+        """Serve until `stop`, or an exception such as Ctrl-C."""
+        self._looking.start()
+        self._http.serve_forever(poll_interval=0.2)
+
+    def stop(self) -> None:
+        """End `run`, from another thread."""
+        self._http.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._http.server_close()
+
+    def _look(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._show(self._observer.look())
+                while not self._stop.is_set() and self._observer.read_headers(_HEADERS_AT_ONCE):
+                    self._show(self._observer.snapshot())
+                self._show(self._observer.snapshot())
+            except DeltaSyncError as error:
+                self._show(self._observer.snapshot(error=str(error)))
+            self._stop.wait(self._interval_s)
+
+    def _show(self, snapshot: Snapshot) -> None:
+        self.data = msgspec.json.encode(snapshot)
+
+
+def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page elsewhere that has its own name point here must not read this one.
+            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+                self.send_error(403, "Only for this machine")
+            elif self.path == "/":
+                self._answer("text/html; charset=utf-8", page())
+            elif self.path == "/data.json":
+                self._answer("application/json", server.data)
+            else:
+                self.send_error(404)
+
+        def _answer(self, kind: str, body: bytes) -> None:
+            self.send_response(200)
+            for name, value in (
+                ("Content-Type", kind),
+                ("Content-Length", str(len(body))),
+                ("Cache-Control", "no-store"),
+                ("Content-Security-Policy", _POLICY),
+                ("X-Content-Type-Options", "nosniff"),
+            ):
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: a request every few seconds is no news."""
+
+    return Handler

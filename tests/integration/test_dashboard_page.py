@@ -1,0 +1,211 @@
+"""The dashboard in a browser: as a file after a run, and served while one goes on. Publisher and keeper are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import Publisher, heartbeat, open_store
+from deltasync.config import Retention
+from deltasync.heartbeat import Heartbeat
+from deltasync.reader import ChannelReader
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)"
+)
+PATIENCE_S = 120
+LAYERS = 6
+NAMES = ["model.embed_tokens", *(f"model.layers.{layer}.mlp" for layer in range(LAYERS)), "model.norm", "lm_head"]
+ERROR = "deltas/0000000042/part-00001-of-00001.safetensors does not have the sha256 that its manifest names."
+
+# Runs in the page: what is shown, whether labels overlap, whether anything is wider than the window.
+LOOK = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const all = selector => [...document.querySelectorAll(selector)], count = selector => all(selector).length;
+  const hits = [];
+  for (const svg of all("section svg[role=img]:not([hidden])")) {
+    const boxes = [...svg.querySelectorAll("text")].map(node => [node.textContent, node.getBoundingClientRect()]);
+    const frame = svg.closest("section").getBoundingClientRect();
+    boxes.forEach(([text, a], i) => {
+      if (a.left < frame.left || a.right > frame.right) hits.push(`${text} sticks out`);
+      for (const [other, b] of boxes.slice(i + 1))
+        if (a.left < b.right && b.left < a.right && a.top < b.bottom - 1 && b.top < a.bottom - 1)
+          hits.push(`${text} / ${other}`);
+    });
+  }
+  const found = {
+    hits,
+    wide: document.documentElement.scrollWidth - innerWidth,
+    deltas: count("#sizes circle"),
+    anchors: count("#sizes rect.anchor"),
+    folds: count("#sizes line.fold"),
+    gaps: count("#sizes rect.gap"),
+    points: count("#fractions circle"),
+    unread: count("#heat rect.unread"),
+    cells: all("#heat path.cells").reduce((n, path) => n + path.getAttribute("d").split("M").length - 1, 0),
+    layers: all("#heat text").map(node => node.textContent).filter(text => /[a-z]/.test(text)),
+    replicas: all("#replicas tbody tr").map(row => [...row.cells].map(cell => cell.textContent)),
+    text: Object.fromEntries(all("#channel, dd *, #error, #waiting").map(node => [node.id, node.textContent])),
+    shown: !byId("main").hidden,
+  };
+  document.body.append(Object.assign(document.createElement("pre"), { id: "found", textContent: JSON.stringify(found) }));
+}, 1000));
+</script>"""
+
+
+def browse(address: str, profile: Path, *arguments: str, width: int = 900) -> str:
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += f" --disable-component-update --disable-sync --window-size={width},1600 --virtual-time-budget=3000"
+    command = ["chromium", *flags.split(), f"--user-data-dir={profile}", *arguments, address]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def look(document: Path, width: int = 900) -> dict[str, Any]:
+    """What a browser of this width shows of an exported page."""
+    looking = document.with_name(f"{document.stem}-{width}.html")
+    looking.write_text(document.read_text().replace("</html>", f"{LOOK}</html>"))
+    dump = browse(looking.as_uri(), document.with_name(f"profile-{document.stem}-{width}"), "--dump-dom", width=width)
+    text = re.search(r'<pre id="found">(.*?)</pre>', dump, re.DOTALL)
+    assert text is not None, dump[-2000:]
+    return json.loads(text[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
+
+
+def export(url: str, out: Path, *arguments: str) -> Path:
+    command = [sys.executable, "-m", "deltasync.cli", "dashboard", url, "--out", str(out), *arguments]
+    subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True)
+    return out
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {f"{name}.weight": torch.randn(40, 50, generator=random).to(torch.bfloat16) for name in NAMES}
+
+
+def train(publisher: Publisher, weights: dict[str, torch.Tensor], versions: int) -> None:
+    random = torch.Generator().manual_seed(versions)
+    for _ in range(versions):
+        publisher.publish(weights.items(), step=4 * (publisher.version + 1)).wait(PATIENCE_S)
+        for position, tensor in enumerate(weights.values()):
+            tensor.view(torch.int16)[torch.rand(tensor.shape, generator=random) < 0.004 * (1 + position)] += 1
+
+
+@pytest.fixture(scope="module")
+def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    url = f"file://{tmp_path_factory.mktemp('dashboard')}/channel"
+    retention = Retention(fold_every=5, keep_last=40, prune_grace_s=0.0)
+    with pytest.MonkeyPatch.context() as patch, Publisher(url, anchor_every=15, retention=retention) as publisher:
+        patch.setattr("deltasync.keeper._LEAST_BETWEEN", 6)
+        train(publisher, new_weights(), 60)
+        run = publisher.run_id
+    store = open_store(url)
+    for name, version, state, error, age_s in (
+        ("gpu-east-0", 60, "serving", None, 0),
+        ("gpu-east-1", 60, "serving", None, 0),
+        ("gpu-west-0", 55, "staging", None, 0),
+        ("gpu-west-1", 41, "failed", ERROR, 0),
+        ("gone", 23, "serving", None, 4000),
+    ):
+        time_s = time.time() - age_s
+        beat = Heartbeat(replica_id=name, run_id=run, version=version, state=state, error=error, time_s=time_s)
+        heartbeat.write(store, beat)
+    yield url
+
+
+def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
+    versions = ChannelReader(open_store(channel)).versions()
+    assert versions[0] > 1 and versions[-1] == 60
+    document = export(channel, tmp_path / "run.html")
+    assert set(re.findall(r"\w+://[^\"'`\s]*", document.read_text())) == {"http://www.w3.org/2000/svg", channel}
+    for width in (900, 1400):
+        found = look(document, width)
+        assert found["hits"] == []
+        assert found["wide"] <= 0
+        assert found["shown"]
+        assert (found["deltas"], found["points"], found["gaps"]) == (len(versions), len(versions), 1)
+        assert (found["anchors"], found["folds"], found["unread"]) == (3, (60 - versions[0]) // 5, 0)
+        assert found["cells"] == len(versions) * len(NAMES)
+        assert found["layers"][1:] == ["embed_tokens", *(f"layers.{layer}" for layer in range(LAYERS)), "norm", "lm_head"]
+        expected = {
+            "channel": channel,
+            "head": "60",
+            "step": "trainer's step 240",
+            "fleet": "2 of 4",
+            "lagging": "1 failed, 1 silent",
+            "error": "\N{EN DASH}",  # hidden
+            "waiting": "",
+        }
+        assert {name: found["text"][name] for name in expected} == expected
+        rows = {row[0]: row[1:] for row in found["replicas"]}
+        assert rows["gpu-west-0"][:3] == ["staging", "55", "5"]
+        assert rows["gpu-west-1"][:3] == ["failed", "41", "19"] and rows["gpu-west-1"][-1] == ERROR
+        assert rows["gone"][:3] == ["silent (serving)", "23", "37"]
+
+
+def test_few_versions_many_versions_and_none(channel: str, tmp_path: Path) -> None:
+    short = look(export(channel, tmp_path / "short.html", "--last", "7", "--heat", "3"))
+    assert (short["deltas"], short["gaps"], short["cells"], short["unread"]) == (7, 1, 3 * len(NAMES), 4)
+    assert short["hits"] == []
+    url = f"file://{tmp_path}/channel"
+    nothing = look(export(url, tmp_path / "nothing.html"))
+    assert (nothing["shown"], nothing["text"]["waiting"]) == (False, "Waiting for the first version.")
+    with Publisher(url) as publisher:
+        train(publisher, new_weights(), 1)
+    first = look(export(url, tmp_path / "first.html"))
+    assert (first["text"]["head"], first["deltas"], first["anchors"], first["cells"], first["hits"]) == ("1", 0, 1, 0, [])
+
+
+def test_the_served_page_follows_a_run(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    command = [sys.executable, "-m", "deltasync.cli", "dashboard", url, "--port", "0", "--interval", "0.1"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as served,
+        Publisher(url, retention=Retention(fold_every=3)) as publisher,
+    ):
+        try:
+            assert served.stdout is not None
+            address = served.stdout.readline().strip()
+            weights = new_weights()
+            train(publisher, weights, 3)
+            stop = threading.Event()
+
+            def follow() -> None:
+                version = 0
+                while not stop.wait(0.05):
+                    if publisher.version != version:
+                        version = publisher.version
+                        beat = Heartbeat(replica_id="follower", run_id=publisher.run_id, version=version, state="serving")
+                        heartbeat.write(open_store(url), beat)
+
+            following = threading.Thread(target=follow)
+            following.start()
+            for _ in range(6):
+                time.sleep(0.5)
+                train(publisher, weights, 1)
+            time.sleep(1.0)
+            stop.set()
+            following.join()
+            dump = browse(address, tmp_path / "profile", "--dump-dom")
+            browse(address, tmp_path / "picture", f"--screenshot={tmp_path}/page.png")
+            served.send_signal(signal.SIGINT)
+            assert served.wait(PATIENCE_S) == 130
+        finally:
+            served.kill()
+    assert re.search(r'id="head">9<', dump)
+    assert re.search(r'id="when"[^>]*>live, ', dump)
+    assert "follower" in dump and dump.count("<circle") >= 8 + 8 + 3  # deltas, fractions, lags that were seen
+    assert (tmp_path / "page.png").stat().st_size > 20_000

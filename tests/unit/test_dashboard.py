@@ -1,0 +1,423 @@
+"""What `watch` and `dashboard` see of a channel, and what they read for it."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from deltasync import Publisher, Replica, codec, heartbeat, housekeeping, layout, open_store
+from deltasync.cli import watch
+from deltasync.config import Retention
+from deltasync.dashboard import Observer, PageServer, page
+from deltasync.dashboard.costs import RATES, Stored, estimate
+from deltasync.dashboard.heat import layer_of
+from deltasync.errors import ConfigError, TransientStoreError
+from deltasync.heartbeat import Heartbeat
+from deltasync.reader import ChannelReader
+from deltasync.retention import Keep
+from tests.faults import FOREVER, FaultyStore
+
+SHAPES = {
+    "model.embed_tokens.weight": (50, 20),
+    "model.layers.0.mlp.weight": (30, 20),
+    "model.layers.0.norm.weight": (20,),
+    "model.layers.1.mlp.weight": (30, 20),
+    "lm_head.weight": (50, 20),
+}
+LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+
+
+class RangeStore(FaultyStore):
+    """Also counts the bytes of payload that were read."""
+
+    payload_bytes = 0
+
+    def read(self, key: str) -> bytes:
+        assert not key.startswith(("deltas/", "anchors/")) and "/part-" not in key
+        return super().read(key)
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        self.payload_bytes += end - start
+        data = super().read_range(key, start, end)
+        for prefix, change in self._tampering:
+            data = change(data) if key.startswith(prefix) else data
+        return data
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def publisher(memory_url: str) -> Iterator[Publisher]:
+    with Publisher(memory_url, anchor_every=6, retention=Retention(fold_every=4)) as publisher:
+        yield publisher
+
+
+@pytest.fixture
+def store(memory_url: str) -> RangeStore:
+    return RangeStore(open_store(memory_url))
+
+
+def publish(publisher: Publisher, weights: dict[str, torch.Tensor], count: int) -> None:
+    random = torch.Generator().manual_seed(publisher.version)
+    for _ in range(count):
+        for position, tensor in enumerate(weights.values()):
+            tensor.view(torch.int16)[torch.rand(tensor.shape, generator=random) < 0.02 * position] += 1
+        publisher.publish(weights.items(), step=10 * (publisher.version + 1)).wait(60)
+
+
+def beat(
+    store: RangeStore, run_id: str | None, name: str, version: int | None, state: str = "serving", **more: object
+) -> None:
+    heartbeat.write(store, Heartbeat(replica_id=name, run_id=run_id, version=version, state=state, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3"),
+        ("transformer.h.11.attn.bias", "transformer.h.11"),
+        ("0.weight", "0"),
+        ("lm_head.weight", "lm_head"),
+        ("model.conv1.weight", "model.conv1"),
+        ("w", "w"),
+    ],
+)
+def test_layer_of_a_tensor(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_versions_and_folds_are_those_of_the_documents(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+) -> None:
+    publish(publisher, weights, 9)
+    publisher.close()
+    found = Observer(store).look()
+    manifests = housekeeping.read_manifests(ChannelReader(store))
+    assert (found.head_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
+    assert [row.version for row in found.versions] == list(manifests)
+    assert [row.kind for row in found.versions if row.kind != "delta"] == ["anchor", "anchor"]
+    for row in found.versions:
+        delta, anchor = manifests[row.version].delta, manifests[row.version].anchor
+        assert row.delta_bytes == (None if delta is None else delta.payload_bytes)
+        assert row.changed == (None if delta is None else delta.changed)
+        assert row.anchor_bytes == (None if anchor is None else anchor.payload_bytes)
+        assert row.step == 10 * row.version
+    assert [(fold.base_version, fold.version) for fold in found.folds] == [(1, 5), (5, 9)]
+    assert found.full_bytes == 2 * found.element_count == 2 * sum(tensor.numel() for tensor in weights.values())
+
+
+def test_heat_is_what_payloads_say_though_only_headers_are_read(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(publisher, weights, 6)
+    expected = {}
+    for version, manifest in housekeeping.read_manifests(ChannelReader(store.inner)).items():
+        if manifest.delta is not None:
+            patches = codec.open_payload(store.inner.read(manifest.delta.files[0].key)).patches
+            counts = [sum(row["changed"] for name, row in patches.items() if name.startswith(f"{one}.")) for one in LAYERS]
+            expected[version] = counts
+    monkeypatch.setattr("deltasync.dashboard.heat._FIRST_BYTES", 200)  # shorter than a header
+    observer = Observer(store, heat=4)
+    observer.look()
+    assert store.payload_bytes == 0
+    assert observer.read_headers(3) == 1
+    assert set(observer.snapshot().heat) == {4, 5, 6}
+    assert observer.read_headers(3) == 0
+    found = observer.snapshot()
+    assert found.layers == LAYERS
+    assert set(found.heat) == {3, 4, 5, 6}
+    elements = [sum(weights[name].numel() for name in weights if name.startswith(f"{one}.")) for one in LAYERS]
+    for version, fractions in found.heat.items():
+        assert fractions == pytest.approx(
+            [n / total for n, total in zip(expected[version], elements, strict=True)], rel=1e-3
+        )
+        assert fractions[0] == 0 < fractions[-1]
+    sizes = [row.delta_bytes or 0 for row in found.versions[-4:]]
+    assert 0 < store.payload_bytes < sum(sizes)
+    read = store.payload_bytes
+    observer.look()
+    observer.read_headers(100)
+    assert store.payload_bytes == read
+
+
+def test_a_look_reads_what_is_new_only(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+    publish(publisher, weights, 4)
+    observer = Observer(store, last=3)
+    assert [row.version for row in observer.look().versions] == [2, 3, 4]
+    assert observer.snapshot().unread == 1
+    store.calls.clear()
+    observer.look()
+    assert store.calls == [("read", layout.HEAD), ("list", layout.REPLICAS)]
+    publish(publisher, weights, 1)
+    store.calls.clear()
+    assert [row.version for row in observer.look().versions] == [3, 4, 5]
+    assert [key for operation, key in store.calls if operation == "read" and key.startswith("manifests/")] == [
+        layout.manifest(5)
+    ]
+
+
+def test_what_is_forgotten_meanwhile(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
+    publish(publisher, weights, 9)
+    publisher.close()
+    observer = Observer(store)
+    before = observer.look()
+    housekeeping.forget(ChannelReader(store.inner), Keep(last=2))
+    found = observer.look()
+    assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
+    assert before.costs is not None and found.costs is not None
+    assert found.costs.rows == before.costs.rows
+    assert found.costs.stored_bytes < before.costs.stored_bytes
+    assert {"event": "forgotten", "count": 6, "left": 3} in list(watch.changes(before, found))
+    assert Observer(store).look().costs.notes[1].startswith("6 more versions")  # type: ignore[union-attr]
+
+
+def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+    publish(publisher, weights, 5)
+    run = publisher.run_id
+    beat(store, run, "ahead", 5)
+    beat(store, run, "behind", 3)
+    beat(store, run, "bad", 2, "failed", error="it broke")
+    beat(store, run, "new", None, "waiting")
+    beat(store, run, "silent", 1, time_s=time.time() - 2 * heartbeat.LIVE_S)
+    beat(store, "another", "elsewhere", 5)
+    observer = Observer(store)
+    rows = {row.replica_id: row for row in observer.look().replicas}
+    assert {name: (row.behind, row.live) for name, row in rows.items()} == {
+        "ahead": (0, True),
+        "behind": (2, True),
+        "bad": (3, True),
+        "new": (None, True),
+        "silent": (4, False),
+    }
+    assert rows["ahead"].lag_s == 0
+    assert rows["silent"].lag_s is rows["new"].lag_s is None
+    created = {row.version: row.created_s for row in observer.snapshot().versions}
+    assert rows["behind"].lag_s == pytest.approx(time.time() - created[4], abs=1)
+    assert rows["bad"].lag_s == pytest.approx(rows["behind"].lag_s + created[4] - created[3], abs=0.1)  # type: ignore[operator]
+    assert rows["bad"].error == "it broke"
+
+
+def test_lag_is_known_for_what_happened_while_somebody_looked(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+) -> None:
+    publish(publisher, weights, 3)
+    run = publisher.run_id
+    observer = Observer(store)
+    created = {row.version: row.created_s for row in observer.look().versions}
+    beat(store, run, "a", 1, time_s=created[1] + 7)
+    assert observer.look().lags == []  # it may have served it for long
+    beat(store, run, "a", 1, time_s=created[1] + 9)
+    assert observer.look().lags == []
+    beat(store, run, "a", 2, time_s=created[2] + 3.5)
+    (lag,) = observer.look().lags
+    assert (lag.replica_id, lag.version, lag.lag_s) == ("a", 2, pytest.approx(3.5, abs=2e-3))
+
+
+def test_damage_is_told_and_the_rest_shown(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+) -> None:
+    publish(publisher, weights, 4)
+    store.tamper(layout.manifest(2), lambda data: data[:-20])
+    store.tamper(layout.delta_dir(3), lambda data: b"\xff" * len(data))
+    store.tamper(layout.delta_dir(4), lambda data: data.replace(b'\\"changed\\"', b'\\"chanted\\"'))
+    store.inner.replace(layout.replica("odd"), b"{")
+    observer = Observer(store, heat=9)
+    assert [row.version for row in observer.look().versions] == [1, 3, 4]
+    observer.read_headers(9)
+    found = observer.snapshot()
+    assert found.heat == {}
+    assert [problem.partition(" ")[0] for problem in found.problems] == [
+        layout.manifest(2),
+        *(f"{layout.delta_dir(3)}/part-00001-of-00001.safetensors",),
+        "The",
+    ]
+    store.calls.clear()
+    observer.look()
+    assert layout.manifest(2) not in [key for _, key in store.calls]
+
+
+def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
+    store = RangeStore(open_store(memory_url))
+    observer = Observer(store)
+    assert observer.look().head_version is None
+    with Publisher(memory_url) as publisher:
+        publish(publisher, weights, 2)
+    assert observer.look().head_version == 2
+    store.fail_at("read", layout.HEAD, times=FOREVER)
+    with pytest.raises(TransientStoreError):
+        observer.look()
+    found = observer.snapshot(error="away")
+    assert (found.head_version, len(found.versions), found.error) == (2, 2, "away")
+
+
+def test_costs_add_up() -> None:
+    hour_ago = time.time() - 3600
+    gigabyte = 10**9
+    stored = [
+        Stored(kind="delta", version=version, payload_bytes=gigabyte, objects=1, age_s=3600.0, held=version > 1)
+        for version in (1, 2, 3)
+    ]
+    stored.append(Stored(kind="anchor", version=1, payload_bytes=10 * gigabyte, objects=2, age_s=3600.0, held=True))
+    stored.append(Stored(kind="fold", version=3, payload_bytes=2 * gigabyte, objects=1, age_s=3600.0, held=True))
+    beats = [
+        Heartbeat(replica_id=name, run_id="r", version=version, state="serving", time_s=hour_ago + 3600)
+        for name, version in (("a", 3), ("b", 1))
+    ]
+    costs = estimate("s3://bucket/run", stored, 3, beats, hour_ago)
+    rows = {row.what: row for row in costs.rows}
+    assert {what: (row.times, row.requests) for what, row in rows.items()} == {
+        "deltas, upload": (3, 3),
+        "anchors, upload": (1, 2),
+        "folds, upload": (1, 2),
+        "manifests and head, upload": (3, 6),
+        "deltas, download": (4, 12),
+        "looks at head": (7200, 7200),
+        "heartbeats": (720, 720),
+    }
+    assert rows["deltas, upload"].up_bytes == pytest.approx(3e9, rel=1e-5)
+    assert rows["deltas, download"].down_bytes == pytest.approx(4e9, rel=1e-5)
+    assert costs.stored_bytes == 14 * gigabyte
+    assert costs.storage_usd == pytest.approx(14 * 0.023 / 730)
+    assert costs.traffic_usd == pytest.approx(4 * 0.09, rel=0.01)
+    requests_usd = (3 + 2 + 2 + 6 + 720) * 0.005 / 1000 + (12 + 7200) * 0.0004 / 1000
+    assert costs.usd == pytest.approx(requests_usd + 14 * 0.023 / 730)
+    for url in ("file:///run", "hf://buckets/a/b/run", "s3://bucket/run?endpoint=http://localhost:1"):
+        assert estimate(url, stored, 3, beats, hour_ago).usd is None
+    assert sum(row.requests for row in estimate("file:///run", stored, 3, beats, hour_ago).rows) == 0
+
+
+def test_a_version_takes_as_many_requests_as_costs_say(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
+    store = FaultyStore(open_store(memory_url))
+    with Publisher(store) as publisher:
+        publish(publisher, weights, 1)
+        replica = Replica(store)
+        replica.sync()
+        store.calls.clear()
+        publish(publisher, weights, 1)
+        assert len(store.calls) == RATES["s3"].publish.requests
+        store.calls.clear()
+        replica.sync()
+        assert len(store.calls) == RATES["s3"].follow.requests
+
+
+def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+    url = store.url
+    waiting = CliRunner().invoke(watch.command, [url, "--once", "--json"])
+    assert json.loads(waiting.stdout) == {"event": "waiting", "channel": url}
+    publish(publisher, weights, 5)
+    publisher.close()
+    beat(store, publisher.run_id, "a", 4)
+    done = CliRunner().invoke(watch.command, [url, "--once", "--json"])
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["event"], line.get("version")) for line in lines] == [
+        *(("version", version) for version in range(1, 6)),
+        ("fold", 5),
+        ("replica", 4),
+    ]
+    assert lines[1]["changed_fraction"] == lines[1]["changed"] / sum(tensor.numel() for tensor in weights.values())
+    shown = CliRunner().invoke(watch.command, [url, "--once", "--last", "2"])
+    assert [line.split("  ", 1)[1].partition(":")[0] for line in shown.stdout.splitlines()] == [
+        "version 4 (step 40)",
+        "version 5 (step 50)",
+        "fold 1-5",
+        "replica a",
+    ]
+
+
+def test_watch_tells_only_what_is_new(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+    publish(publisher, weights, 2)
+    observer = Observer(store)
+    first = observer.look()
+    assert list(watch.changes(first, observer.look())) == []
+    beat(store, publisher.run_id, "a", 2)
+    publish(publisher, weights, 1)
+    second = observer.look()
+    assert [change["event"] for change in watch.changes(first, second)] == ["version", "replica"]
+    beat(store, publisher.run_id, "a", 2)  # a later heartbeat that says the same
+    assert list(watch.changes(second, observer.look())) == []
+    failed = observer.snapshot(error="away")
+    assert list(watch.changes(second, failed)) == [{"event": "error", "error": "away"}]
+    assert list(watch.changes(failed, failed)) == []
+
+
+def test_the_terminal_shows_versions_replicas_and_cost(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+) -> None:
+    publish(publisher, weights, 5)
+    publisher.close()
+    beat(store, publisher.run_id, "far", 2, "failed", error="[red]it broke")
+    console = Console(width=120, file=io.StringIO())
+    console.print(watch.screen(Observer(store).look()))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "version 5 (step 50)" in text
+    assert "failed" in text and "[red]it broke" in text
+    assert "5 versions, 1 with full weights, 1 fold;" in text
+    assert watch.sparkline([0, 50, 100]) == "▁▅█"
+    assert watch.sparkline([0, 0]) == "▁▁"
+
+
+def test_no_name_ends_the_script(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
+    publish(publisher, weights, 1)
+    beat(store, publisher.run_id, "a", 1, error="</script><script>alert(1)</script>")
+    document = page(Observer(store).look()).decode()
+    assert document.count("</script>") == page().decode().count("</script>") == 2
+    data = document.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(data)["replicas"][0]["error"] == "</script><script>alert(1)</script>"
+    assert "http" not in document.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+def test_the_server_answers_this_machine_only(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+) -> None:
+    publish(publisher, weights, 3)
+    with PageServer(Observer(store, heat=9), 0, 0.05) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        address = urlsplit(server.url).netloc
+
+        def get(path: str, host: str = address) -> tuple[int, bytes]:
+            connection = http.client.HTTPConnection(address, timeout=30)
+            connection.request("GET", path, headers={"Host": host})
+            reply = connection.getresponse()
+            found = reply.status, reply.read()
+            connection.close()
+            return found
+
+        def data() -> dict[str, object]:
+            return json.loads(get("/data.json")[1]) or {}
+
+        try:
+            assert get("/") == (200, page())
+            assert get("/other")[0] == 404
+            assert get("/data.json", "attacker.example:80")[0] == 403
+            deadline = time.monotonic() + 30
+            while data().get("heat_unread") != 0 or not data()["heat"]:
+                assert time.monotonic() < deadline
+            publish(publisher, weights, 1)
+            while data()["head_version"] != 4:
+                assert time.monotonic() < deadline
+            store.fail_at("read", layout.HEAD, times=FOREVER)
+            while data()["error"] is None:
+                assert time.monotonic() < deadline
+            with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 cannot be used"):
+                PageServer(Observer(store), int(address.partition(":")[2]), 1.0)
+        finally:
+            server.stop()
+            thread.join()
