@@ -46,7 +46,11 @@ addEventListener("load", () => setTimeout(() => {
           hits.push(`${text} / ${other}`);
     });
   }
+  const box = byId("heat").getBoundingClientRect();
+  const at = { bubbles: true, clientX: box.right - 14, clientY: box.top + 8 };  // newest version, first layer
+  byId("heat").dispatchEvent(new MouseEvent("mousemove", at));
   const found = {
+    tip: byId("tip").textContent,
     hits,
     wide: document.documentElement.scrollWidth - innerWidth,
     deltas: count("#sizes circle"),
@@ -140,10 +144,12 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
         assert (found["anchors"], found["folds"], found["unread"]) == (3, (60 - versions[0]) // 5, 0)
         assert found["cells"] == len(versions) * len(NAMES)
         assert found["layers"][1:] == ["embed_tokens", *(f"layers.{layer}" for layer in range(LAYERS)), "norm", "lm_head"]
+        assert re.match(r"version 60, step 240, [\d:]+\ndelta \S+ kB, \S+ % changed\n", found["tip"])
+        assert re.search(r"\nmodel.embed_tokens: 0\.[3-5]\d* %$", found["tip"])
         expected = {
             "channel": channel,
             "head": "60",
-            "step": "trainer's step 240",
+            "step": "step 240",
             "fleet": "2 of 4",
             "lagging": "1 failed, 1 silent",
             "error": "\N{EN DASH}",  # hidden
