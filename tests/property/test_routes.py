@@ -1,0 +1,177 @@
+"""One sha256 and one fingerprint of a version, whichever way somebody came to have it."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltasync import Publisher, Replica, chain, fingerprint, housekeeping, open_store
+from deltasync.bits import bits_of, int_view, tensor_of
+from deltasync.housekeeping.survey import fold_keys
+from deltasync.kernels import cpu, reference
+from deltasync.memory import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.reader import ChannelReader
+from deltasync.replica import Follower
+from deltasync.stores import Store
+from deltasync.types import TensorSpec
+from tests import strategies
+
+Specs = dict[str, TensorSpec]
+Bits = dict[str, np.ndarray]
+Proof = tuple[str, int]  # sha256 of all bits, fingerprint of the model
+
+CODECS = ("raw", "packed", "context")
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> tuple[Specs, list[Bits]]:
+    """A small model and its bits at two to six versions."""
+    specs, first, second = draw(strategies.model_pairs())
+    states = [first, second]
+    for _ in range(draw(st.integers(0, 4))):
+        states.append({name: draw(strategies.new_bits(states[-1][name], spec.dtype)) for name, spec in specs.items()})
+    return specs, states
+
+
+def proof(bits: Mapping[str, np.ndarray], total: int) -> Proof:
+    digest = hashlib.sha256()
+    for name in sorted(bits):
+        digest.update(name.encode() + bits[name].tobytes())
+    return digest.hexdigest(), total
+
+
+def of_tensors(tensors: Mapping[str, torch.Tensor]) -> Proof:
+    """With the fingerprints computed anew by the CPU kernels."""
+    bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
+    digests = {name: cpu.fingerprint(fingerprint.tensor_key(name), bits_N) for name, bits_N in bits.items()}
+    return proof(bits, model_fingerprint(digests))
+
+
+def of_replica(replica: Replica) -> Proof:
+    """With the fingerprints that it kept up to date from the changes alone."""
+    found = proof({name: bits_of(tensor) for name, tensor in replica.state_dict().items()}, total_of(replica.fingerprints))
+    assert found == of_tensors(replica.state_dict())
+    return found
+
+
+def total_of(digests: Mapping[str, int]) -> int:
+    return sum(digests.values()) & fingerprint.MASK
+
+
+def published(specs: Specs, states: list[Bits], codec: str, anchor_every: int, restart_at: int | None = None) -> Store:
+    """A channel with these versions; its publisher ends after `restart_at` of them, and another goes on."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    publisher = Publisher(store, codec=codec, dtype="keep", anchor_every=anchor_every)
+    for version, bits in enumerate(states, 1):
+        stream = [(name, tensor_of(bits[name].copy(), spec)) for name, spec in specs.items()]
+        assert publisher.publish(stream).wait(60).version == version
+        if version == restart_at:
+            publisher.close()
+            publisher = Publisher(store, codec=codec, dtype="keep", anchor_every=anchor_every, resume=True)
+    publisher.close()
+    return store
+
+
+def by_following(store: Store, count: int, between: int) -> dict[str, Proof]:
+    """By a replica in host memory: from nothing, version by version, or with some left out."""
+    found = {}
+    for name, stops in {"cold": [], "each": range(1, count), "skipping": [between]}.items():
+        replica = Replica(store)
+        for version in [*stops, count]:
+            replica.sync(version)
+        found[name] = of_replica(replica)
+    return found
+
+
+def by_fold(store: Store, count: int, base: int, codec: str) -> Proof:
+    """By one fold from a version before; the deltas that it covers are not looked at."""
+    reader = ChannelReader(store)
+    housekeeping.write_fold(reader, base, count, codec_name=codec)
+    memory, tensors = LiveMemory.on_host(reader.specs)
+    memory.audit()
+    follower = Follower(reader, memory)
+    head = reader.head()
+    follower.advance(head, base)
+    (key,) = fold_keys(reader)
+    fold = chain.Step(count, head.manifest_sha256, base, 0, key)
+    assert follower.confirm(follower.commit(follower.stage(fold))) == count
+    return of_tensors(tensors)
+
+
+def by_restart(store: Store, count: int, before: int) -> Proof:
+    """By a replica that wrote down what it had as a checkpoint, and starts from that."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "saved"
+        housekeeping.export(ChannelReader(store), before, saved)
+        replica = Replica(store)
+        replica.load(saved)
+        assert replica.sync() == count
+        return of_replica(replica)
+
+
+def by_shards(store: Store, count: int, shards: int) -> Proof:
+    """By workers that hold a range of each tensor, agree on fingerprints, and know nothing of each other's bits."""
+    reader = ChannelReader(store)
+    held: list[Bits] = [{} for _ in range(shards)]
+    for name, spec in reader.specs.items():
+        for shard in range(shards):
+            first, end = (spec.element_count * part // shards for part in (shard, shard + 1))
+            held[shard][name] = np.zeros(end - first, spec.bits_dtype)
+    followers = []
+    for shard, bits in enumerate(held):
+        segments = {
+            name: [Segment(int_view(torch.from_numpy(bits[name].view(f"i{spec.item_bytes}"))), (1,), start)]
+            for name, spec in reader.specs.items()
+            for start in [spec.element_count * shard // shards]
+        }
+        memory = LiveMemory(reader.specs, segments)
+        memory.audit()
+        followers.append(Follower(reader, memory))
+    for step in followers[0].plan(reader.head()):
+        committed = [follower.commit(follower.stage(step)) for follower in followers]
+        memories = [follower.memory for follower in followers]
+        digests = combine([memory.regions for memory in memories], [memory.parts for memory in memories])
+        for follower, one in zip(followers, committed, strict=True):
+            follower.confirm(one, digests, total_of(digests))
+    assert [follower.version for follower in followers] == [count] * shards
+    whole = {name: np.concatenate([bits[name] for bits in held]) for name in reader.specs}
+    return proof(whole, total_of(digests))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@settings(max_examples=6)
+@given(data=st.data(), life=lives())
+def test_every_route_to_a_version_gives_the_same_bits_and_fingerprint(
+    codec: str, data: st.DataObject, life: tuple[Specs, list[Bits]]
+) -> None:
+    """Each codec is held to the bits as they went in and the reference kernel's fingerprint of them: so to every other."""
+    specs, states = life
+    count, last = len(states), states[-1]
+    between = data.draw(st.integers(1, count - 1), "between")
+    total = total_of({name: reference.fingerprint(fingerprint.tensor_key(name), bits) for name, bits in last.items()})
+
+    deltas = published(specs, states, codec, anchor_every=99)
+    found = {
+        **by_following(deltas, count, between),
+        "restart": by_restart(deltas, count, between),
+        "fold": by_fold(deltas, count, between, data.draw(st.sampled_from(CODECS), "of the fold")),
+    }
+    if codec != "context":  # which needs the whole model's old bits
+        found |= {f"{shards} shards": by_shards(deltas, count, shards) for shards in (1, 2, 4)}
+    resumed = published(specs, states, codec, anchor_every=99, restart_at=between)
+    found["resumed"] = by_following(resumed, count, between)["cold"]
+    anchors = published(specs, states, codec, anchor_every=1)
+    found["anchor alone"] = by_following(anchors, count, between)["cold"]
+
+    assert {name: route for name, route in found.items() if route != proof(last, total)} == {}
+    manifests = {ChannelReader(store).manifest(count).fingerprint for store in (deltas, resumed, anchors)}
+    assert manifests == {fingerprint.to_hex(total)}
