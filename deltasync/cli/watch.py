@@ -89,8 +89,9 @@ def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]
     for replica in found.replicas:
         if told.get(replica.replica_id) != _state(replica):
             yield {"event": "replica", **dataclasses.asdict(replica)}
-    for problem in found.problems[len(before.problems) if before is not None else 0 :]:
-        yield {"event": "problem", "problem": problem}
+    for problem in found.problems:
+        if before is None or problem not in before.problems:
+            yield {"event": "problem", "problem": problem}
     if found.error is not None and (before is None or before.error != found.error):
         yield {"event": "error", "error": found.error}
 

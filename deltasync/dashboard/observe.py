@@ -136,7 +136,8 @@ class Snapshot:
 
 
 class Observer:
-    """One channel, seen from outside. A document is read once; a look costs a read of head, a listing and the heartbeats.
+    """One channel, seen from outside. A document is read once (a damaged one again, it may pass); a look costs a read of head
+    and of each heartbeat, and a listing.
 
     Args:
         store: The channel's.
@@ -182,24 +183,26 @@ class Observer:
         if self._layers is None:
             self._layers = Layers(self._reader.specs.values())
         listed = [version for version in self._reader.versions() if version <= head_version]
-        new = [v for v in listed[-self._last :] if v not in self._versions and v not in self._problems]
+        new = [v for v in listed[-self._last :] if v not in self._versions]
         for version, found in zip(
             new, in_parallel(_attempt(self._reader.manifest), new, "manifests", progress), strict=True
         ):
             if isinstance(found, str):
                 self._problems[version] = found
             elif found is not None:
+                self._problems.pop(version, None)
                 self._versions[version] = _version_row(found)
                 self._delta_files[version] = found.delta.files if found.delta is not None else []
         self._listed, self._head = listed, head_version
         shown = {version for version in listed if version in self._versions}
         keys = [key for key in fold_keys(self._reader) if (span := layout.fold_span(key)) and span[1] in shown]
-        unknown = [key for key in keys if key not in self._folds and key not in self._problems]
+        unknown = [key for key in keys if key not in self._folds]
         read_one = _attempt(functools.partial(read_fold, self._reader))
         for key, fold in zip(unknown, in_parallel(read_one, unknown, "folds", progress), strict=True):
             if isinstance(fold, str):
                 self._problems[key] = fold
             elif fold is not None:
+                self._problems.pop(key, None)
                 self._folds[key] = _fold_row(fold)
         self._held_folds = set(keys)
         self._listed_s = time.monotonic()

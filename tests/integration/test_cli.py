@@ -33,7 +33,9 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
-@pytest.mark.parametrize("command", ["", "demo", "serve", "follow", "log", "show", "bench", "bench codec"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "serve", "follow", "watch", "dashboard", "log", "show", "bench", "bench codec"]
+)
 def test_every_command_has_help(command: str) -> None:
     done = run(*command.split(), "--help")
     assert done.returncode == 0

@@ -231,7 +231,7 @@ def test_lag_is_known_for_what_happened_while_somebody_looked(
 
 
 def test_damage_is_told_and_the_rest_shown(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(publisher, weights, 4)
     store.tamper(layout.manifest(2), lambda data: data[:-20])
@@ -245,12 +245,16 @@ def test_damage_is_told_and_the_rest_shown(
     assert found.heat == {}
     assert [problem.partition(" ")[0] for problem in found.problems] == [
         layout.manifest(2),
-        *(f"{layout.delta_dir(3)}/part-00001-of-00001.safetensors",),
+        f"{layout.delta_dir(3)}/part-00001-of-00001.safetensors",
         "The",
     ]
-    store.calls.clear()
-    observer.look()
-    assert layout.manifest(2) not in [key for _, key in store.calls]
+    assert [change["problem"] for change in watch.changes(None, found) if change["event"] == "problem"] == found.problems
+    store.heal()
+    monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
+    healed = observer.look()
+    assert [row.version for row in healed.versions] == [1, 2, 3, 4]
+    assert healed.problems == found.problems[1:]
+    assert next(watch.changes(found, healed))["version"] == 2
 
 
 def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
