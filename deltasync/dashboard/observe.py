@@ -136,7 +136,7 @@ class Snapshot:
 
 
 class Observer:
-    """One channel, seen from outside. A document is read once (a damaged one again, it may pass); a look costs a read of head
+    """One channel, seen from outside. A document is read once, a damaged one again: it may pass. A look costs a read of head
     and of each heartbeat, and a listing.
 
     Args:
