@@ -269,7 +269,9 @@ class Driver:
             async with self.pauses.paused(clear_cache=self._settings.kv_cache == "recompute"):
                 reply = await self._commit_paused()
                 self._serve(reply["version"])
-                await self._engine.update_weight_version(str(reply["version"]))
+                announced = asyncio.ensure_future(self._engine.update_weight_version(str(reply["version"])))
+                await asyncio.sleep(0)  # it is on its way before generation resumes, which need not wait for the reply
+            await announced
         except ApplyError as error:
             self._metrics.rolled_back(error)
             raise

@@ -87,8 +87,8 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
 
     Args:
         llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made with `DELTASYNC_CHANNEL` set
-            in the environment, so that on a CPU its weights stay where they can be patched, and with `VLLM_PLUGINS=deltasync`,
-            so that its workers do not follow by themselves.
+            in the environment, so that on a CPU its weights stay where they can be patched, and with
+            `VLLM_PLUGINS=deltasync`, so that its workers do not follow by themselves.
         channel: URL of the channel.
         **settings: Fields of `ReplicaSettings`.
 

@@ -120,12 +120,10 @@ def _ratios(result: dict[str, Any]) -> dict[str, Any]:
     commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
     ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
     extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
-    sleep_s = commit["vllm_sleep_s"]
     return {
         "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
         "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
         "pause_per_scatter": extra_s / scatter_s,
-        "pause_without_sleep_per_scatter": None if sleep_s is None else (extra_s - sleep_s) / scatter_s,
         "pause_beyond_empty_per_scatter": (extra_s - pause["unchanged"]["extra_s"]) / scatter_s,
         "throughput_share": result["throughput"]["share"],
         "staged_bytes_per_changed": commit["staged_bytes"] / changed,

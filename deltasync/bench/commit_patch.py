@@ -6,12 +6,10 @@ published ones, and then brought back.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numba
@@ -33,8 +31,6 @@ _Result = TypeVar("_Result")
 PEERS = {"default": {}, "unique indices unchecked": {"validate_unique_indices": False}}
 """Settings of vLLM's `load_checkpoint_weight_patches`."""
 
-_PAUSES = 5
-
 Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Live memory, positions in it, bit patterns there before and after."""
 
@@ -54,8 +50,7 @@ def measure(
     Returns:
         Seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time, which
         may compile or ask for memory, the median of the others and the best; the bytes that stay staged on the device until
-        the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path;
-        and how long vLLM sleeps in each pause.
+        the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path.
 
     Raises:
         AssertionError: one of them left other bits.
@@ -123,7 +118,6 @@ def measure(
         "staged_bytes": staged_bytes,
         "stage_extra_bytes": stage_extra_bytes,
         "vllm_extra_bytes": _peak_extra_bytes(load),
-        "vllm_sleep_s": _sleep_s(),
     }
 
 
@@ -155,25 +149,6 @@ def _check(memory: LiveMemory, sha256: Mapping[str, str], what: str) -> None:
     for name, digest in sha256.items():
         if manifest.sha256_hex(memory.gather(name).data) != digest:
             raise AssertionError(f"{what} left other bits in {name}")
-
-
-def _sleep_s() -> float | None:
-    """How long `pause_generation` of this vLLM takes when its engine has nothing to do; None if it is not as known."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    async def nothing(**_: object) -> None:
-        pass
-
-    async def pause() -> float:
-        idle = SimpleNamespace(engine_core=SimpleNamespace(pause_scheduler_async=nothing))
-        before = time.perf_counter()
-        await AsyncLLM.pause_generation(idle, mode="keep", clear_cache=False)
-        return time.perf_counter() - before
-
-    try:
-        return min(asyncio.run(pause()) for _ in range(_PAUSES))
-    except (AttributeError, TypeError):
-        return None
 
 
 def _repeat(action: Callable[[], object], restore: Callable[[], object], repeats: int) -> list[float]:

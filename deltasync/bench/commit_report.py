@@ -57,7 +57,7 @@ def _commit(result: dict[str, Any]) -> Iterator[str | Table]:
 
 
 def _pause(result: dict[str, Any]) -> Iterator[str | Table]:
-    pause, ratios, sleep_s = result["pause"], result["ratios"], result["commit"]["vllm_sleep_s"]
+    pause, ratios = result["pause"], result["ratios"]
     changed, unchanged = pause["changed"], pause["unchanged"]
     table = _table("pause of generation, medians in ms", f"{changed['commits']} versions", "versions without a change")
     texts = {
@@ -71,11 +71,8 @@ def _pause(result: dict[str, Any]) -> Iterator[str | Table]:
         table.add_row(text, f"{1e3 * changed[key]:.1f}", f"{1e3 * unchanged[key]:.1f}")
     yield ""
     yield table
-    slept = "?" if sleep_s is None else f"{1e3 * sleep_s:.1f}"
-    without = ratios["pause_without_sleep_per_scatter"]
     yield (
-        f"More than usual: {ratios['pause_per_scatter']:.2f} times the scatter; without the {slept} ms that vLLM's "
-        f"pause_generation sleeps {'?' if without is None else format(without, '.2f')} times; and "
+        f"More than usual: {ratios['pause_per_scatter']:.2f} times the scatter; "
         f"{ratios['pause_beyond_empty_per_scatter']:.2f} times beyond that of a version without a change. "
         f"The first pause took {1e3 * pause['first_pause_s']:.1f} ms."
     )

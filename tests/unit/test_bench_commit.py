@@ -73,7 +73,6 @@ def test_everything_is_measured_in_a_real_vllm_and_bits_are_checked(capsys: pyte
     commit, pause = result["commit"], result["pause"]
     times = [*commit["deltasync"].values(), *commit["vllm"].values(), commit["plain"]]
     assert all(0 < measured["best_s"] <= measured["median_s"] for measured in times)
-    assert commit["vllm_sleep_s"] == pytest.approx(0.02, abs=0.02)
     assert [pause[kind]["commits"] for kind in ("changed", "unchanged")] == [2, 2]
     assert pause["changed"]["silence_s"] > pause["changed"]["scatter_s"] > pause["unchanged"]["scatter_s"]
     assert [len(result["throughput"][kind]) for kind in ("without", "with_versions")] == [1, 1]
