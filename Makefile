@@ -39,9 +39,7 @@ test: setup
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
-	LONG_TESTS=1 $(BIN)/pytest tests/integration/test_vllm_beside.py tests/integration/test_vllm_parallel.py
-	LONG_TESTS=1 $(BIN)/pytest tests/integration/test_trl_versions.py
-	LONG_TESTS=1 $(BIN)/pytest tests/model
+	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup

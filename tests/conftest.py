@@ -22,6 +22,14 @@ settings.register_profile("long", settings.get_profile("deltasync"), max_example
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deltasync"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "LONG_TESTS" in os.environ:
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="only with LONG_TESTS=1, as in make test-long"))
+
+
 def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

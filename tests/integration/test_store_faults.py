@@ -429,7 +429,6 @@ RANDOM_ACTIONS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("kind", ["memory", "file", *SERVICES])
 def test_many_versions_through_random_faults(kind: str, request: pytest.FixtureRequest) -> None:

@@ -20,7 +20,6 @@ from trl_callback.client import client_class
 pytestmark = [
     pytest.mark.trl,
     pytest.mark.slow,
-    pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="LONG_TESTS is not set; see make test-long"),
 ]
 
 CHECK = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -17,9 +16,8 @@ from transformers import Qwen3Config
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.vllm_server import Server, Weights, digests, save_model, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-LONG = pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="a server of its own; make test-long")
 NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
 RANK, ALPHA, TARGETS = 8, 16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
@@ -160,7 +158,6 @@ def test_after_sleep_the_bits_are_audited_before_they_count(server: Server) -> N
     assert log.count("deltasync audit:") >= 3  # at start, and after each sleep
 
 
-@LONG
 def test_a_draft_model_keeps_its_own_weights(tmp_path: Path) -> None:
     draft = save_model(tmp_path, Qwen3Config, intermediate_size=192, head_dim=32, num_hidden_layers=1)
     target = save_model(tmp_path / "target", Qwen3Config, intermediate_size=192, head_dim=32)
@@ -175,7 +172,6 @@ def test_a_draft_model_keeps_its_own_weights(tmp_path: Path) -> None:
         assert drafted_tokens(server) > 0
 
 
-@LONG
 def test_quantized_layers_are_loaded_again(tmp_path: Path) -> None:
     model = save_model(tmp_path, Qwen3Config, intermediate_size=192, head_dim=32)
     with serving(model, "--quantization", "fp8_per_channel") as server:

@@ -13,9 +13,8 @@ from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-LONG = pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="a server of its own; make test-long")
 NEARLY = 0.25  # nats between the likeliest token and one that bfloat16 takes for it
 
 
@@ -86,7 +85,6 @@ EACH_ENGINE = [{"X_data_parallel_rank": "0"}, {"X_data_parallel_rank": "1"}]
 # assertion on `intermediate_tensors`, and a segmentation fault. So nothing is generated there.
 
 
-@LONG
 class TestStages:
     @pytest.fixture(scope="class")
     @classmethod
@@ -118,7 +116,6 @@ class TestEngines:
         rolls_back_everywhere(server, EACH_ENGINE)
 
 
-@LONG
 class TestWorkersThatShareExperts:
     @pytest.fixture(scope="class")
     @classmethod

@@ -13,7 +13,7 @@ from deltasync import Publisher, layout
 from tests.faults import FaultyStore
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHANGED = "model.layers.1.mlp.up_proj.weight"
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.integration.vllm_server import Server, Weights, save_model, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 Span = tuple[int, int]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.model.explore import explore
@@ -81,7 +79,7 @@ def test_every_invariant_holds_in_every_state(name: str) -> None:
     assert result.states > 500
 
 
-@pytest.mark.skipif("LONG_TESTS" not in os.environ, reason="millions of states: make test-long")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_every_invariant_holds_in_every_state_of_a_larger_world(name: str) -> None:
     result = explore(LARGE[name])
