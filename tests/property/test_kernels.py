@@ -144,7 +144,7 @@ def test_prepare_and_swap_are_the_reference_on_every_machine(
         np.testing.assert_array_equal(np.asarray(dest).view(memory.dtype), memory)
         np.testing.assert_array_equal(np.concatenate(values).view(memory.dtype), new_K)
         if at_K.size:
-            dest[int(at_K[0])] += 1
+            dest[int(at_K[0])] ^= 1
             assert swap(writes) != check
 
 
