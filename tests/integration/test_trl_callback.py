@@ -27,6 +27,7 @@ from deltasync.heartbeat import Heartbeat
 from tests.conftest import assert_same_bits
 from tests.http_faults import FaultProxy, status
 from tests.integration.trainers import (
+    FlushEachStep,
     Recorder,
     make_trainer,
     published_bits,
@@ -84,15 +85,7 @@ def test_publishes_every_n_steps_and_the_final_weights(tmp_path: Path, caplog: p
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(DeltaSyncConfig(url, codec="raw"), publish_steps=3)
 
-    class Flush(TrainerCallback):
-        """Waits for each upload, so that no version joins another."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            publisher = sync._transfer.publisher
-            assert publisher is not None
-            publisher.flush()
-
-    trainer = make_trainer(tiny_model(), tmp_path / "out", sync, Flush(), max_steps=4)
+    trainer = make_trainer(tiny_model(), tmp_path / "out", sync, FlushEachStep(sync), max_steps=4)
     with caplog.at_level("INFO", logger="trl_callback"):
         trainer.train()
     assert [record.step for record in sync.history] == [0, 3, 4]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
-from tests.integration.trainers import Bits, make_trainer, published_bits, saved_bits, tiny_model
+from tests.integration.trainers import Bits, FlushEachStep, make_trainer, published_bits, saved_bits, tiny_model
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, gather
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -56,7 +56,7 @@ def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[s
     url = f"file://{tmp_path}/channel"
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved", merged_bits)
     model, alone = adapted_model(**lora), adapted_model(**lora)
-    make_trainer(model, tmp_path / "out", recorder, sync).train()
+    make_trainer(model, tmp_path / "out", recorder, sync, FlushEachStep(sync)).train()
     assert [record.version for record in sync.history] == [1, 2, 3, 4, 5]
     assert all(record.changed > 0 for record in sync.history)
     for version, bits in enumerate(recorder.bits, start=1):
@@ -73,7 +73,7 @@ def test_the_adapter_alone_is_published_as_peft_saves_it(dtype: str, tmp_path: P
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(url, adapter_only=True, served_dtype=dtype)
     recorder = Recorder(tmp_path / "saved", adapter_bits)
-    make_trainer(adapted_model(), tmp_path / "out", recorder, sync).train()
+    make_trainer(adapted_model(), tmp_path / "out", recorder, sync, FlushEachStep(sync)).train()
     elements = sum(tensor.numel() for tensor in recorder.bits[0].values())
     assert [(record.version, record.total) for record in sync.history] == [(v, elements) for v in range(1, 6)]
     for version, bits in enumerate(recorder.bits, start=1):

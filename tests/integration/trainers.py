@@ -23,6 +23,7 @@ from deltasync.demo import model as demo_model
 from deltasync.errors import DeltaSyncError
 from deltasync.heartbeat import Heartbeat
 from deltasync.reader import ChannelReader
+from trl_callback import DeltaSyncCallback
 from trl_callback.gather import held_tensors
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported
@@ -99,6 +100,18 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.bits[state.global_step] = saved_bits(model, self.folder)
+
+
+class FlushEachStep(TrainerCallback):
+    """Waits for each upload: no version is left out or joins another because this machine is busy."""
+
+    def __init__(self, sync: DeltaSyncCallback) -> None:
+        self.sync = sync
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        publisher = self.sync._transfer.publisher
+        assert publisher is not None
+        publisher.flush()
 
 
 def make_trainer(
