@@ -41,10 +41,14 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     return view.view(f"u{view.itemsize}")
 
 
+def signed_view(bits_N: np.ndarray) -> torch.Tensor:
+    """Flat bit patterns on the host as `int_view` has them; shares memory when they are contiguous."""
+    return torch.from_numpy(np.ascontiguousarray(bits_N).view(f"i{bits_N.itemsize}"))
+
+
 def tensor_of(bits_N: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """Tensor of `spec` over the memory of `bits_N` (writable, contiguous)."""
-    flat = torch.from_numpy(bits_N.view(f"i{bits_N.itemsize}"))
-    return flat.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+    return signed_view(bits_N).view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from deltasync.bits import bits_of, cast
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
 from deltasync.manifest import Reference
-from deltasync.types import Patch, TensorSpec, index_dtype
+from deltasync.types import Patch, TensorSpec
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -160,11 +160,10 @@ def compare(
     for name, bits_N in checkpoint.read(specs):
         start, stop = ranges[name]
         held = bits_N[start:stop]
-        parts[name] = cpu.fingerprint_runs(fingerprint.tensor_key(name), np.array([start]), held[None, :])
+        parts[name] = cpu.fingerprint(fingerprint.tensor_key(name), held, start)
         at_K, step_K = cpu.diff(held, bits[name])
         if at_K.size:
-            index_K = at_K.astype(index_dtype(bits_N.size), copy=False)
-            changes[name] = Patch(name, index_K + index_K.dtype.type(start), step_K, absolute=False)
+            changes[name] = Patch.steps(specs[name], at_K, step_K, start)
     return parts, changes
 
 

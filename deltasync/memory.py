@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from deltasync import fingerprint
-from deltasync.bits import int_view, tensor_of
+from deltasync.bits import int_view, signed_view, tensor_of
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, device_kernels
 from deltasync.types import Patch, TensorSpec, index_dtype
@@ -156,14 +156,17 @@ class Staged:
 
     Attributes:
         swaps, copies: What to write; only `LiveMemory` looks inside.
-        changed: Elements that will be written.
         fingerprints: What the fingerprint of each tensor that the version names must be afterwards.
     """
 
     swaps: tuple[_Swap, ...]
     copies: tuple[_Copy, ...]
-    changed: int
     fingerprints: Mapping[str, int]
+
+    @property
+    def changed(self) -> int:
+        """Elements that will be written."""
+        return sum(swap.value_K.numel() for swap in self.swaps) + sum(copy.source.numel() for copy in self.copies)
 
     @property
     def device_bytes(self) -> int:
@@ -239,7 +242,7 @@ class LiveMemory:
             raise StageError(f"Only {held} elements of {spec} are in this worker's memory; publish with codec='packed'.")
         flat_N = np.empty(spec.element_count, spec.bits_dtype)
         for segment in segments:
-            segment.source(_signed(flat_N)).copy_(segment.live)
+            segment.source(signed_view(flat_N)).copy_(segment.live)
         return flat_N
 
     def _place(self, name: str) -> list[Segment]:
@@ -268,7 +271,7 @@ class LiveMemory:
 
     def differs(self, name: str, bits_N: np.ndarray) -> bool:
         """Whether any element in live memory has other bits than this whole tensor, flat and unsigned."""
-        flat_N = _signed(bits_N)
+        flat_N = signed_view(bits_N)
         return any(not torch.equal(s.source(flat_N), s.live.cpu()) for s in self._place(name))
 
     def stage(self, patches: Iterable[tuple[Patch, int]]) -> Staged:
@@ -292,8 +295,7 @@ class LiveMemory:
                 elif write.value_K.numel():
                     swaps.append(write)
             fingerprints[patch.name] = expected
-        changed = sum(swap.value_K.numel() for swap in swaps) + sum(copy.source.numel() for copy in copies)
-        return Staged(tuple(swaps), tuple(copies), changed, fingerprints)
+        return Staged(tuple(swaps), tuple(copies), fingerprints)
 
     def commit(self, staged: Staged) -> CommitReport:
         """Write a staged version into live memory and update `parts`. Mutates the live weights, and only that.
@@ -387,7 +389,7 @@ def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> _Swap | 
         absolute = patch.absolute
     else:
         # The whole tensor. Often little of it differs, and what is not written need not be undone.
-        source = segment.source(_signed(patch.data)).contiguous()
+        source = segment.source(signed_view(patch.data)).contiguous()
         new_N, old_N = (_unsigned(view.reshape(-1)) for view in (source, live.contiguous().cpu()))
         at, _ = cpu.diff(old_N, new_N)
         if at.size > new_N.size // 8:
@@ -403,11 +405,11 @@ def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> _Swap | 
     dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
     if live.device.type == "cpu":
         new_K, gained, check = cpu.prepare(key, _unsigned(dest), dest_index_K, data_K, absolute, index_K)
-        return _Swap(patch.name, number, dest, torch.from_numpy(dest_index_K), _signed(new_K), gained, check)
+        return _Swap(patch.name, number, dest, torch.from_numpy(dest_index_K), signed_view(new_K), gained, check)
     kernels = device_kernels(live.device)
     kernels.warm_up(live.device, live.dtype)
     dest_index, data, index = (
-        x.to(live.device) for x in (torch.from_numpy(dest_index_K), _signed(data_K), torch.from_numpy(index_K))
+        x.to(live.device) for x in (torch.from_numpy(dest_index_K), signed_view(data_K), torch.from_numpy(index_K))
     )
     return _Swap(patch.name, number, dest, dest_index, *kernels.prepare(key, dest, dest_index, data, absolute, index))
 
@@ -422,10 +424,6 @@ def _swap(swaps: Sequence[_Swap]) -> int:
         else:
             check += device_kernels(device).swap(writes)
     return check & fingerprint.MASK
-
-
-def _signed(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}"))
 
 
 def _unsigned(view: torch.Tensor) -> np.ndarray:

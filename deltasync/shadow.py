@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from deltasync import chain, fingerprint
-from deltasync.bits import bits_of, cast, dtype_name, int_view, spec_of, tensor_of
+from deltasync.bits import bits_of, cast, dtype_name, int_view, signed_view, spec_of, tensor_of
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
 from deltasync.kernels import cpu, device_kernels
@@ -16,7 +16,7 @@ from deltasync.memory import LiveMemory, Segment
 from deltasync.peers import Range
 from deltasync.reader import ChannelReader
 from deltasync.sharded import TensorRange, range_of
-from deltasync.types import Patch, TensorSpec, check_specs, index_dtype
+from deltasync.types import Patch, TensorSpec, check_specs
 
 _LEFT_FREE = 0.1
 """Part of a device's memory that `auto` leaves free."""
@@ -43,8 +43,7 @@ class Shadow:
         self.bits = dict(bits)
         self._on_device: dict[str, torch.Tensor] = {}  # signed views, of the same bits
         self.fingerprints = {
-            name: cpu.fingerprint_runs(fingerprint.tensor_key(name), np.array([ranges[name][0]]), held[None, :])
-            for name, held in self.bits.items()
+            name: cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0]) for name, held in self.bits.items()
         }
 
     @classmethod
@@ -84,7 +83,7 @@ class Shadow:
         """
         specs = reader.specs
         bits = {name: np.zeros(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
-        segments = {name: [Segment(_signed(held), (1,), ranges[name][0])] for name, held in bits.items()}
+        segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
         memory.audit()
         for step in steps:
@@ -125,11 +124,9 @@ class Shadow:
                 at_K, step_K = self._diff(name, served, placement)
                 if not at_K.size:
                     continue
-                index_K = at_K.astype(index_dtype(seen[name].element_count), copy=False)
-                if start:
-                    index_K = index_K + index_K.dtype.type(start)
-                changes[name] = Patch(name, index_K, step_K, absolute=False)
-                _, gained = cpu.scatter(fingerprint.tensor_key(name), self.bits[name], at_K, step_K, False, index_K)
+                patch = changes[name] = Patch.steps(seen[name], at_K, step_K, start)
+                assert patch.index_K is not None
+                _, gained = cpu.scatter(fingerprint.tensor_key(name), self.bits[name], at_K, step_K, False, patch.index_K)
                 self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
             check_specs(self.specs, seen, "The published model")
         except BaseException:
@@ -154,7 +151,7 @@ class Shadow:
         """Where, in this range, the served tensor differs, and by which steps; a copy on its device then no longer does."""
         copy = self._on_device.get(name)
         if copy is None and _takes_copy(placement, served.device, self.bits[name].nbytes):
-            copy = _signed(self.bits[name]).to(served.device, copy=True)
+            copy = signed_view(self.bits[name]).to(served.device, copy=True)
         if copy is None or copy.device != served.device:
             self._on_device.pop(name, None)
             return cpu.diff(self.bits[name], bits_of(served))
@@ -172,10 +169,6 @@ def _takes_copy(placement: str, device: torch.device, size_bytes: int) -> bool:
         return False
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return free_bytes - size_bytes > _LEFT_FREE * total_bytes
-
-
-def _signed(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(f"i{bits.itemsize}"))
 
 
 def _served(

@@ -78,6 +78,12 @@ class Patch:
     data: np.ndarray
     absolute: bool
 
+    @classmethod
+    def steps(cls, spec: TensorSpec, at_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Patch:
+        """The steps at positions of a range of a tensor that begins at flat index `start`."""
+        index_K = at_K.astype(index_dtype(spec.element_count), copy=False)
+        return cls(spec.name, index_K + index_K.dtype.type(start) if start else index_K, step_K, absolute=False)
+
     @property
     def changed(self) -> int:
         """Number of elements that this patch writes."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltasync.bits import signed_view
 from deltasync.errors import ApplyError, SleepingError
 from deltasync.memory import Region
 from deltasync.types import TensorSpec
@@ -97,7 +98,7 @@ def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[by
         ApplyError: two copies of the same elements differ.
     """
     flat_N = np.zeros(spec.element_count, spec.bits_dtype)
-    view = torch.from_numpy(flat_N.view(f"i{flat_N.itemsize}"))
+    view = signed_view(flat_N)
     seen: dict[Region, bytes] = {}
     for held, data in zip(regions, shards, strict=True):
         for region, bits in zip(held, data, strict=True):

@@ -231,16 +231,16 @@ def threads(task_count: int) -> Iterator[None]:
         set_num_threads(before)
 
 
-def fingerprint(key: int, bits_N: np.ndarray) -> int:
-    """As `reference.fingerprint`."""
+def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
+    """As `reference.fingerprint`; of consecutive elements from flat index `start` on, what they add to it."""
     with threads(bits_N.size // _CHUNK):
-        return int(_fingerprint(np.uint64(key), bits_N))
+        return int(_fingerprint(np.uint64((key + start * int(_I)) % (1 << 64)), bits_N))
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
     """What runs of consecutive elements add to a tensor's fingerprint; `start_R` are their first flat indices."""
     if start_R.size == 1:  # one after the other they share no work
-        return fingerprint((key + int(start_R[0]) * int(_I)) % (1 << 64), bits_RL[0])
+        return fingerprint(key, bits_RL[0], int(start_R[0]))
     with threads(bits_RL.size // _CHUNK):
         return int(_fingerprint_runs(np.uint64(key), start_R, bits_RL))
 
@@ -292,12 +292,10 @@ def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
     alike: dict[tuple[np.dtype, np.dtype], list[tuple[int, int, int, int]]] = {}
     for dest, dest_index_K, value_K in writes:
         chunks = alike.setdefault((value_K.dtype, dest_index_K.dtype), [])
+        memory, indices, values = dest.ctypes.data, dest_index_K.ctypes.data, value_K.ctypes.data
         for first in range(0, value_K.size, _SWAP_CHUNK):
-            addresses = (
-                dest_index_K.ctypes.data + first * dest_index_K.itemsize,
-                value_K.ctypes.data + first * value_K.itemsize,
-            )
-            chunks.append((dest.ctypes.data, *addresses, min(_SWAP_CHUNK, value_K.size - first)))
+            part = indices + first * dest_index_K.itemsize, values + first * value_K.itemsize
+            chunks.append((memory, *part, min(_SWAP_CHUNK, value_K.size - first)))
     check = 0
     for (bits, index), chunks in alike.items():
         with threads(len(chunks)):

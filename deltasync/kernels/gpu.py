@@ -99,7 +99,8 @@ def _compact(
         tl.store(old_ptr + at, new, changed)
 
 
-@triton.jit(do_not_specialize=["key", "K"], do_not_specialize_on_alignment=["dest_ptr"])
+# Not specialized on values or alignment, nor is `_swap`: a commit must not meet a compilation that `warm_up` has not done.
+@triton.jit(do_not_specialize=["key", "K"], do_not_specialize_on_alignment=["dest_ptr", "check_ptr"])
 def _prepare(
     key: tl.uint64,
     dest_ptr,
@@ -133,7 +134,6 @@ def _weighted(at, bits):
     return bits.to(tl.uint64) * (at.to(tl.uint64) * 2 + 1)
 
 
-# Not specialized on values or alignment: a commit must not meet a compilation that `warm_up` has not done.
 @triton.jit(do_not_specialize=["K"], do_not_specialize_on_alignment=["dest_ptr", "dest_index_ptr", "value_ptr", "check_ptr"])
 def _swap(dest_ptr, dest_index_ptr, value_ptr, check_ptr, K: tl.int64, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)

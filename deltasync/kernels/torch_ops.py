@@ -72,8 +72,9 @@ def _checksum(dest_index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
 def diff_and_update(shadow_N: torch.Tensor, new_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.diff`, on signed views; `shadow_N` is mutated and then equals `new_N`."""
     index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
-    step_K = new_N[index_K] - shadow_N[index_K]
-    shadow_N[index_K] = new_N[index_K]
+    new_K = new_N[index_K]
+    step_K = new_K - shadow_N[index_K]
+    shadow_N[index_K] = new_K
     index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
     return index_K.to(index), step_K
 
