@@ -100,14 +100,15 @@ class Hub:
             app.router.add_route(method, path, self._steps.named(step, handler))
 
     def _bucket(self, request: web.Request, writing: bool = False) -> Bucket:
-        self._check_token(request, writing)
+        self.check_token(request, writing)
         found = self.buckets.get(_bucket_id(request))
         if found is None:
             raise _Refused(problem(404, "Bucket not found", "RepoNotFound"))
         return found
 
     @staticmethod
-    def _check_token(request: web.Request, writing: bool) -> None:
+    def check_token(request: web.Request, writing: bool) -> None:
+        """Refuse a request without a token, or one that may not write."""
         header = request.headers.get("Authorization")
         if header is None:
             raise _Refused(problem(401, "Invalid username or password."))
@@ -120,7 +121,7 @@ class Hub:
             raise _Refused(problem(403, "You don't have the required permissions to write to this bucket"))
 
     async def _create(self, request: web.Request) -> web.Response:
-        self._check_token(request, writing=True)
+        self.check_token(request, writing=True)
         bucket_id, settings = _bucket_id(request), await request.json()
         reply = {"url": f"http://{request.headers['Host']}/buckets/{bucket_id}"}
         if bucket_id in self.buckets:

@@ -7,12 +7,14 @@ Prints its port. Keeps everything in memory. Besides what it imitates it answers
     POST /_faults                arm a fault: the fields of `Fault` as JSON
     POST /_events/{bucket id}    {"do": "drop" | "reset" | "reconnect"} to all who listen; the reply says to how many
     POST /_fill/{bucket id}      {"paths": [...], "like": path}: give many paths the content of one
+    GET  /_spaces                every Space, its secrets included
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import sys
 import threading
@@ -22,6 +24,7 @@ from aiohttp import web
 from tests.hub.cas import Cas
 from tests.hub.faults import Fault, Steps
 from tests.hub.hub import Hub
+from tests.hub.spaces import Spaces
 
 _LARGEST_BODY = 1 << 30
 
@@ -31,6 +34,7 @@ def application() -> web.Application:
     steps = Steps()
     cas = Cas(steps)
     hub = Hub(steps, cas)
+    spaces = Spaces(steps, cas, hub.check_token)
 
     async def requests(_: web.Request) -> web.Response:
         return web.json_response(steps.counts)
@@ -57,14 +61,19 @@ def application() -> web.Application:
             bucket.put(path, like.xet_hash, like.size, like.mtime_ms)
         return web.json_response({})
 
+    async def all_spaces(_: web.Request) -> web.Response:
+        return web.json_response({name: dataclasses.asdict(space) for name, space in spaces.spaces.items()})
+
     app = web.Application(client_max_size=_LARGEST_BODY)
     cas.add_routes(app)
     hub.add_routes(app)
+    spaces.add_routes(app)
     app.router.add_get("/_requests", requests)
     app.router.add_post("/_reset", reset)
     app.router.add_post("/_faults", arm)
     app.router.add_post("/_events/{bucket:.+}", events)
     app.router.add_post("/_fill/{bucket:.+}", fill)
+    app.router.add_get("/_spaces", all_spaces)
     return app
 
 

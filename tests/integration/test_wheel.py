@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = out / "source"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in tracked.decode().split("\0"):
-        if name and (ROOT / name).exists():
+        if name and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source, cwd=out)
@@ -58,6 +58,7 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"deltasync", "vllm_plugin", "trl_callback"}
+    assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/spaces/vllm/entrypoint.sh"} <= set(names)
     assert {"deltasync/py.typed", "deltasync/dashboard/page.html"} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 

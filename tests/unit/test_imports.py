@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"housekeeping"}),
     frozenset({"keeper", "jobs"}),
     frozenset({"publisher"}),
-    frozenset({"demo", "bench", "dashboard", "cli"}),
+    frozenset({"demo", "bench", "dashboard", "deploy", "cli"}),
 )
 HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib")
 

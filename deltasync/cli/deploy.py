@@ -1,0 +1,127 @@
+"""`deltasync deploy`: bring what serves a channel to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltasync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deltasync.deploy.space import SpaceSettings
+
+_COMMON = (
+    click.argument("spaces", nargs=-1, required=True, metavar="USER/NAME..."),
+    click.option(
+        "--variable", "variables", multiple=True, metavar="NAME=VALUE", help="A variable of the Space; repeatable."
+    ),
+    click.option(
+        "--secret",
+        "secrets",
+        multiple=True,
+        metavar="NAME",
+        help="A secret of the Space, with the value that this variable has in the environment here; repeatable.",
+    ),
+    click.option("--hardware", metavar="NAME", help="The Hub's name of it, such as l4x1. By default it stays as it is."),
+    click.option("--sleep-after", "sleep_s", type=int, metavar="SECONDS", help="Stop after so long without requests."),
+    click.option("--private", is_flag=True, help="Requests then need a token of the Hub."),
+    click.option(
+        "--package",
+        metavar="REQUIREMENT",
+        help="What pip installs in the image: a requirement or the path of a wheel.  [default: this version of deltasync]",
+    ),
+    click.option("--dry-run", is_flag=True, help="Print every call, and make none."),
+    click.option("--json", "as_json", is_flag=True, help="The calls, and where the Spaces are, as JSON."),
+)
+
+
+def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
+    for add in reversed(_COMMON):
+        command = add(command)
+    return command
+
+
+@click.group("deploy")
+def command() -> None:
+    """Bring what serves a channel to the Hugging Face Hub."""
+
+
+@command.group("space")
+def space() -> None:
+    """Create Spaces, or bring them up to date: run the same again, or with other options."""
+
+
+@space.command("vllm")
+@click.option("--channel", metavar="URL", required=True, help="The channel to follow; its bucket is created.")
+@click.option("--model", required=True, help="What the trainer starts from.")
+@click.option("--vllm-arguments", default="", metavar="TEXT", help="More arguments of vLLM, in one text.")
+@_with_common_options
+def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Serve MODEL by vLLM in each of the Spaces USER/NAME, as a replica of the channel.
+
+    Needs the secrets DELTASYNC_HTTP_TOKEN, which requests must present, and for a bucket of the Hub HF_TOKEN:
+
+    \b
+      export HF_TOKEN=... DELTASYNC_HTTP_TOKEN=...
+      deltasync deploy space vllm user/replica-1 user/replica-2 --channel hf://buckets/user/run/a \\
+        --model Qwen/Qwen3-0.6B --hardware l4x1 --secret HF_TOKEN --secret DELTASYNC_HTTP_TOKEN
+    """
+    from deltasync.deploy.space import replica_settings
+
+    _deploy(spaces, replica_settings(**_read(options)), dry_run, as_json)
+
+
+@space.command("wordle")
+@_with_common_options
+def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Serve the Wordle environment in each of the Spaces USER/NAME."""
+    from deltasync.deploy.space import SpaceSettings
+
+    _deploy(spaces, SpaceSettings(kind="wordle", **_read(options)), dry_run, as_json)
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with variables and secrets as dictionaries."""
+    return {**options, "variables": _variables(options["variables"]), "secrets": _secrets(options["secrets"])}
+
+
+def _variables(given: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"A variable is given as NAME=VALUE, not {text!r}.")
+        found[name] = value
+    return found
+
+
+def _secrets(names: Iterable[str]) -> dict[str, str]:
+    for name in names:
+        if not os.environ.get(name):
+            raise ConfigError(f"The value of the secret {name} is taken from the environment, where {name} is not set.")
+    return {name: os.environ[name] for name in names}
+
+
+def _deploy(spaces: Sequence[str], settings: SpaceSettings, dry_run: bool, as_json: bool) -> None:
+    from huggingface_hub import HfApi
+
+    from deltasync.deploy.space import plan
+
+    calls, hosts, api = plan(spaces, settings), {}, HfApi(library_name="deltasync")
+    for call in calls:
+        if not as_json:
+            click.echo(str(call))
+        if not dry_run:
+            result = call.make(api)
+            if call.method == "space_info":
+                hosts[call.arguments["repo_id"]] = result.host
+    if as_json:
+        told = [{"method": call.method, "arguments": call.shown} for call in calls]
+        click.echo(json.dumps({"dry_run": dry_run, "calls": told, "hosts": hosts}))
+        return
+    for name, host in hosts.items():
+        click.echo(f"{name} is built now, and will answer at {host}")

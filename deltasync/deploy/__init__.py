@@ -1,0 +1,1 @@
+"""What it takes to run deltasync elsewhere: the Spaces, and how they come to the Hub."""

@@ -1,0 +1,151 @@
+"""The calls to huggingface_hub that make a bucket and Spaces, or bring them up to date.
+
+They are planned as data and then made one after another, so that a dry run shows exactly what would be done. Each may be
+repeated; those of a Space that set its variables and secrets come before its files, which make the Hub build it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from deltasync.errors import ConfigError, StoreError
+from deltasync.stores import open_store
+
+KINDS = ("vllm", "wordle")
+
+_FILES = Path(__file__).with_name("spaces")
+_MASK = "***"
+# The last is httpx's, of whichever version.
+_FAILURES: tuple[type[Exception], ...] = (OSError, ValueError, HfHubHTTPError.__bases__[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a method of `HfApi`; of a secret, `str` and `shown` tell the name alone."""
+
+    method: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The arguments, without the value of a secret."""
+        mask = {"value": _MASK} if self.method == "add_space_secret" else {}
+        return {**self.arguments, **mask}
+
+    def __str__(self) -> str:
+        return f"{self.method}({', '.join(f'{name}={value!r}' for name, value in self.shown.items())})"
+
+    def make(self, api: HfApi) -> Any:
+        """Make it, and return what it returns.
+
+        Raises:
+            StoreError: the Hub refused, or could not be reached.
+        """
+        try:
+            return getattr(api, self.method)(**self.arguments)
+        except _FAILURES as error:
+            reason = " ".join(str(error).split())[:300].rstrip(".")
+            raise StoreError(f"{self} failed: {reason}. What came before it is done; run this again to go on.") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpaceSettings:
+    """What all Spaces of one deployment have in common.
+
+    Attributes:
+        kind: One of `KINDS`.
+        variables: Environment at build time and at run time.
+        secrets: Environment at run time, which the Hub shows to nobody.
+        private: Only for those who may see the Space; requests then need a token of the Hub.
+        hardware: Name of the Hub's, such as `l4x1`; None to leave it, which is a free CPU at first.
+        sleep_s: Stop after so long without requests; only with `hardware`.
+        package: What pip installs: a requirement, or the path of a wheel, which is uploaded.
+    """
+
+    kind: str
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    private: bool = False
+    hardware: str | None = None
+    sleep_s: int | None = None
+    package: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"A Space is of kind {' or '.join(KINDS)}, not {self.kind!r}.")
+        if self.package is not None and self.package.endswith(".whl") and not Path(self.package).is_file():
+            raise ConfigError(f"There is no wheel {self.package}.")
+        if self.sleep_s is not None and self.hardware is None:
+            raise ConfigError("When a Space sleeps can only be set together with its hardware.")
+
+
+def replica_settings(
+    channel: str,
+    model: str,
+    *,
+    vllm_arguments: str = "",
+    variables: Mapping[str, str],
+    secrets: Mapping[str, str],
+    **others: Any,
+) -> SpaceSettings:
+    """Settings of a Space that serves `model` and follows `channel`.
+
+    Raises:
+        ConfigError: a Space cannot reach the channel, or lacks a secret without which it is of no use.
+    """
+    url = open_store(channel).url
+    if url.startswith(("memory://", "file://")):
+        raise ConfigError(f"A Space cannot reach {url}; the channel must be a bucket, such as hf://buckets/user/run/a.")
+    needed = {"DELTASYNC_HTTP_TOKEN": "without it anyone can use the server"}
+    if url.startswith("hf://"):
+        needed["HF_TOKEN"] = f"the replica reads {url} with it and writes its heartbeats there"
+    for name, reason in needed.items():
+        if not secrets.get(name):
+            raise ConfigError(f"The Space needs the secret {name}: {reason}.")
+    named = {"DELTASYNC_CHANNEL": url, "MODEL": model}
+    if vllm_arguments:
+        named["VLLM_ARGUMENTS"] = vllm_arguments
+    return SpaceSettings(kind="vllm", variables={**named, **variables}, secrets=secrets, **others)
+
+
+def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:
+    """What to call, in order, so that these Spaces exist with these settings, and the bucket of their channel too."""
+    calls = list(_bucket(settings.variables.get("DELTASYNC_CHANNEL", "")))
+    for space in spaces:
+        calls += _space(space, settings)
+    return calls
+
+
+def _bucket(channel: str) -> Iterator[Call]:
+    if channel.startswith("hf://buckets/"):
+        namespace, name = channel.split("/")[3:5]
+        yield Call("create_bucket", {"bucket_id": f"{namespace}/{name}", "private": True, "exist_ok": True})
+
+
+def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
+    of_space = {"repo_id": space, "repo_type": "space"}
+    yield Call("create_repo", {**of_space, "space_sdk": "docker", "private": settings.private, "exist_ok": True})
+    wheel = settings.package if settings.package is not None and settings.package.endswith(".whl") else None
+    package = settings.package
+    if package is None:
+        package = f"deltasync=={importlib.metadata.version('deltasync')}"
+    elif wheel is not None:
+        package = f"./{Path(wheel).name}"
+    for key, value in {"DELTASYNC_PACKAGE": package, **settings.variables}.items():
+        yield Call("add_space_variable", {"repo_id": space, "key": key, "value": value})
+    for key, value in settings.secrets.items():
+        yield Call("add_space_secret", {"repo_id": space, "key": key, "value": value})
+    if settings.hardware is not None:
+        sleep = {} if settings.sleep_s is None else {"sleep_time": settings.sleep_s}
+        yield Call("request_space_hardware", {"repo_id": space, "hardware": settings.hardware, **sleep})
+    if wheel is not None:
+        yield Call("upload_file", {**of_space, "path_or_fileobj": wheel, "path_in_repo": Path(wheel).name})
+    yield Call("upload_folder", {**of_space, "folder_path": str(_FILES / settings.kind)})
+    yield Call("space_info", {"repo_id": space})

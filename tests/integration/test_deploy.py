@@ -1,0 +1,162 @@
+"""`deltasync deploy`: the real huggingface_hub against the local Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deltasync import __version__
+from deltasync.cli import main
+from deltasync.deploy import space
+from tests.hub import fixtures
+from tests.hub.fixtures import HubServer
+
+hub_server = fixtures.hub_server
+hub = fixtures.hub
+
+TOKEN = "token-of-these-spaces"
+FILES = Path(space.__file__).with_name("spaces")
+numbers = itertools.count()
+
+
+@pytest.fixture
+def names(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, str]:
+    """A bucket and two Spaces that do not exist yet; the tokens are in the environment."""
+    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
+    number = next(numbers)
+    return f"user/run-{number}", f"user/one-{number}", f"user/two-{number}"
+
+
+def deploy(kind: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["deploy", "space", kind, *arguments])
+
+
+def replica_arguments(names: tuple[str, str, str]) -> list[str]:
+    bucket, *spaces = names
+    arguments = [*spaces, "--channel", f"hf://buckets/{bucket}/a", "--model", "Qwen/Qwen3-0.6B", "--hardware", "l4x1"]
+    return [*arguments, "--secret", "HF_TOKEN", "--secret", "DELTASYNC_HTTP_TOKEN", "--variable", "DELTASYNC_KV_CACHE=keep"]
+
+
+def known(hub: HubServer, name: str) -> dict[str, Any]:
+    return dict(hub.ask("GET", "/_spaces")[name])
+
+
+def git_digests(folder: Path) -> dict[str, str]:
+    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()}
+
+
+def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
+    bucket, *spaces = names
+    arguments = replica_arguments(names)
+    planned = deploy("vllm", *arguments, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert hub.requests() == {}
+    assert TOKEN not in planned.output and hub.env["HF_TOKEN"] not in planned.output
+    assert f"add_space_secret(repo_id='{spaces[1]}', key='HF_TOKEN', value='***')" in planned.output
+
+    done = deploy("vllm", *arguments)
+    assert done.exit_code == 0, done.output
+    assert TOKEN not in done.output and hub.env["HF_TOKEN"] not in done.output
+    hosts = [f"{name} is built now, and will answer at https://{name.replace('/', '-')}.hf.space" for name in spaces]
+    assert done.output.splitlines() == [*planned.output.splitlines(), *hosts]
+    requests = hub.requests()
+    del requests["validate_yaml"], requests["preupload"]
+    made = [line.split("(")[0] for line in planned.output.splitlines()]
+    assert requests == {
+        "create_bucket": made.count("create_bucket"),
+        "create_repo": made.count("create_repo"),
+        "variable": made.count("add_space_variable"),
+        "secret": made.count("add_space_secret"),
+        "hardware": made.count("request_space_hardware"),
+        "commit": made.count("upload_folder"),
+        "space_info": made.count("space_info"),
+    }
+    assert hub.ask("GET", "/_spaces").keys() >= set(spaces)
+    for name in spaces:
+        assert known(hub, name) == {
+            "private": False,
+            "variables": {
+                "DELTASYNC_PACKAGE": f"deltasync=={__version__}",
+                "DELTASYNC_CHANNEL": f"hf://buckets/{bucket}/a",
+                "MODEL": "Qwen/Qwen3-0.6B",
+                "DELTASYNC_KV_CACHE": "keep",
+            },
+            "secrets": {"HF_TOKEN": hub.env["HF_TOKEN"], "DELTASYNC_HTTP_TOKEN": TOKEN},
+            "hardware": "l4x1",
+            "sleep_s": None,
+            "files": git_digests(FILES / "vllm"),
+            "texts": {path.name: path.read_text() for path in (FILES / "vllm").iterdir()},
+            "commits": 1,
+        }
+
+
+def test_a_second_run_changes_what_changed(hub: HubServer, names: tuple[str, str, str], tmp_path: Path) -> None:
+    _, name, _ = names
+    arguments = replica_arguments(names)
+    assert deploy("vllm", *arguments).exit_code == 0
+    before = known(hub, name)
+    assert deploy("vllm", *arguments).exit_code == 0
+    assert known(hub, name) == before
+
+    wheel = tmp_path / "deltasync-9-py3-none-any.whl"
+    wheel.write_bytes(b"PK\x03\x04\0\0 bytes of a wheel" * 100)
+    others = ["--package", str(wheel), "--variable", "DELTASYNC_KV_CACHE=recompute", "--sleep-after", "900"]
+    done = deploy("vllm", *arguments, *others, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["hosts"][name].startswith("https://")
+    assert TOKEN not in done.output
+    after = known(hub, name)
+    changed = {"DELTASYNC_PACKAGE": f"./{wheel.name}", "DELTASYNC_KV_CACHE": "recompute"}
+    assert after == before | {
+        "variables": before["variables"] | changed,
+        "sleep_s": 900,
+        "files": before["files"] | {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()},
+        "commits": 2,
+    }
+
+
+def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tuple[str, str, str]) -> None:
+    arguments = replica_arguments(names)
+    hub.arm("hardware", status=402, message="Payment is required for l4x1")
+    refused = deploy("vllm", *arguments)
+    assert refused.exit_code == 6
+    assert "request_space_hardware(" in refused.stderr and "run this again to go on" in refused.stderr
+    assert TOKEN not in refused.output
+    assert known(hub, names[1])["files"] == {}
+    assert deploy("vllm", *arguments).exit_code == 0
+    assert known(hub, names[2])["commits"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--channel", "file:///data/run", "--secret", "DELTASYNC_HTTP_TOKEN"], "cannot reach file:///data/run"),
+        (["--channel", "s3://bucket/run"], "needs the secret DELTASYNC_HTTP_TOKEN"),
+        (["--channel", "hf://buckets/a/b", "--secret", "DELTASYNC_HTTP_TOKEN"], "needs the secret HF_TOKEN"),
+        (["--channel", "s3://bucket/run", "--secret", "NOT_SET"], "where NOT_SET is not set"),
+        (["--channel", "s3://bucket/run", "--variable", "NAME"], "NAME=VALUE, not 'NAME'"),
+        (
+            ["--channel", "s3://bucket/run", "--secret", "DELTASYNC_HTTP_TOKEN", "--package", "no.whl"],
+            "There is no wheel no.whl",
+        ),
+        (
+            ["--channel", "s3://bucket/run", "--secret", "DELTASYNC_HTTP_TOKEN", "--sleep-after", "9"],
+            "together with its hardware",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_done(
+    hub: HubServer, names: tuple[str, str, str], arguments: list[str], sentence: str
+) -> None:
+    refused = deploy("vllm", names[1], "--model", "some/model", *arguments)
+    assert refused.exit_code == 3
+    assert sentence in refused.stderr
+    assert hub.requests() == {}
