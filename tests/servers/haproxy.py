@@ -1,0 +1,90 @@
+"""The router of `deploy/router`: the real HAProxy with the shipped files, in front of replicas that the test names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltasync.demo.processes import Child
+from deltasync.demo.run import free_port
+
+FILES = Path(__file__).parents[2] / "deploy" / "router"
+PATIENCE_S = 60.0
+
+
+def require_haproxy() -> None:
+    """Skip the test where there is none."""
+    if shutil.which("haproxy") is None:
+        pytest.skip("no haproxy here; make test-router installs it, as root on Debian or Ubuntu")
+
+
+class Router:
+    """A running router."""
+
+    def __init__(self, port: int, token: str | None) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._token = token
+
+    def open(self, path: str, body: object = None, **headers: str) -> Any:
+        """The reply to a GET, or with a body to a POST, errors too. Underscores in names of headers are dashes."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self._token is not None:
+            named.setdefault("authorization", f"Bearer {self._token}")
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            return urllib.request.urlopen(urllib.request.Request(self.url + path, data, named), timeout=PATIENCE_S)
+        except urllib.error.HTTPError as error:
+            return error
+
+    def json(self, path: str, body: object = None, **headers: str) -> Any:
+        with self.open(path, body, **headers) as reply:
+            return json.load(reply)
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        return dict(self.json("/deltasync/replicas"))
+
+    def wait_for_versions(self, **versions: int | None) -> None:
+        """Until it knows that these replicas are up, or down if None, and serve these versions."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            found = self.replicas()
+            if all(found[name]["up"] is (v is not None) and found[name]["version"] == v for name, v in versions.items()):
+                return
+            assert time.monotonic() < deadline, (found, versions)
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def routing(folder: Path, replicas: Mapping[str, int], token: str | None = None, **environ: str) -> Iterator[Router]:
+    """A router in front of replicas, given by name and port on the loopback interface, once it listens."""
+    lines = [line for line in (FILES / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
+    lines += [f"    server {name} 127.0.0.1:{port}" for name, port in replicas.items()]
+    (folder / "haproxy.cfg").write_text("\n".join(lines) + "\n")
+    shutil.copy(FILES / "replicas.lua", folder)
+    port = free_port()
+    settings = {"ROUTER_BIND": f"127.0.0.1:{port}", "ROUTER_PROBES": f"deltasync-router-{port}"}
+    if token is not None:
+        settings["ROUTER_TOKEN"] = token
+    router = Router(port, token)
+
+    def answers() -> bool:
+        try:
+            router.open("/health").close()
+        except OSError:
+            return False
+        return True
+
+    command = ["haproxy", "-db", "-f", str(folder / "haproxy.cfg")]
+    with Child("The router", command, os.environ | settings | environ, folder / "haproxy.log") as child:
+        child.wait_until(answers, PATIENCE_S, "to start")
+        yield router
