@@ -78,10 +78,17 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
 @space.command("wordle")
 @_with_common_options
 def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Serve the Wordle environment in each of the Spaces USER/NAME."""
-    from deltasync.deploy.space import SpaceSettings
+    """Serve the Wordle environment in each of the Spaces USER/NAME.
 
-    _deploy(spaces, SpaceSettings(kind="wordle", **_read(options)), dry_run, as_json)
+    Needs the secret DELTASYNC_ENVIRONMENT_TOKEN, which requests must present:
+
+    \b
+      export DELTASYNC_ENVIRONMENT_TOKEN=...
+      deltasync deploy space wordle user/wordle --secret DELTASYNC_ENVIRONMENT_TOKEN --variable WORDS=full
+    """
+    from deltasync.deploy.space import environment_settings
+
+    _deploy(spaces, environment_settings(**_read(options)), dry_run, as_json)
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:

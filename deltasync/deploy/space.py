@@ -106,13 +106,27 @@ def replica_settings(
     needed = {"DELTASYNC_HTTP_TOKEN": "without it anyone can use the server"}
     if url.startswith("hf://"):
         needed["HF_TOKEN"] = f"the replica reads {url} with it and writes its heartbeats there"
-    for name, reason in needed.items():
-        if not secrets.get(name):
-            raise ConfigError(f"The Space needs the secret {name}: {reason}.")
+    _require(secrets, needed)
     named = {"DELTASYNC_CHANNEL": url, "MODEL": model}
     if vllm_arguments:
         named["VLLM_ARGUMENTS"] = vllm_arguments
     return SpaceSettings(kind="vllm", variables={**named, **variables}, secrets=secrets, **others)
+
+
+def environment_settings(*, secrets: Mapping[str, str], **others: Any) -> SpaceSettings:
+    """Settings of a Space that serves the Wordle environment.
+
+    Raises:
+        ConfigError: as `replica_settings`.
+    """
+    _require(secrets, {"DELTASYNC_ENVIRONMENT_TOKEN": "without it anyone can use the server"})
+    return SpaceSettings(kind="wordle", secrets=secrets, **others)
+
+
+def _require(secrets: Mapping[str, str], needed: Mapping[str, str]) -> None:
+    for name, reason in needed.items():
+        if not secrets.get(name):
+            raise ConfigError(f"The Space needs the secret {name}: {reason}.")
 
 
 def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:

@@ -135,6 +135,20 @@ def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tu
     assert known(hub, names[2])["commits"] == 1
 
 
+def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = names[1]
+    assert "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name).stderr
+    monkeypatch.setenv("DELTASYNC_ENVIRONMENT_TOKEN", TOKEN)
+    done = deploy("wordle", name, "--secret", "DELTASYNC_ENVIRONMENT_TOKEN", "--variable", "WORDS=full", "--private")
+    assert done.exit_code == 0, done.output
+    found = known(hub, name)
+    assert found["private"] is True and found["hardware"] == "cpu-basic"
+    assert found["variables"] == {"DELTASYNC_PACKAGE": f"deltasync=={__version__}", "WORDS": "full"}
+    assert found["secrets"] == {"DELTASYNC_ENVIRONMENT_TOKEN": TOKEN}
+    assert found["files"] == git_digests(FILES / "wordle")
+    assert "create_bucket" not in hub.requests()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

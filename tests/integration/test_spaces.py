@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,29 @@ def port_is_free() -> None:
             probe.bind(("0.0.0.0", PORT))
         except OSError:
             pytest.skip(f"port {PORT}, which a Space listens on, is taken")
+
+
+def test_environment_plays_and_wants_the_token(tmp_path: Path, port_is_free: None) -> None:
+    done = subprocess.run(command("wordle"), env=environ(), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "Set the secret DELTASYNC_ENVIRONMENT_TOKEN" in done.stderr
+    given = {"DELTASYNC_ENVIRONMENT_TOKEN": TOKEN, "WORDS": "full", "SESSIONS": "1"}
+    with Child("The Space", command("wordle"), environ(**given), tmp_path / "log") as space:
+        space.wait_until(lambda: get_json(f"http://127.0.0.1:{PORT}/health"), PATIENCE_S, "to start")
+        assert request("/reset", {"seed": 7}, None)[0] == request("/reset", {"seed": 7}, "other")[0] == 401
+        status, reply = request("/reset", {"seed": 7})
+        assert status == 200
+        step = {"action": {"guess": "slate"}, "episode_id": reply["observation"]["episode_id"]}
+        assert request("/step", step)[0] == 200
+        assert request("/reset", {"seed": 8})[0] == 503  # one session
+
+
+def test_environment_needs_nothing_but_what_its_image_installs() -> None:
+    installed = set(re.findall(r'"(\w+)>=', (SPACES / "wordle" / "Dockerfile").read_text()))
+    required = {re.split("[<>=~ ]", line)[0] for line in requires("deltasync") or [] if "extra ==" not in line}
+    others = {name.lower().replace("-", "_") for name in required} - installed
+    code = f"import sys, deltasync.demo.wordle.__main__; print(*[n for n in {others!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [] and {"torch", "numba"} < others
 
 
 @pytest.mark.slow
