@@ -15,6 +15,22 @@ local MOST_OVER_AVERAGE, SLACK = 1.25, 2 -- a look at the version counts as a re
 
 local versions = {} -- by name of a replica; nil where it is not known, or the replica sleeps
 
+-- Of one replica: `up`, how many requests it works on, and the version that it serves; nil if there is none of this name.
+local function state(name, server)
+    local stats = server:get_stats()
+    if stats.status:sub(1, 5) ~= "MAINT" then
+        return {name = name, up = stats.status:sub(1, 2) == "UP", requests = stats.scur, version = versions[name]}
+    end
+end
+
+local function replicas()
+    local found = {}
+    for name, server in pairs(core.backends[BACKEND].servers) do
+        found[#found + 1] = state(name, server)
+    end
+    return found
+end
+
 local function probe(name)
     local reply = core.httpclient():get{
         url = "http://replica/deltasync/status?commits=0",
@@ -31,10 +47,15 @@ local function probe(name)
 end
 
 core.register_init(function()
-    for name in pairs(core.backends[BACKEND].servers) do
+    for name, server in pairs(core.backends[BACKEND].servers) do
         core.register_task(function()
             while true do
-                probe(name)
+                local replica = state(name, server)
+                if replica and replica.up then
+                    probe(name)
+                else
+                    versions[name] = nil
+                end
                 core.msleep(PROBE_MS)
             end
         end)
@@ -60,19 +81,13 @@ local function affinity(txn)
     return body:sub((prompt or 0) + 1, (prompt or 0) + PREFIX_BYTES)
 end
 
--- Whether a replica is up, how many requests it works on, and the version that it serves.
-local function state(name, server)
-    local stats = server:get_stats()
-    return stats.status:sub(1, 2) == "UP", stats.scur, versions[name]
-end
-
 local function choose(txn, key, least)
     local able, running = {}, 0
-    for name, server in pairs(core.backends[BACKEND].servers) do
-        local up, requests, version = state(name, server)
-        if up and (least == nil or (version ~= nil and version >= least)) then
-            running = running + requests
-            able[#able + 1] = {name = name, requests = requests, score = txn.c:xxh32(key .. "\0" .. name)}
+    for _, replica in ipairs(replicas()) do
+        if replica.up and (least == nil or (replica.version ~= nil and replica.version >= least)) then
+            replica.score = txn.c:xxh32(key .. "\0" .. replica.name)
+            running = running + replica.requests
+            able[#able + 1] = replica
         end
     end
     table.sort(able, function(one, other) return one.score > other.score end)
@@ -99,10 +114,9 @@ end)
 
 core.register_service("replicas", "http", function(applet)
     local told = {}
-    for name, server in pairs(core.backends[BACKEND].servers) do
-        local up, requests, version = state(name, server)
-        local format = '"%s": {"up": %s, "version": %s, "requests": %d}'
-        told[#told + 1] = format:format(name, up, version or "null", requests)
+    for _, replica in ipairs(replicas()) do
+        told[#told + 1] = string.format('"%s": {"up": %s, "version": %s, "requests": %d}',
+            replica.name, replica.up, replica.version or "null", replica.requests)
     end
     local body = "{" .. table.concat(told, ", ") .. "}\n"
     applet:set_status(200)

@@ -8,6 +8,9 @@ import http.client
 import http.server
 import json
 import socket
+import ssl
+import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ class Replica(http.server.ThreadingHTTPServer):
         version: What status tells.
         answered: What the header of a completion tells, `version` unless set.
         seen: Headers and body of each completion asked for.
+        hosts: What the requests were addressed to.
         hold: A completion waits for it, a stream after its first event.
         left: Set once a client was found to have gone away.
     """
@@ -34,12 +38,13 @@ class Replica(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, version: int | None = 1, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, version: int | None = 1, port: int = 0, address: str = "127.0.0.1") -> None:
+        super().__init__((address, port), Handler)
         self.version = version
         self.state = "serving"
         self.answered: int | None = None
         self.seen: list[tuple[dict[str, str], bytes]] = []
+        self.hosts: set[str] = set()
         self.hold = threading.Event()
         self.hold.set()
         self.left = threading.Event()
@@ -71,6 +76,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         replica = self.server
+        replica.hosts.add(self.headers["Host"])
         if path == "/deltasync/status":
             self._answer({"state": replica.state, "version": replica.version, "head_version": 99})
         else:
@@ -78,6 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         replica = self.server
+        replica.hosts.add(self.headers["Host"])
         body = self.rfile.read(int(self.headers["Content-Length"]))
         replica.seen.append((dict(self.headers.items()), body))
         version = replica.version if replica.answered is None else replica.answered
@@ -306,6 +313,68 @@ def test_long_prompts_pass_whole(router: Router, replicas: dict[str, Replica]) -
     assert complete(router, prompt, x_deltasync_min_version="5") == (200, "two")
     (_, body) = replicas["two"].seen[-1]
     assert json.loads(body)["prompt"] == prompt
+
+
+def test_spaces_are_asked_by_their_names_over_tls(tmp_path: Path) -> None:
+    require_haproxy()
+    name = "user-one.hf.space"
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    command += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
+    subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    indicated = set()
+    context.sni_callback = lambda _, server_name, __: indicated.add(server_name)
+    space = Replica(version=4)
+    space.socket = context.wrap_socket(space.socket, server_side=True)
+    options = f"{space.server_port} ssl verify required ca-file {certificate} sni str({name}) check-sni {name}"
+    with contextlib.closing(space.socket), routing(tmp_path, {name: options}) as router:
+        router.wait_for_versions(**{name: 4})
+        assert complete(router, x_deltasync_min_version="4") == (200, name)
+        assert space.hosts == indicated == {name}
+        space.stop()
+
+
+class Names:
+    """A name server that knows one name, whatever it is asked."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            query, client = self._socket.recvfrom(4096)
+            question = query[12 : query.index(b"\0", 12) + 5]
+            addresses = self.addresses if question[-4:-2] == b"\0\1" else []  # of IPv6 there are none
+            header = query[:2] + struct.pack(">5H", 0x8180, 1, len(addresses), 0, 0)
+            answers = [struct.pack(">HHHIH", 0xC00C, 1, 1, 1, 4) + socket.inet_aton(address) for address in addresses]
+            self._socket.sendto(header + question + b"".join(answers), client)
+
+
+def test_replicas_come_and_go_by_name(tmp_path: Path) -> None:
+    require_haproxy()
+    one, names = Replica(version=4), Names()
+    two = Replica(5, one.server_port, "127.0.0.2")
+    names.addresses = ["127.0.0.1", "127.0.0.2"]
+    service = f"replicas.default.svc.cluster.local:{one.server_port}"
+    with routing(tmp_path, {}, nameserver=names.url, REPLICAS=service, ROUTER_WAIT_S="60") as router:
+
+        def versions() -> list[int]:
+            return sorted(replica["version"] or 0 for replica in router.replicas().values())
+
+        wait_until(lambda: versions() == [4, 5])
+        assert len({complete(router, f"prompt {number}")[1] for number in range(20)}) == 2
+        names.addresses = ["127.0.0.2"]
+        wait_until(lambda: versions() == [5])
+        assert {complete(router, f"prompt {number}")[0] for number in range(20)} == {200}
+        assert len(two.seen) >= 20
+    one.stop()
+    two.stop()
 
 
 @pytest.mark.slow

@@ -65,11 +65,28 @@ class Router:
 
 
 @contextlib.contextmanager
-def routing(folder: Path, replicas: Mapping[str, int], token: str | None = None, **environ: str) -> Iterator[Router]:
-    """A router in front of replicas, given by name and port on the loopback interface, once it listens."""
+def routing(
+    folder: Path,
+    replicas: Mapping[str, int | str],
+    token: str | None = None,
+    nameserver: str | None = None,
+    **environ: str,
+) -> Iterator[Router]:
+    """A router in front of replicas, once it listens.
+
+    Args:
+        folder: For its files and its log.
+        replicas: By name; port on the loopback interface, or all that follows it, options too.
+        token: Its ROUTER_TOKEN.
+        nameserver: Address and port of what resolves names, instead of the system's.
+        **environ: Its other settings.
+    """
     lines = [line for line in (FILES / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
     lines += [f"    server {name} 127.0.0.1:{port}" for name, port in replicas.items()]
-    (folder / "haproxy.cfg").write_text("\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
+    if nameserver is not None:
+        text = text.replace("parse-resolv-conf", f"nameserver test {nameserver}")
+    (folder / "haproxy.cfg").write_text(text)
     shutil.copy(FILES / "replicas.lua", folder)
     port = free_port()
     settings = {"ROUTER_BIND": f"127.0.0.1:{port}", "ROUTER_PROBES": f"deltasync-router-{port}"}
