@@ -12,6 +12,7 @@ import socket
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from deltasync.errors import ConfigError
@@ -71,6 +72,22 @@ def _require(condition: bool, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReaderSettings(_Settings):
+    """What a reader takes.
+
+    Attributes:
+        trusted_keys: File of public keys (`signing.Trusted`); what none of them has signed is refused. None to take all.
+        max_head_age_s: Refuse head while the version that it names was encoded longer ago; None for no limit.
+    """
+
+    trusted_keys: str | Path | None = None
+    max_head_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_head_age_s is None or self.max_head_age_s > 0, "max_head_age_s must be positive.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PublisherSettings(_Settings):
     """How a publisher writes.
 
@@ -86,6 +103,8 @@ class PublisherSettings(_Settings):
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
         peer_timeout_s: How long the ranks of a sharded trainer wait for one that is behind, or dead.
+        signing_key: File of the private key that documents are signed with (`signing.Signer`); None to not sign.
+        trusted_keys: File of the public keys of those who wrote before, if they had other ones.
     """
 
     codec: str = "packed"
@@ -96,6 +115,8 @@ class PublisherSettings(_Settings):
     retries: int = 6
     retry_delay_s: float = 0.25
     peer_timeout_s: float = 600.0
+    signing_key: str | Path | None = None
+    trusted_keys: str | Path | None = None
 
     def __post_init__(self) -> None:
         _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}.")
@@ -142,8 +163,8 @@ def _default_replica_id() -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaSettings(_Settings):
-    """How a replica follows.
+class ReplicaSettings(ReaderSettings):
+    """How a replica follows; also `ReaderSettings`.
 
     Attributes:
         channel: URL of the channel; None when deltasync is not configured.
@@ -171,6 +192,7 @@ class ReplicaSettings(_Settings):
     http_token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require(self.kv_cache in KV_CACHE, f"kv_cache must be one of {', '.join(KV_CACHE)}, not {self.kv_cache!r}.")
         _require(
             self.cache_dir is None or os.path.isabs(self.cache_dir),

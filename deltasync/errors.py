@@ -5,10 +5,12 @@
     ├── FormatError                    4  bytes from a store are not what the format says
     │   ├── UnsupportedFormatError     4    written by a newer or a foreign writer
     │   └── CorruptDataError           4    truncated, bit-flipped, or not decodable
+    │       └── SignatureError         4      not signed with a trusted key, or not since it was signed
     ├── ChainError                     5  versions do not connect
     │   ├── NotPublishedError          5    the channel has no version yet: wait
     │   ├── MissingVersionError        5    a version or a payload it needs is gone
     │   ├── HeadRewindError            5    head names an older version than before
+    │   ├── StaleHeadError             5    head names a version that is too old to be taken
     │   └── RunMismatchError           5    the channel now belongs to another run
     ├── StoreError                     6  the object store refused or failed
     │   ├── ObjectMissingError         6    no object has this key
@@ -59,6 +61,10 @@ class CorruptDataError(FormatError):
     """The object is truncated, altered, or cannot be decoded."""
 
 
+class SignatureError(CorruptDataError):
+    """No trusted key has signed these bytes for this place; nothing in them was looked at."""
+
+
 class ChainError(DeltaSyncError):
     """The versions of the channel do not connect."""
 
@@ -75,6 +81,10 @@ class MissingVersionError(ChainError):
 
 class HeadRewindError(ChainError):
     """Head names an older version than one that was already served."""
+
+
+class StaleHeadError(ChainError):
+    """The newest version is older than is allowed: nothing newer was published, or it is kept back."""
 
 
 class RunMismatchError(ChainError):

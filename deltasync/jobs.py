@@ -138,7 +138,7 @@ class JobMaker:
             base=Tip(),
             tip=_OPENED,
             patches={},
-            channel=self.channel,
+            channel=None if self.channel_stored else self.channel,
             manifest=Manifest(
                 format=manifest.FORMAT,
                 run_id=self.channel.run_id,

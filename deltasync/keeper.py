@@ -14,7 +14,7 @@ from deltasync.config import Retention
 from deltasync.errors import DeltaSyncError
 from deltasync.reader import ChannelReader
 from deltasync.retention import Keep
-from deltasync.stores.base import Store
+from deltasync.signing import Signer
 from deltasync.upload import EncodedFold
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,9 @@ _LEAST_BETWEEN = 16  # versions between two times of forgetting: each reads the 
 class Keeper:
     """Looks after one channel as `Retention` says."""
 
-    def __init__(self, store: Store, retention: Retention) -> None:
-        self._reader = ChannelReader(store)
+    def __init__(self, reader: ChannelReader, retention: Retention, signer: Signer | None) -> None:
+        self._reader = reader
+        self._signer = signer
         self._retention = retention
         self._swept = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-keep")
@@ -53,6 +54,7 @@ class Keeper:
             codec_name=fold.codec,
             changed=fold.changed,
             payload=fold.payload,
+            signer=self._signer,
         )
 
     def _sweep(self) -> None:

@@ -81,11 +81,19 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """The full weights: safetensors files of an ordinary checkpoint directory, or a reference to a checkpoint elsewhere."""
+    """The full weights: safetensors files of an ordinary checkpoint directory, or a reference to a checkpoint elsewhere.
+
+    Attributes:
+        directory: Where all of its files are.
+        files: The weights.
+        reference: The checkpoint elsewhere.
+        companions: What lies beside the weights: config, tokenizer, index. None of writers that did not name them.
+    """
 
     directory: str
     files: list[FileRef]
     reference: Reference | None = None
+    companions: list[FileRef] | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -140,6 +148,12 @@ class Manifest:
     coalesced: _Version = 1
     chain: list[Link] = dataclasses.field(default_factory=list)
     requires: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def files(self) -> list[FileRef]:
+        """All objects that it refers to and names the digest of."""
+        found = [file for part in (self.delta, self.anchor) if part is not None for file in part.files]
+        return found if self.anchor is None else [*found, *(self.anchor.companions or [])]
 
     @property
     def reference(self) -> Reference | None:
@@ -228,7 +242,7 @@ class Channel:
 
 
 Document = Channel | Head | Manifest | Fold | Forgotten
-_Document = TypeVar("_Document", Channel, Head, Manifest, Fold, Forgotten)
+_Document = TypeVar("_Document", bound=Document)
 
 
 def table_sha256(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> str:
@@ -289,7 +303,7 @@ def _problem(document: Document) -> str | None:
             return f"base version {document.delta.base_version} is not before version {document.version}"
         if document.anchor_version > document.version:
             return f"anchor version {document.anchor_version} is after version {document.version}"
-        if (problem := _chain_problem(document) or _reference_problem(document)) is not None:
+        if (problem := _chain_problem(document) or _reference_problem(document) or _companion_problem(document)) is not None:
             return problem
     if isinstance(document, Fold) and document.base_version >= document.version:
         return f"base version {document.base_version} is not before version {document.version}"
@@ -311,6 +325,15 @@ def _chain_problem(document: Manifest) -> str | None:
     return None if versions == sorted(set(versions)) else "its chain does not ascend"
 
 
+def _companion_problem(document: Manifest) -> str | None:
+    if document.anchor is None:
+        return None
+    outside = [
+        file.key for file in document.anchor.companions or [] if not file.key.startswith(f"{document.anchor.directory}/")
+    ]
+    return f"{outside[0]} is not in the anchor's directory" if outside else None
+
+
 def _reference_problem(document: Manifest) -> str | None:
     reference = document.reference
     if document.anchor is None or reference is None:
@@ -322,8 +345,4 @@ def _reference_problem(document: Manifest) -> str | None:
 
 
 def _files(document: Document) -> list[FileRef]:
-    if isinstance(document, Fold):
-        return document.files
-    if isinstance(document, Manifest):
-        return [file for part in (document.delta, document.anchor) if part is not None for file in part.files]
-    return []
+    return document.files if isinstance(document, Fold | Manifest) else []

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from deltasync import layout, manifest
+from deltasync import layout, manifest, signing
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -18,7 +18,7 @@ from deltasync.errors import (
 from deltasync.manifest import Channel, Head, Link
 from deltasync.reader import ChannelReader
 from deltasync.replica import Replica
-from deltasync.stores.base import Store
+from deltasync.signing import Signer
 from deltasync.upload import Tip
 
 logger = logging.getLogger(__name__)
@@ -41,24 +41,25 @@ class Opened:
     tip: Tip = dataclasses.field(default_factory=Tip)
 
 
-def open_channel(store: Store, dtype: str, resume: bool) -> Opened:
+def open_channel(reader: ChannelReader, dtype: str, resume: bool, signer: Signer | None) -> Opened:
     """Look at a channel; roll it forward if it is to be continued.
 
     Raises:
         ChannelInUseError: it holds a run, and is not to be continued, or is of another dtype.
+        ConfigError: it is signed, and there is no `signer`.
     """
-    reader = ChannelReader(store)
     try:
         channel = reader.channel()
     except NotPublishedError:
         return Opened()
     if not resume:
         raise ChannelInUseError(
-            f"{store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
+            f"{reader.store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
         )
     if channel.dtype != dtype:
         raise ChannelInUseError(f"Run {channel.run_id} is published in {channel.dtype}, not in {dtype}.")
-    head = _roll_forward(reader)
+    signing.require_signer(signer, reader.signed)
+    head = _roll_forward(reader, signer)
     if head is None:
         return Opened(channel)
     try:
@@ -73,18 +74,18 @@ def open_channel(store: Store, dtype: str, resume: bool) -> Opened:
     return Opened(channel, head, newest.chain_onward(head.manifest_sha256), tip)
 
 
-def replica_at(store: Store, version: int, saved: str | Path | None) -> Replica:
+def replica_at(reader: ChannelReader, version: int, saved: str | Path | None) -> Replica:
     """A replica at a version.
 
     Args:
-        store: The channel's.
+        reader: The channel's.
         version: Which.
         saved: A directory with a shadow to start from, if it is of the model and a version that is still known.
 
     Raises:
         StoreError, ChainError, FormatError, ApplyError: as `Replica.sync`.
     """
-    replica = Replica(store)
+    replica = Replica(reader)
     if saved is not None:
         try:
             logger.info("saved shadow version=%s", replica.load(saved))
@@ -94,7 +95,7 @@ def replica_at(store: Store, version: int, saved: str | Path | None) -> Replica:
     return replica
 
 
-def _roll_forward(reader: ChannelReader) -> Head | None:
+def _roll_forward(reader: ChannelReader, signer: Signer | None) -> Head | None:
     """Head, moved to the newest version whose manifest is stored, where a publisher died before moving it.
 
     None in an empty channel. The newest one is complete without those between: after a lost version comes an anchor.
@@ -111,6 +112,6 @@ def _roll_forward(reader: ChannelReader) -> Head | None:
     found = reader.manifest(version)
     sha256 = manifest.sha256_hex(data)
     head = Head(format=manifest.FORMAT, run_id=found.run_id, version=version, manifest_sha256=sha256)
-    reader.store.replace(layout.HEAD, manifest.encode(head))
+    reader.store.replace(layout.HEAD, signing.encode(head, layout.HEAD, signer))
     logger.warning("version %d was complete but not named by head; rolled forward", version)
     return head

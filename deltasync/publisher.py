@@ -22,7 +22,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from deltasync import anchor, fingerprint, layout, manifest
+from deltasync import anchor, fingerprint, layout, manifest, signing
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import ApplyError, ChainError, ConfigError, FormatError, ModelMismatchError, PublishError
 from deltasync.housekeeping.survey import now
@@ -36,6 +36,7 @@ from deltasync.peers import Group, Peers, Range, attempt
 from deltasync.reader import ChannelReader
 from deltasync.receipt import Receipt
 from deltasync.shadow import Shadow, Stream, check_coverage
+from deltasync.signing import Signer, Trusted
 from deltasync.stores import Store, open_store
 from deltasync.types import Patch, TensorSpec, check_specs
 from deltasync.upload import Job, Tip, Uploader
@@ -52,8 +53,8 @@ class Publisher:
 
     Args:
         channel: URL of the channel, or an opened store.
-        codec, anchor_every, dtype, shadow_placement, shard_bytes, retries, retry_delay_s, peer_timeout_s: See
-            `PublisherSettings`.
+        codec, anchor_every, dtype, shadow_placement, shard_bytes, retries, retry_delay_s, peer_timeout_s, signing_key,
+            trusted_keys: See `PublisherSettings`. Of a `group` the first rank has the keys.
         model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
             bytes by name. Without it anchors hold weights only.
         initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
@@ -88,6 +89,8 @@ class Publisher:
         retries: int | None = None,
         retry_delay_s: float | None = None,
         peer_timeout_s: float | None = None,
+        signing_key: str | Path | None = None,
+        trusted_keys: str | Path | None = None,
         model_files: str | Path | Mapping[str, bytes] | None = None,
         initial: str | Path | None = None,
         resume: bool = False,
@@ -104,6 +107,8 @@ class Publisher:
             retries=retries,
             retry_delay_s=retry_delay_s,
             peer_timeout_s=peer_timeout_s,
+            signing_key=signing_key,
+            trusted_keys=trusted_keys,
         )
         self._retention = Retention.from_env() if retention is None else retention
         if group is not None:
@@ -117,15 +122,17 @@ class Publisher:
         self._peers = Peers() if group is None else Group(group, settings.peer_timeout_s)
         self._last: Receipt | None = None
         self._closed = False
+        self._signer: Signer | None = None
+        self._trusted: Trusted | None = None
         opened, settings = self._open(settings, resume)
         self._jobs = JobMaker(settings, self._retention, self._peers, files)
         self._fingerprints = self._jobs.fingerprints
         self._initial = None if initial is None or opened.head is not None else load_initial(self._peers, initial)
         self._jobs.channel, self._tip = opened.channel, opened.tip
-        self._jobs.channel_stored = opened.head is not None
-        self._keeper = Keeper(self.store, self._retention)
+        self._jobs.channel_stored = opened.channel is not None
+        self._keeper = Keeper(self._reader(), self._retention, self._signer)
         self._uploader: Uploader | PartUploader
-        writer = Writer(self.store, settings)
+        writer = Writer(self.store, settings, self._signer)
         if self._peers.rank == 0:
             self._uploader = Uploader(writer, opened.head, opened.chain, self._published, self._peers.signals)
         else:
@@ -286,13 +293,21 @@ class Publisher:
 
     def _open(self, settings: PublisherSettings, resume: bool) -> tuple[Opened, PublisherSettings]:
         """What the first rank finds in the channel, and its settings."""
-        opened, problem = None, None
-        if self._peers.rank == 0:
-            opened, problem = attempt(lambda: open_channel(self.store, settings.dtype, resume))
+        opened, problem = attempt(lambda: self._look(settings, resume)) if self._peers.rank == 0 else (None, None)
         self._peers.agree(problem)
-        opened, settings = self._peers.share((opened, settings))[0]
+        names = None if self._trusted is None else self._trusted.names
+        opened, settings, names = self._peers.share((opened, settings, names))[0]
         assert opened is not None
+        self._trusted = None if names is None else Trusted(names)
         return opened, settings
+
+    def _look(self, settings: PublisherSettings, resume: bool) -> Opened:
+        self._signer = signing.signer_of(settings)
+        self._trusted = None if self._signer is None else self._signer.trusted
+        return open_channel(self._reader(), settings.dtype, resume, self._signer)
+
+    def _reader(self) -> ChannelReader:
+        return ChannelReader(self.store, self._trusted)
 
     def _take(self, named_tensors: Stream) -> tuple[Shadow, dict[str, Patch], dict[str, int], BaseException | None]:
         """Take the stream into the shadow.
@@ -366,8 +381,8 @@ class Publisher:
 
     def _read(self, head: Head, ranges: Mapping[str, Range]) -> Shadow:
         if self._peers.size == 1:
-            return Shadow.whole(replica_at(self.store, head.version, self._saved).state_dict())
-        reader = ChannelReader(self.store)
+            return Shadow.whole(replica_at(self._reader(), head.version, self._saved).state_dict())
+        reader = self._reader()
         return Shadow.read(reader, reader.plan(None, head), ranges)
 
     def _agree_on_base(self, problem: BaseException | None) -> Job | None:

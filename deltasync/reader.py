@@ -1,25 +1,29 @@
 """FOLLOW: read a channel. Everything that leaves here was checked against the digest that refers to it.
 
 The chain of trust: head names the newest manifest's sha256, a manifest names those of its files and of the manifest that it
-builds on, and the fingerprint of the resulting bits is checked after commit. Nothing here touches weights.
+builds on, and the fingerprint of the resulting bits is checked after commit. With trusted keys every document is held to its
+signature before it is parsed. Nothing here touches weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
 
-from deltasync import anchor, bits, chain, checkpoint, codec, fingerprint, layout, manifest
+from deltasync import anchor, bits, chain, checkpoint, codec, fingerprint, layout, manifest, signing
+from deltasync.config import ReaderSettings
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
@@ -28,9 +32,11 @@ from deltasync.errors import (
     NotPublishedError,
     ObjectMissingError,
     RunMismatchError,
+    StaleHeadError,
 )
 from deltasync.kernels import cpu
-from deltasync.manifest import Channel, Delta, FileRef, Fold, Head, Manifest, Reference
+from deltasync.manifest import Channel, Delta, Document, FileRef, Fold, Head, Manifest, Reference
+from deltasync.signing import Trusted
 from deltasync.stores.base import Store
 from deltasync.stores.cache import CachedStore, Check
 from deltasync.types import Patch, TensorSpec
@@ -44,6 +50,7 @@ FetchedStep = tuple[Delta | Fold, Sequence[tuple[FileRef, bytes]]]
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Document = TypeVar("_Document", bound=Document)
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
@@ -65,10 +72,28 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
 
 
 class ChannelReader:
-    """One channel, read-only. Pins the run it saw first: another run under the same URL is refused."""
+    """One channel, read-only. Pins the run it saw first: another run under the same URL is refused.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        store: The channel's.
+        trusted_keys: What no such key has signed is refused; from the environment if None, and else everything is taken.
+        max_head_age_s: See `ReaderSettings`; not from the environment.
+
+    Attributes:
+        trusted: The keys, None if everything is taken.
+        signed: Whether `channel` found a signature, checked or not.
+    """
+
+    def __init__(
+        self, store: Store, trusted_keys: str | Path | Trusted | None = None, max_head_age_s: float | None = None
+    ) -> None:
         self.store = store
+        if not isinstance(trusted_keys, Trusted):
+            path = ReaderSettings.from_env(trusted_keys=trusted_keys).trusted_keys
+            trusted_keys = None if path is None else Trusted(path=Path(path))
+        self.trusted = trusted_keys
+        self.signed = False
+        self._max_head_age_s = max_head_age_s
         self._channel: Channel | None = None
         self._pinned = False
         self._specs: dict[str, TensorSpec] = {}
@@ -89,9 +114,21 @@ class ChannelReader:
                 data = self.store.read(layout.CHANNEL)
             except ObjectMissingError:
                 raise NotPublishedError(f"{self.store.url} holds no channel yet.") from None
-            self._channel = manifest.decode(data, Channel, layout.CHANNEL)
+            self._channel = self.decode(data, Channel, layout.CHANNEL)
+            self.signed = signing.signed_by(data) is not None
             self._specs = self._channel.specs
         return self._channel
+
+    def decode(self, data: bytes, kind: type[_Document], key: str) -> _Document:
+        """A document that was read, see `manifest.decode`, once it is known to be from whom it must be.
+
+        Raises:
+            SignatureError: it is not.
+            FormatError: as `manifest.decode`.
+        """
+        if self.trusted is not None:
+            self.trusted.check(key, data)
+        return manifest.decode(data, kind, key)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -105,20 +142,42 @@ class ChannelReader:
         Raises:
             NotPublishedError: no version is complete yet.
             RunMismatchError: head belongs to another run than the channel that was read first.
+            StaleHeadError: it is too old.
         """
+        return self.read_head()[0]
+
+    def read_head(self) -> tuple[Head, bytes]:
+        """As `head`, with the bytes of its document."""
         channel = self.channel()
         try:
             data = self.store.read(layout.HEAD)
         except ObjectMissingError:
             raise NotPublishedError(f"{self.store.url} holds no complete version yet.") from None
-        head = manifest.decode(data, Head, layout.HEAD)
+        head = self.decode(data, Head, layout.HEAD)
         if head.run_id != channel.run_id and not self._pinned:
             # Nothing names the digest of channel.json: what was read of it may have been damaged on the way.
             self._channel = None
             channel = self.channel()
         self._check_run(layout.HEAD, head.run_id, channel.run_id)
         self._pinned = True
-        return head
+        self._check_age(head)
+        return head, data
+
+    def _check_age(self, head: Head) -> None:
+        if self._max_head_age_s is None:
+            return
+        created_at = self.manifest(head.version, head.manifest_sha256).created_at
+        try:
+            age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created_at)
+        except (ValueError, TypeError):
+            raise CorruptDataError(
+                f"{layout.manifest(head.version)} was created at {created_at!r}, which is no time."
+            ) from None
+        if age.total_seconds() > self._max_head_age_s:
+            raise StaleHeadError(
+                f"Head names version {head.version}, which is {age.total_seconds():.0f} s old; at most "
+                f"{self._max_head_age_s:g} s are allowed. Nothing newer was published, or somebody keeps it back."
+            )
 
     def manifest(self, version: int, sha256: str | None = None) -> Manifest:
         """The manifest of one version.
@@ -152,7 +211,7 @@ class ChannelReader:
             data = self.store.read(key) if sha256 is None else self._read_known(key, sha256, 0, check)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no manifest of version {version} ({key}).") from None
-        document = manifest.decode(data, Manifest, key)
+        document = self.decode(data, Manifest, key)
         if document.version != version:
             raise CorruptDataError(f"{key} describes version {document.version}.")
         self._check_run(key, document.run_id, self.channel().run_id)
@@ -258,7 +317,7 @@ class ChannelReader:
         """
         assert step.fold is not None
         try:
-            document = manifest.decode(self.store.read(step.fold), Fold, step.fold)
+            document = self.decode(self.store.read(step.fold), Fold, step.fold)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no fold {step.fold} any more.") from None
         found = document.run_id, document.base_version, document.version, document.manifest_sha256

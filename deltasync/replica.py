@@ -19,6 +19,7 @@ import torch
 
 from deltasync import chain, checkpoint, codec, fingerprint
 from deltasync.bits import bits_of
+from deltasync.config import ReaderSettings
 from deltasync.errors import (
     CorruptDataError,
     FingerprintMismatchError,
@@ -88,6 +89,7 @@ class Follower:
         self.memory = memory
         self.version: int | None = None
         self.suspect: int | None = None
+        self._reached = 0  # the version that was confirmed last, also while it is not known what the live bits are
         self._settled = True
         self._singly_to = 0
 
@@ -111,6 +113,7 @@ class Follower:
             with contextlib.suppress(MissingVersionError):
                 fingerprints[self.reader.manifest(newest.anchor_version).fingerprint] = newest.anchor_version
         self.version = fingerprints.get(fingerprint.to_hex(total)) if total >= 0 else None
+        self._reached = self.version or 0
         self.suspect, self._settled = None, True
         return self.version
 
@@ -120,12 +123,12 @@ class Follower:
         After a rollback that was the version's fault, the version is only passed by on an anchor after it.
 
         Raises:
-            HeadRewindError: head is older than what is live, and no version was asked for.
+            HeadRewindError: head is older than what is or was live, and no version was asked for.
             FingerprintMismatchError: only the rolled back version leads there.
         """
-        if version is None and self.version is not None and head.version < self.version:
+        if version is None and head.version < self._reached:
             raise HeadRewindError(
-                f"Head names version {head.version}, but version {self.version} is live. Keeping it; "
+                f"Head names version {head.version}, but version {self._reached} is live. Keeping it; "
                 "if the channel was restored from a backup, restart the replica."
             )
         assert self._settled
@@ -262,7 +265,7 @@ class Follower:
             raise FingerprintMismatchError(
                 f"Version {manifest.version} did not give the published bits {where}; rolled back to version {self.version}."
             )
-        self.version = manifest.version
+        self.version = self._reached = manifest.version
         if self.suspect is not None and self.version > self.suspect:
             self.suspect = None
         return self.version
@@ -327,7 +330,8 @@ class Replica:
     """Weights in host memory that follow a channel.
 
     Args:
-        channel: URL of the channel, or an opened store.
+        channel: URL of the channel, an opened store, or a reader of it.
+        trusted_keys, max_head_age_s: See `ReaderSettings`; from the environment if None. A reader has its own.
 
     Example:
         >>> replica = Replica("file:///data/run")
@@ -335,8 +339,18 @@ class Replica:
         7
     """
 
-    def __init__(self, channel: str | Store) -> None:
-        self._reader = ChannelReader(open_store(channel) if isinstance(channel, str) else channel)
+    def __init__(
+        self,
+        channel: str | Store | ChannelReader,
+        *,
+        trusted_keys: str | Path | None = None,
+        max_head_age_s: float | None = None,
+    ) -> None:
+        if not isinstance(channel, ChannelReader):
+            settings = ReaderSettings.from_env(trusted_keys=trusted_keys, max_head_age_s=max_head_age_s)
+            store = open_store(channel) if isinstance(channel, str) else channel
+            channel = ChannelReader(store, settings.trusted_keys, settings.max_head_age_s)
+        self._reader = channel
         self._follower: Follower | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 

@@ -232,7 +232,7 @@ class Uploader:
         if job.opening is not None:
             self._store(job.opening)
         if job.channel is not None:
-            channel = manifest.encode(job.channel)
+            channel = self._writer.encode(job.channel, layout.CHANNEL)
             self._create_or_conflict(layout.CHANNEL, channel, "created this channel")
         if job.manifest.reference is None:
             self._signals.begin(job.serial)
@@ -244,10 +244,11 @@ class Uploader:
         if anchor is not None and anchor.reference is None:
             directory, files = self._writer.put_files(layout.anchor_dir, version, job.anchor_files)
             weights = [file for file in files if file.key.endswith(".safetensors")]
-            anchor = dataclasses.replace(anchor, directory=directory, files=weights)
+            companions = [file for file in files if file not in weights]
+            anchor = dataclasses.replace(anchor, directory=directory, files=weights, companions=companions)
         chain = [] if delta is None else self._chain
         document = dataclasses.replace(job.manifest, delta=delta, anchor=anchor, chain=chain)
-        data = manifest.encode(document)
+        data = self._writer.encode(document, layout.manifest(version))
         sha256 = manifest.sha256_hex(data)
         self._writer.retry(self._check_lease)
         job.manifest_attempted = True
@@ -267,7 +268,7 @@ class Uploader:
         self._check_lease()
         self._head = head
         before_s = time.monotonic()
-        self._objects.replace(layout.HEAD, manifest.encode(head))
+        self._objects.replace(layout.HEAD, self._writer.encode(head, layout.HEAD))
         self._head_known_s = before_s
 
     def _check_lease(self) -> None:

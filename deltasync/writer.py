@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from deltasync import signing
 from deltasync.config import PublisherSettings
 from deltasync.errors import ObjectExistsError, ObjectMissingError, TransientStoreError
-from deltasync.manifest import FileRef, sha256_hex
+from deltasync.manifest import Document, FileRef, sha256_hex
+from deltasync.signing import Signer
 from deltasync.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -26,11 +28,16 @@ Contents = bytes | Path
 
 
 class Writer:
-    """Writes to one store as `PublisherSettings` says."""
+    """Writes to one store as `PublisherSettings` says. Documents are signed if there is a `signer`."""
 
-    def __init__(self, store: Store, settings: PublisherSettings) -> None:
+    def __init__(self, store: Store, settings: PublisherSettings, signer: Signer | None = None) -> None:
         self.store = store
         self._settings = settings
+        self._signer = signer
+
+    def encode(self, document: Document, key: str) -> bytes:
+        """A document as it is to be stored; the same bytes each time."""
+        return signing.encode(document, key, self._signer)
 
     def put_files(
         self, folder: Callable[[int, int], str], version: int, files: Sequence[tuple[str, Contents]]

@@ -39,6 +39,9 @@ class DeltaSyncConfig:
             The checkpoint that training starts from and the replicas have loaded: a model on the Hub, with `@` and a
             revision or without, or a directory that they reach too. `"auto"` is what the model was loaded from. The first
             version then refers to it, and no full weights are uploaded at the start. If `None`, they are.
+        signing_key (`str`, *optional*):
+            File of the private key to sign the channel with, see `deltasync keygen`. If `None`, `DELTASYNC_SIGNING_KEY`
+            decides.
         resume (`bool`, *optional*, defaults to `False`):
             Whether to continue the run that the channel holds. Otherwise a used channel is refused, unless the trainer
             resumes from a checkpoint of that very run.
@@ -100,6 +103,10 @@ class DeltaSyncConfig:
             "refers: a model on the Hub, with @ and a revision or without, a directory, or auto for what the model was "
             "loaded from. If None, full weights are uploaded at the start."
         },
+    )
+    signing_key: str | None = field(
+        default=None,
+        metadata={"help": "File of the private key to sign the channel with. If None, DELTASYNC_SIGNING_KEY decides."},
     )
     resume: bool = field(
         default=False,

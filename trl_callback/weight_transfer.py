@@ -108,6 +108,7 @@ class DeltaWeightTransfer:
             anchor_every=self.config.anchor_every,
             dtype=dtype,
             retries=RETRIES,
+            signing_key=self.config.signing_key,
             model_files=files,
             initial=gather.loaded_from(self._model) if self.config.initial == "auto" else self.config.initial,
             resume=self.config.resume or self._holds_our_run(),

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from deltasync import manifest
+from deltasync import companions, manifest
 from deltasync.bits import bits_of
 from deltasync.chain import Step
 from deltasync.config import ReplicaSettings
@@ -157,7 +157,7 @@ class AdapterDriver(Driver):
         anchor = self._reader.manifest(target.anchor_version).anchor
         assert anchor is not None
         try:
-            return self._reader.store.read(f"{anchor.directory}/{_CONFIG}")
+            return companions.read(self._reader, anchor, _CONFIG)
         except ObjectMissingError:
             raise ConfigError(
                 f"{self._channel} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "

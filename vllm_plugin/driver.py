@@ -64,7 +64,7 @@ class Driver:
         self._metrics = metrics
         self._on_change = on_change
         self._channel = settings.channel
-        self._reader = ChannelReader(open_store(settings.channel))
+        self._reader = ChannelReader(open_store(settings.channel), settings.trusted_keys, settings.max_head_age_s)
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
         self._version: int | None = None
@@ -98,6 +98,7 @@ class Driver:
             "head_version": self._head.version if self._head is not None else None,
             "error": self._error,
             "kv_cache": self._settings.kv_cache,
+            "trusted_keys": None if self._reader.trusted is None else self._reader.trusted.names,
             "patched_tensors": len(self._reader.specs) - len(self._reloaded) if self._opened else None,
             "reloaded_tensors": len(self._reloaded) if self._opened else None,
             "reloaded": by_reason(self._reloaded),
@@ -195,7 +196,8 @@ class Driver:
 
     async def _open(self) -> None:
         """Learn what the workers hold, prove it, and find out which version they serve."""
-        await self._workers.rpc("deltasync_open", self._channel)
+        keys = self._settings.trusted_keys
+        await self._workers.rpc("deltasync_open", self._channel, None if keys is None else str(keys))
         await self._settle(first=True)
         self._opened = True
 

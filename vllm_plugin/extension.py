@@ -24,8 +24,10 @@ class DeltaSyncWorkerExtension:
             alone.attach(worker)
         return worker
 
-    def deltasync_open(self, channel: str) -> Reply:
+    def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Reply:
         """Record the load plan for the channel's tensors; a second call changes nothing.
+
+        What no key in the file `trusted_keys` has signed is refused; by default the environment names the file.
 
         `{"error": "NotPublishedError: ..."}` while the channel has no version.
         """
@@ -37,7 +39,7 @@ class DeltaSyncWorkerExtension:
 
         def body() -> Reply:
             if not hasattr(self, "_deltasync_replica"):
-                self._deltasync_replica = WorkerReplica(self.model_runner, channel)
+                self._deltasync_replica = WorkerReplica(self.model_runner, channel, trusted_keys)
                 sleep.tell(self, self._deltasync_replica)
             return {}
 

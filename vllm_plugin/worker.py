@@ -43,6 +43,7 @@ class WorkerReplica:
     Args:
         runner: vLLM's model runner, with the model loaded.
         channel: URL of the channel, which must have a version.
+        trusted_keys: See `ReaderSettings`; from the environment if None.
 
     Raises:
         NotPublishedError: the channel has none yet.
@@ -50,13 +51,13 @@ class WorkerReplica:
         ConfigError: there is a `WorkerReplica` of this model already, of which only one can know what its bits are.
     """
 
-    def __init__(self, runner: Any, channel: str) -> None:
+    def __init__(self, runner: Any, channel: str, trusted_keys: str | None = None) -> None:
         if runner.get_model() in _followed:
             raise ConfigError(
                 f"Something else in this server follows {_followed[runner.get_model()]} with the same weights; choose one: "
                 "the driver, the worker extension alone, or vLLM's weight-transfer routes."
             )
-        self._reader = ChannelReader(open_channel(channel))
+        self._reader = ChannelReader(open_channel(channel), trusted_keys)
         self._runner = runner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync")
         self._work: Future[Reply] | None = None

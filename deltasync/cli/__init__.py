@@ -26,6 +26,7 @@ _COMMANDS = {
     "export": "Write a version as a checkpoint directory.",
     "cp": "Copy a channel to another store.",
     "deploy": "Create Spaces of the Hugging Face Hub that follow a channel.",
+    "keygen": "Make a key to sign a channel with.",
     "bench": "Measure speed and size on this machine.",
 }
 

@@ -7,12 +7,15 @@ import sys
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 
 @click.command("check")
 @click.argument("channel")
 @click.option("--read-data", is_flag=True, help="Read every payload and replay every version, anchor and fold; takes long.")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
-def command(channel: str, read_data: bool, as_json: bool) -> None:
+def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bool) -> None:
     """Check CHANNEL; report every problem on a line of its own, repair nothing.
 
     Without --read-data it reads the documents and lists the data. With it, the bits of every version are proven in host
@@ -23,7 +26,7 @@ def command(channel: str, read_data: bool, as_json: bool) -> None:
     from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
-    reader = ChannelReader(open_store(channel))
+    reader = ChannelReader(open_store(channel), trusted_keys)
     with progress_bars() as progress:
         report = housekeeping.check(reader, read_data=read_data, progress=progress)
     if as_json:

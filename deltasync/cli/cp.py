@@ -7,12 +7,15 @@ import json
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 
 @click.command("cp")
 @click.argument("source")
 @click.argument("target")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="What was copied as JSON.")
-def command(source: str, target: str, as_json: bool) -> None:
+def command(source: str, target: str, trusted_keys: str | None, as_json: bool) -> None:
     """Copy the channel SOURCE to the URL TARGET: every version up to head, and the folds. Every digest is checked.
 
     Objects are only created, never replaced, and head comes last: interrupted, TARGET is what it was before, and running it
@@ -24,7 +27,8 @@ def command(source: str, target: str, as_json: bool) -> None:
     from deltasync.stores import open_store
 
     with progress_bars() as progress:
-        copied = housekeeping.copy(ChannelReader(open_store(source)), open_store(target), progress=progress)
+        reader = ChannelReader(open_store(source), trusted_keys)
+        copied = housekeeping.copy(reader, open_store(target), progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(copied)))
         return

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 
 @click.command("dashboard")
 @click.argument("channel")
@@ -18,7 +20,10 @@ import click
 @click.option(
     "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Of so many, how much each layer changed."
 )
-def command(channel: str, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
+@trusted_keys
+def command(
+    channel: str, out: Path | None, port: int, interval_s: float, last: int, heat: int, trusted_keys: str | None
+) -> None:
     """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
 
     Reads manifests, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
@@ -27,7 +32,7 @@ def command(channel: str, out: Path | None, port: int, interval_s: float, last: 
     from deltasync.dashboard import Observer, PageServer, page
     from deltasync.stores import open_store
 
-    observer = Observer(open_store(channel), last=last, heat=heat)
+    observer = Observer(open_store(channel), last=last, heat=heat, trusted_keys=trusted_keys)
     if out is not None:
         with progress_bars() as progress:
             observer.look(progress)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 
 def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     """The version, None for `latest`."""
@@ -21,8 +23,9 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
 @click.argument("channel")
 @click.argument("version", callback=number_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="Version and files as JSON.")
-def command(channel: str, version: int | None, directory: Path, as_json: bool) -> None:
+def command(channel: str, version: int | None, directory: Path, trusted_keys: str | None, as_json: bool) -> None:
     """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
 
     DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer come from the channel, if its publisher
@@ -34,7 +37,8 @@ def command(channel: str, version: int | None, directory: Path, as_json: bool) -
     from deltasync.stores import open_store
 
     with progress_bars() as progress:
-        exported = housekeeping.export(ChannelReader(open_store(channel)), version, directory, progress=progress)
+        reader = ChannelReader(open_store(channel), trusted_keys)
+        exported = housekeeping.export(reader, version, directory, progress=progress)
     files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
     if as_json:
         click.echo(json.dumps({"version": exported, "files": dict(sorted(files.items()))}))

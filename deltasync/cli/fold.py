@@ -7,6 +7,7 @@ import json
 
 import click
 
+from deltasync.cli.keys import trusted_keys
 from deltasync.config import CODECS
 
 
@@ -15,20 +16,31 @@ from deltasync.config import CODECS
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
+@click.option(
+    "--signing-key",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Private key, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
+)
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The fold's document as JSON.")
-def command(channel: str, base: int, version: int, codec: str, as_json: bool) -> None:
+def command(
+    channel: str, base: int, version: int, codec: str, signing_key: str | None, trusted_keys: str | None, as_json: bool
+) -> None:
     """Store the fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
 
     Does nothing if the channel has that fold. Holds the weights twice in memory.
     """
-    from deltasync import housekeeping
+    from deltasync import housekeeping, signing
     from deltasync.cli.progress import progress_bars
+    from deltasync.config import PublisherSettings
     from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
-    reader = ChannelReader(open_store(channel))
+    signer = signing.signer_of(PublisherSettings.from_env(signing_key=signing_key, trusted_keys=trusted_keys))
+    reader = ChannelReader(open_store(channel), None if signer is None else signer.trusted)
     with progress_bars() as progress:
-        fold = housekeeping.write_fold(reader, base, version, codec_name=codec, progress=progress)
+        fold = housekeeping.write_fold(reader, base, version, codec_name=codec, signer=signer, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(fold), indent=2))
         return

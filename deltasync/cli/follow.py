@@ -8,13 +8,16 @@ import time
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 
 @click.command("follow")
 @click.argument("channel")
 @click.option("--once", is_flag=True, help="Go to the newest version and exit.")
 @click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit.")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per version.")
-def command(channel: str, once: bool, timeout_s: float | None, as_json: bool) -> None:
+def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str | None, as_json: bool) -> None:
     """Follow CHANNEL with a replica in host memory; every version's bits are checked.
 
     Waits for the first version. Ends with Ctrl-C, or as the options say.
@@ -26,7 +29,7 @@ def command(channel: str, once: bool, timeout_s: float | None, as_json: bool) ->
     from deltasync.stores import open_store
 
     store = open_store(channel)
-    replica = Replica(store)
+    replica = Replica(store, trusted_keys=trusted_keys)
     changed = threading.Event()
     seen_s = time.monotonic()
     waiting = False

@@ -6,6 +6,8 @@ import json
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 _COUNT = click.IntRange(min=1)
 
 
@@ -15,6 +17,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--keep-anchors", type=_COUNT, default=None, help="Keep the newest so many versions that have an anchor.")
 @click.option("--keep-step-every", type=_COUNT, default=None, help="Keep versions whose trainer's step is a multiple.")
 @click.option("--dry-run", is_flag=True, help="Tell what would be forgotten, change nothing.")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The versions as JSON.")
 def command(
     channel: str,
@@ -22,6 +25,7 @@ def command(
     keep_anchors: int | None,
     keep_step_every: int | None,
     dry_run: bool,
+    trusted_keys: str | None,
     as_json: bool,
 ) -> None:
     """Forget versions of CHANNEL: delete their manifests. `deltasync prune` deletes their bytes later.
@@ -39,7 +43,8 @@ def command(
 
     keep = Keep(last=keep_last, anchors=keep_anchors, step_every=keep_step_every)
     with progress_bars() as progress:
-        found = housekeeping.forget(ChannelReader(open_store(channel)), keep, dry_run=dry_run, progress=progress)
+        reader = ChannelReader(open_store(channel), trusted_keys)
+        found = housekeeping.forget(reader, keep, dry_run=dry_run, progress=progress)
     if as_json:
         versions = {"kept": found.kept, "forgotten": sorted(found.versions), "folds": found.folds}
         click.echo(json.dumps({**versions, "dry_run": dry_run}))

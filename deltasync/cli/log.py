@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 _COLUMNS = (
     ("version", "right"),
     ("kind", "left"),
@@ -58,15 +60,16 @@ def fold_row(fold: Any, total: int) -> dict[str, Any]:
 @click.command("log")
 @click.argument("channel")
 @click.option("--last", type=click.IntRange(min=1), default=None, help="Only the newest so many.")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line, oldest first.")
-def command(channel: str, last: int | None, as_json: bool) -> None:
+def command(channel: str, last: int | None, trusted_keys: str | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by the folds that lead to it."""
     from deltasync import housekeeping
     from deltasync.cli.progress import progress_bars
     from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
-    reader = ChannelReader(open_store(channel))
+    reader = ChannelReader(open_store(channel), trusted_keys)
     head = reader.head()
     versions = [version for version in reader.versions() if version <= head.version][-(last or 0) :]
     with progress_bars() as progress:

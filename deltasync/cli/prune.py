@@ -7,6 +7,8 @@ import re
 
 import click
 
+from deltasync.cli.keys import trusted_keys
+
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -29,8 +31,9 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     help="Spare what was stored or forgotten less long ago, for those who still read it. 90s, 30m, 1h, 7d.",
 )
 @click.option("--dry-run", is_flag=True, help="Tell what would be deleted, change nothing.")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The objects as JSON.")
-def command(channel: str, grace: float, dry_run: bool, as_json: bool) -> None:
+def command(channel: str, grace: float, dry_run: bool, trusted_keys: str | None, as_json: bool) -> None:
     """Delete the data objects of CHANNEL that no version and no fold refers to.
 
     Those are what `deltasync forget` left and what publishers left that died. It is safe while a publisher writes and
@@ -42,7 +45,8 @@ def command(channel: str, grace: float, dry_run: bool, as_json: bool) -> None:
     from deltasync.stores import open_store
 
     with progress_bars() as progress:
-        found = housekeeping.prune(ChannelReader(open_store(channel)), grace_s=grace, dry_run=dry_run, progress=progress)
+        reader = ChannelReader(open_store(channel), trusted_keys)
+        found = housekeeping.prune(reader, grace_s=grace, dry_run=dry_run, progress=progress)
     freed, waiting = (sum(info.bytes for info in infos) for infos in (found.objects, found.waiting))
     if as_json:
         keys = {"objects": [info.key for info in found.objects], "lists": found.lists, "heartbeats": found.heartbeats}

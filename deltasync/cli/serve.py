@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
+from deltasync.cli.keys import trusted_keys
 from deltasync.errors import ConfigError
 
 _EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
@@ -18,7 +19,12 @@ _VERSIONS = "4"  # of an adapter that requests in flight may use at a time
 
 
 def vllm_command(
-    model: str, channel: str, arguments: Sequence[str], environ: Mapping[str, str], adapter: str | None = None
+    model: str,
+    channel: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    adapter: str | None = None,
+    trusted_keys: str | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that start vLLM as a replica.
 
@@ -28,6 +34,7 @@ def vllm_command(
         arguments: vLLM's own, which win over the defaults here.
         environ: Environment to extend.
         adapter: Name to serve the channel's adapter under; None for a channel of the model.
+        trusted_keys: File of the keys that must have signed it; None for what the environment says.
     """
     given = {argument.split("=")[0] for argument in arguments}
     extra = []
@@ -49,6 +56,8 @@ def vllm_command(
     env = {**environ, "VLLM_PLUGINS": ",".join(plugins), "DELTASYNC_CHANNEL": channel}
     if adapter is not None:
         env["DELTASYNC_ADAPTER"] = adapter
+    if trusted_keys is not None:
+        env["DELTASYNC_TRUSTED_KEYS"] = os.path.abspath(trusted_keys)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments]
     return command, env
 
@@ -75,6 +84,7 @@ def require_vllm() -> None:
 @click.option(
     "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel is of an adapter; serve it as NAME."
 )
+@trusted_keys
 @click.option("--host", default=None, help="vLLM's, to check that the port is free.")
 @click.option("--port", default=8000, show_default=True, help="vLLM's port.")
 @click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")
@@ -83,6 +93,7 @@ def command(
     model: str,
     channel: str,
     adapter: str | None,
+    trusted_keys: str | None,
     host: str | None,
     port: int,
     dry_run: bool,
@@ -111,9 +122,10 @@ def command(
         )
     require_vllm()
     arguments = [*vllm_arguments, "--port", str(port), *(["--host", host] if host is not None else [])]
-    line, env = vllm_command(model, channel, arguments, os.environ, adapter)
+    line, env = vllm_command(model, channel, arguments, os.environ, adapter, trusted_keys)
     if dry_run:
-        names = ["VLLM_PLUGINS", "DELTASYNC_CHANNEL", *(["DELTASYNC_ADAPTER"] if adapter is not None else [])]
+        given = {"DELTASYNC_ADAPTER": adapter, "DELTASYNC_TRUSTED_KEYS": trusted_keys}
+        names = ["VLLM_PLUGINS", "DELTASYNC_CHANNEL", *(name for name, value in given.items() if value is not None)]
         shown = [f"{name}={shlex.quote(env[name])}" for name in names]
         click.echo(" ".join([*shown, shlex.join(line)]))
         return

@@ -8,18 +8,21 @@ from typing import Any
 import click
 import msgspec
 
+from deltasync.cli.keys import trusted_keys
+
 
 @click.command("show")
 @click.argument("channel")
 @click.argument("version", type=click.IntRange(min=1), required=False)
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
-def command(channel: str, version: int | None, as_json: bool) -> None:
+def command(channel: str, version: int | None, trusted_keys: str | None, as_json: bool) -> None:
     """Show VERSION of CHANNEL (the newest by default): its manifest, the folds that lead to it, its most changed tensors."""
-    from deltasync import codec, housekeeping
+    from deltasync import codec, housekeeping, layout, signing
     from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
-    reader = ChannelReader(open_store(channel))
+    reader = ChannelReader(open_store(channel), trusted_keys)
     manifest = reader.manifest(reader.head().version if version is None else version)
     document = msgspec.to_builtins(manifest)
     if as_json:
@@ -28,6 +31,9 @@ def command(channel: str, version: int | None, as_json: bool) -> None:
     for field, value in document.items():
         if field not in ("delta", "anchor", "chain") and value not in (None, []):
             click.echo(f"{field:16} {value}")
+    name = signing.signed_by(reader.store.read(layout.manifest(manifest.version)))
+    if name is not None:
+        click.echo(f"{'signed by':16} {name}{'' if reader.trusted else ' (not checked)'}")
     if manifest.chain:
         click.echo(f"{'chain':16} {len(manifest.chain)} versions, from version {manifest.chain[0].version}")
     if manifest.reference is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltasync.cli.keys import trusted_keys
 from deltasync.cli.progress import count
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _COLOURS = {"serving": "green", "failed": "red"}
 
 @click.command("watch")
 @click.argument("channel")
+@trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per change.")
 @click.option("--once", is_flag=True, help="Show what is there and exit.")
 @click.option(
@@ -33,7 +35,15 @@ _COLOURS = {"serving": "green", "failed": "red"}
 )
 @click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit.")
 @click.option("--last", type=click.IntRange(min=1), default=100, show_default=True, help="Begin with the newest so many.")
-def command(channel: str, as_json: bool, once: bool, interval_s: float, timeout_s: float | None, last: int) -> None:
+def command(
+    channel: str,
+    trusted_keys: str | None,
+    as_json: bool,
+    once: bool,
+    interval_s: float,
+    timeout_s: float | None,
+    last: int,
+) -> None:
     """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
 
     Not on a terminal: one line per change. Reads manifests and heartbeats only. Ends with Ctrl-C, or as the options say.
@@ -45,7 +55,7 @@ def command(channel: str, as_json: bool, once: bool, interval_s: float, timeout_
     from deltasync.errors import DeltaSyncError
     from deltasync.stores import open_store
 
-    observer = Observer(open_store(channel), last=last)
+    observer = Observer(open_store(channel), last=last, trusted_keys=trusted_keys)
     lines = as_json or not sys.stdout.isatty()
     before: Snapshot | None = None
     moved_s = time.monotonic()

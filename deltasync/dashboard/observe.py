@@ -143,10 +143,11 @@ class Observer:
         store: The channel's.
         last: Read the newest so many versions.
         heat: Of so many of them also the headers of their deltas, which `read_headers` does.
+        trusted_keys: See `ChannelReader`.
     """
 
-    def __init__(self, store: Store, *, last: int = 500, heat: int = 0) -> None:
-        self._reader = ChannelReader(store)
+    def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | None = None) -> None:
+        self._reader = ChannelReader(store, trusted_keys)
         self._last, self._heat_last = last, heat
         self._listed: list[int] = []
         self._listed_s = float("-inf")

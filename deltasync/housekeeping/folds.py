@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 
-from deltasync import codec, fingerprint, layout, manifest
+from deltasync import codec, fingerprint, layout, manifest, signing
 from deltasync.bits import bits_of
 from deltasync.errors import ConfigError, MissingVersionError, ObjectExistsError
 from deltasync.housekeeping.survey import Progress, fold_keys, now, quiet, read_fold
@@ -13,12 +13,19 @@ from deltasync.kernels import cpu
 from deltasync.manifest import FileRef, Fold
 from deltasync.reader import ChannelReader
 from deltasync.replica import Replica
+from deltasync.signing import Signer
 
 logger = logging.getLogger(__name__)
 
 
 def write_fold(
-    reader: ChannelReader, base: int, version: int, *, codec_name: str = "packed", progress: Progress = quiet
+    reader: ChannelReader,
+    base: int,
+    version: int,
+    *,
+    codec_name: str = "packed",
+    signer: Signer | None = None,
+    progress: Progress = quiet,
 ) -> Fold:
     """Store the fold of the deltas from one version to another; if the channel has it already, nothing is written.
 
@@ -26,7 +33,7 @@ def write_fold(
     across anchors and dense tensors. Holds the weights twice.
 
     Raises:
-        ConfigError: `base` is not before `version`.
+        ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
         UnsupportedFormatError: there is no such codec.
         MissingVersionError: one of the two is not in the channel.
     """
@@ -34,6 +41,7 @@ def write_fold(
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
     encoder = codec.get(codec_name).encoder()
     head, stored = reader.head(), reader.versions()
+    signing.require_signer(signer, reader.signed)
     for end in (base, version):
         if end > head.version or end not in stored:
             raise MissingVersionError(
@@ -42,7 +50,7 @@ def write_fold(
             )
     for key in fold_keys(reader, layout.fold_dir(base, version)):
         return read_fold(reader, key)
-    replica = Replica(reader.store)
+    replica = Replica(reader)
     progress("weights", 0, 2)
     replica.sync(base)
     old = {name: bits_of(tensor).copy() for name, tensor in replica.state_dict().items()}
@@ -59,11 +67,18 @@ def write_fold(
             changed += index_K.size
         progress("tensors", done, len(reader.specs))
     payload = encoder.finish(version, base) if changed else None
-    return store_fold(reader, base, version, codec_name=codec_name, changed=changed, payload=payload)
+    return store_fold(reader, base, version, codec_name=codec_name, changed=changed, payload=payload, signer=signer)
 
 
 def store_fold(
-    reader: ChannelReader, base: int, version: int, *, codec_name: str, changed: int, payload: bytes | None
+    reader: ChannelReader,
+    base: int,
+    version: int,
+    *,
+    codec_name: str,
+    changed: int,
+    payload: bytes | None,
+    signer: Signer | None = None,
 ) -> Fold:
     """Store an encoded fold: its payload, then its document. After return it exists; if it raised, it does not, and what was
     stored of it is garbage for `prune`.
@@ -75,6 +90,7 @@ def store_fold(
         codec_name: The payload's.
         changed: Elements that differ.
         payload: None if none differ.
+        signer: What its document is signed with; None for a channel without signatures.
     """
     store = reader.store
     sha256 = {end: manifest.sha256_hex(store.read(layout.manifest(end))) for end in (base, version)}
@@ -101,7 +117,8 @@ def store_fold(
             created_at=now(),
         )
         try:
-            store.create(layout.fold_document(directory), manifest.encode(fold))
+            document = layout.fold_document(directory)
+            store.create(document, signing.encode(fold, document, signer))
         except ObjectExistsError:  # only a fold without payload gets here
             continue
         logger.info("folded base=%d version=%d changed=%d payload_bytes=%d", base, version, changed, fold.payload_bytes)

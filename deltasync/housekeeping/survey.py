@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from deltasync import layout, manifest
+from deltasync import layout
 from deltasync.errors import CorruptDataError, MissingVersionError, ObjectMissingError, RunMismatchError
 from deltasync.manifest import Fold, Manifest
 from deltasync.reader import ChannelReader
@@ -92,7 +92,7 @@ def read_fold(reader: ChannelReader, key: str) -> Fold:
         FormatError, RunMismatchError: it is damaged, or not what its key says.
     """
     try:
-        document = manifest.decode(reader.store.read(key), Fold, key)
+        document = reader.decode(reader.store.read(key), Fold, key)
     except ObjectMissingError:
         raise MissingVersionError(f"{reader.store.url} has no fold {key} any more.") from None
     if (document.base_version, document.version) != layout.fold_span(key):

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from deltasync import anchor, checkpoint, layout, manifest
+from deltasync import anchor, checkpoint, companions, layout, manifest
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
@@ -67,7 +67,7 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
         CorruptDataError: bytes of the source are not what its documents name.
         MissingVersionError: the source lacks an object that it refers to, or a version that another one needs.
     """
-    head = source.head()
+    head, head_data = source.read_head()
     finished = _check_target(source, target, head)
     manifests = {v: found for v, found in read_manifests(source, progress).items() if v <= head.version}
     _check_complete(source.store, manifests, head)
@@ -82,7 +82,7 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
         progress("manifests", done, len(manifests))
     sizes += in_parallel(one, [_Object(key) for key in folds], "folds", progress)
     if not finished:
-        target.replace(layout.HEAD, manifest.encode(head))
+        target.replace(layout.HEAD, head_data)
     stored = [size for size in sizes if size is not None]
     return Copied(version=head.version, objects=len(stored), bytes=sum(stored), skipped=len(sizes) - len(stored))
 
@@ -91,7 +91,7 @@ def _check_target(source: ChannelReader, target: Store, head: Head) -> bool:
     """Whether the target's head is at this version already; refuses a target that is something else."""
     if target.url == source.store.url:
         raise ConfigError(f"{target.url} is both source and target.")
-    reader = ChannelReader(target)
+    reader = ChannelReader(target, source.trusted)
     try:
         run_id = reader.channel().run_id
         if run_id != head.run_id:
@@ -130,18 +130,18 @@ def _spans(fold: Fold, manifests: dict[int, Manifest]) -> bool:
 
 
 def _data(store: Store, manifests: dict[int, Manifest], folds: dict[str, Fold]) -> Iterator[_Object]:
-    """Everything that these documents refer to; the files beside an anchor's weights have no sha256."""
-    folders = set()
+    """Everything that these documents refer to; files beside an anchor's weights may have no sha256."""
+    folders: set[str] = set()
+    named: set[str] = set()
     for document in manifests.values():
-        for part in (document.delta, document.anchor):
-            yield from (_Object(file.key, file.sha256) for file in (part.files if part is not None else []))
+        yield from (_Object(file.key, file.sha256) for file in document.files)
+        named.update(file.key for file in document.files)
         if document.anchor is not None and document.reference is None:
             folders.add(document.anchor.directory)
     for fold in folds.values():
         yield from (_Object(file.key, file.sha256) for file in fold.files)
-    weights = {file.key for document in manifests.values() if document.anchor for file in document.anchor.files}
     for folder in sorted(folders):
-        yield from (_Object(info.key) for info in store.list(f"{folder}/") if info.key not in weights)
+        yield from (_Object(info.key) for info in store.list(f"{folder}/") if info.key not in named)
 
 
 def _manifest_objects(manifests: dict[int, Manifest], head: Head) -> Iterator[_Object]:
@@ -210,7 +210,7 @@ def export(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already and not empty. It was left as it is; choose another directory.")
     directory = directory.absolute()
-    replica = Replica(reader.store)
+    replica = Replica(reader)
     progress("weights", 0, 1)
     version = replica.sync(version)
     progress("weights", 1, 1)
@@ -240,8 +240,6 @@ def _write(path: Path, data: bytes) -> None:
 
 def _companions(reader: ChannelReader, version: int) -> dict[str, bytes]:
     """What lies beside the weights of an anchor, by name in its folder; empty if no anchor has anything."""
-    store = reader.store
-    keys = [info.key for info in store.list("anchors/")]
     nearest = reader.manifest(version).anchor_version  # nearly always has them, and is all that is read then
     for candidate in sorted(reader.versions(), key=lambda v: (v != nearest, v > version, abs(version - v))):
         document = reader.manifest(candidate)
@@ -250,9 +248,7 @@ def _companions(reader: ChannelReader, version: int) -> dict[str, bytes]:
             with contextlib.suppress(ConfigError):
                 found = anchor.companion_files(checkpoint.small_files(document.reference))
         elif part is not None:
-            names = (key.removeprefix(f"{part.directory}/") for key in keys if key.startswith(f"{part.directory}/"))
-            small = [name for name in names if not name.endswith((".safetensors", ".safetensors.index.json"))]
-            found = {name: store.read(f"{part.directory}/{name}") for name in small}
+            found = {name: companions.read(reader, part, name) for name in companions.names(reader, part)}
         if found:
             return found
     return {}

@@ -169,7 +169,7 @@ def _check_objects(
 ) -> set[str]:
     """That what the documents refer to is there, by the listing. Returns the keys of what is missing or has another size."""
     damaged = set()
-    named = [(layout.manifest(version), file) for version, document in manifests.items() for file in _files(document)]
+    named = [(layout.manifest(version), file) for version, document in manifests.items() for file in document.files]
     named += [(key, file) for key, fold in folds.items() for file in fold.files]
     for key, file in named:
         if file.key not in sizes:
@@ -180,10 +180,6 @@ def _check_objects(
             continue
         damaged.add(file.key)
     return damaged
-
-
-def _files(document: Manifest) -> list[FileRef]:
-    return [file for part in (document.delta, document.anchor) if part is not None for file in part.files]
 
 
 class _Replay:
@@ -237,6 +233,7 @@ class _Replay:
                 self._read(delta.files)
         if part is not None:
             self._apply(chain.Step(version, None, None, part.payload_bytes), part.files)
+            self._read(part.companions or [])
 
     def _prove_fold(self, key: str, fold: Fold) -> None:
         """Apply it, compare, and go back to where it starts."""

@@ -19,15 +19,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"types", "config", "layout", "sharded"}),
     frozenset({"bits", "fingerprint", "kernels", "fold", "manifest", "chain", "codec", "anchor", "checkpoint", "retention"}),
-    frozenset({"stores", "heartbeat", "poll", "peers"}),
+    frozenset({"signing", "stores", "heartbeat", "poll", "peers"}),
     frozenset({"memory", "reader", "writer"}),
-    frozenset({"replica", "shadow", "collect", "upload", "part_upload", "receipt", "opening", "initial"}),
+    frozenset({"replica", "shadow", "collect", "upload", "part_upload", "receipt", "opening", "initial", "companions"}),
     frozenset({"housekeeping"}),
     frozenset({"keeper", "jobs"}),
     frozenset({"publisher"}),
     frozenset({"demo", "bench", "dashboard", "deploy", "cli"}),
 )
-HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib")
+HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:

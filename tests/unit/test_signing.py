@@ -1,0 +1,395 @@
+"""Signatures of documents, files of keys, and who may write: without a store, or with one in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa, x25519
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync import Publisher, Replica, manifest, open_store, signing
+from deltasync.config import PublisherSettings, Retention
+from deltasync.errors import (
+    ChannelInUseError,
+    ConfigError,
+    CorruptDataError,
+    HeadRewindError,
+    RunMismatchError,
+    SignatureError,
+    StaleHeadError,
+)
+from deltasync.housekeeping.survey import fold_keys
+from deltasync.manifest import Head
+from deltasync.reader import ChannelReader
+from deltasync.signing import Signer, Trusted
+from deltasync.stores import Store
+from tests.conftest import assert_same_bits
+
+HEAD = Head(format=manifest.FORMAT, run_id="run", version=2, manifest_sha256="b" * 64)
+PLACE = "head.json"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the keys `old`, `new` and `stranger`, and files that trust one or both of the first two."""
+    folder = tmp_path_factory.mktemp("keys")
+    lines = {name: signing.new_key(folder / name, name) for name in ("old", "new", "stranger")}
+    (folder / "both").write_text(f"# who may write\n\n  {lines['old']}{lines['new']}")
+    return folder
+
+
+def publish(store: Store, count: int, **settings: object) -> list[dict[str, torch.Tensor]]:
+    """Versions of a small model, each with other bits."""
+    before = Replica(store) if settings.get("resume") else None
+    weights = {"w": torch.arange(40, dtype=torch.bfloat16).reshape(5, 8), "b": torch.zeros(3)}
+    if before is not None:
+        before.sync()
+        weights = {name: tensor.clone() for name, tensor in before.state_dict().items()}
+    published = []
+    with Publisher(store, dtype="keep", **settings) as publisher:  # type: ignore[arg-type]
+        for _ in range(count):
+            weights["w"].view(torch.int16)[0, :3] += 1
+            weights["b"] += 1
+            publisher.publish(weights.items()).wait(60)
+            published.append({name: tensor.clone() for name, tensor in weights.items()})
+    return published
+
+
+def test_a_new_key_is_for_its_owner_only_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    line = signing.new_key(tmp_path / "key", "trainer 7")
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600 & ~mask
+    assert (tmp_path / "key.pub").read_text() == line
+    signer = Signer(tmp_path / "key")
+    assert line == f"{signer.public} trainer 7\n"
+    assert Trusted(path=tmp_path / "key.pub").names == signer.trusted.names == [signer.public]
+    with pytest.raises(ConfigError, match="is there already"):
+        signing.new_key(tmp_path / "key", "again")
+    (tmp_path / "key").unlink()
+    with pytest.raises(ConfigError, match="is there already"):
+        signing.new_key(tmp_path / "key", "again")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        signing.new_key(tmp_path / "nowhere" / "key", "lost")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key.pub"]
+
+
+def test_what_is_no_private_key_is_refused(tmp_path: Path) -> None:
+    plain = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    key = ed25519.Ed25519PrivateKey.generate()
+    contents = {
+        "empty": b"",
+        "text": b"-----BEGIN PRIVATE KEY-----\nnot one\n-----END PRIVATE KEY-----\n",
+        "locked": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")),
+        "raw": key.private_bytes_raw(),
+        "rsa": rsa.generate_private_key(65537, 2048).private_bytes(*plain),
+        "exchange": x25519.X25519PrivateKey.generate().private_bytes(*plain),
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match="not an Ed25519 private key"):
+            Signer(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Signer(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "abc\n", "A" * 64, "0" * 63, "0" * 65, f"{'0' * 64}, {'1' * 64}", "\xff"])
+def test_a_file_that_names_no_key_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        Trusted(path=tmp_path / "keys")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Trusted(path=tmp_path / "missing")
+
+
+def test_a_signed_document_is_the_document_with_a_signature_behind_it(keys: Path) -> None:
+    signer = Signer(keys / "old")
+    plain, data = manifest.encode(HEAD), signing.encode(HEAD, PLACE, signer)
+    assert data.startswith(plain[:-2]) and data.endswith(b"}\n") and data.count(b"\n") == 1
+    document = json.loads(data)
+    assert list(document)[-1] == "signature"
+    assert document["signature"].keys() == {"key", "ed25519"} and document["signature"]["key"] == signer.public
+    assert manifest.decode(data, Head, PLACE) == HEAD
+    assert signing.encode(HEAD, PLACE, signer) == data
+    assert signing.encode(HEAD, PLACE, None) == plain
+    assert signing.signed_by(data) == signer.public and signing.signed_by(plain) is None
+    signer.trusted.check(PLACE, data)
+    ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public)).verify(
+        bytes.fromhex(document["signature"]["ed25519"]), b"deltasync/1 head.json\n" + plain[:-2]
+    )
+
+
+@given(data=st.data())
+def test_no_other_bytes_pass(keys: Path, data: st.DataObject) -> None:
+    signer = Signer(keys / "old")
+    sealed = signing.encode(HEAD, PLACE, signer)
+    at = data.draw(st.integers(0, len(sealed) - 1))
+    mask = data.draw(st.integers(1, 255))
+    length = data.draw(st.integers(0, len(sealed) - 1))
+    behind = data.draw(st.binary(min_size=1, max_size=300))
+    others = [
+        sealed[:at] + bytes([sealed[at] ^ mask]) + sealed[at + 1 :],
+        sealed[:length],
+        sealed[at + 1 :],
+        sealed + behind,
+        sealed[:at] + behind + sealed[at:],
+    ]
+    for other in others:
+        if other != sealed:
+            with pytest.raises(SignatureError):
+                signer.trusted.check(PLACE, other)
+    for place in (PLACE + "x", "channel.json", "manifests/0000000002.json", ""):
+        with pytest.raises(SignatureError, match="does not fit"):
+            signer.trusted.check(place, sealed)
+
+
+def test_neither_another_key_nor_another_algorithm_passes(keys: Path) -> None:
+    signer, stranger = Signer(keys / "old"), Signer(keys / "stranger")
+    sealed = signing.encode(HEAD, PLACE, signer)
+    theirs = signing.encode(HEAD, PLACE, stranger)
+    altered = manifest.encode(dataclasses.replace(HEAD, version=9))
+    refused = {
+        "not signed": altered,
+        "not trusted": theirs,
+        "does not fit": theirs.replace(stranger.public.encode(), signer.public.encode()),
+        "does not fit ": signer.seal(PLACE, manifest.encode(HEAD)).replace(b'"version":2', b'"version":3'),
+    }
+    for why, data in refused.items():
+        with pytest.raises(SignatureError, match=why.strip()):
+            signer.trusted.check(PLACE, data)
+    signature = json.loads(sealed)["signature"]
+    digits = signature["ed25519"].encode()
+    for confused in [
+        sealed.replace(b'"ed25519":', b'"none":'),
+        sealed.replace(b'"ed25519":', b'"hs256":'),
+        sealed.replace(digits, b""),
+        sealed.replace(digits, b"0" * 128),
+        sealed.replace(digits, digits.upper()),
+        sealed.replace(b'"signature"', b'"Signature"'),
+        sealed.replace(b',"signature":{', b',"signature": {'),
+        sealed.replace(signer.public.encode(), b"0" * 64),
+        sealed.replace(b"}}\n", b'},"version":9}\n'),
+    ]:
+        assert confused != sealed
+        with pytest.raises(SignatureError):
+            signer.trusted.check(PLACE, confused)
+
+
+def test_the_file_of_keys_is_read_again_when_it_changes(keys: Path, tmp_path: Path) -> None:
+    old, new = (signing.encode(HEAD, PLACE, Signer(keys / name)) for name in ("old", "new"))
+    file = tmp_path / "trusted"
+
+    def write(name: str) -> None:
+        (tmp_path / "next").write_bytes((keys / name).read_bytes())
+        (tmp_path / "next").replace(file)
+
+    write("old.pub")
+    trusted = Trusted(path=file)
+    trusted.check(PLACE, old)
+    with pytest.raises(SignatureError, match="not trusted"):
+        trusted.check(PLACE, new)
+    write("both")
+    trusted.check(PLACE, old)
+    trusted.check(PLACE, new)
+    write("new.pub")
+    trusted.check(PLACE, new)
+    with pytest.raises(SignatureError, match="not trusted"):
+        trusted.check(PLACE, old)
+    file.write_text("nonsense")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no public key"):
+            trusted.check(PLACE, new)
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        trusted.check(PLACE, new)
+    write("both")
+    trusted.check(PLACE, old)
+
+
+def test_a_signed_channel_is_read_with_keys_and_without(channel_url: str, keys: Path) -> None:
+    store = open_store(channel_url)
+    published = publish(store, 9, signing_key=keys / "old", retention=Retention(fold_every=3))
+    for trusted_keys in (None, keys / "old.pub", str(keys / "both")):
+        replica = Replica(store, trusted_keys=trusted_keys)
+        assert replica.sync(1) == 1
+        assert replica.sync() == 9
+        assert_same_bits(replica.state_dict(), published[-1])
+    assert len(fold_keys(ChannelReader(store, keys / "old.pub"))) > 0
+    with pytest.raises(SignatureError, match=r"channel\.json is signed with the key \w+, which is not trusted"):
+        Replica(store, trusted_keys=keys / "new.pub").sync()
+
+
+def test_the_environment_tells_every_reader_which_keys_count(
+    memory_url: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(open_store(memory_url), 1)
+    monkeypatch.setenv("DELTASYNC_TRUSTED_KEYS", str(keys / "old.pub"))
+    with pytest.raises(SignatureError, match="not signed"):
+        ChannelReader(open_store(memory_url)).channel()
+    with pytest.raises(SignatureError, match="not signed"):
+        Replica(memory_url).sync()
+    with pytest.raises(ConfigError, match="set signing_key too"):
+        Publisher(memory_url, resume=True)
+    monkeypatch.setenv("DELTASYNC_SIGNING_KEY", str(keys / "new"))
+    with pytest.raises(SignatureError, match="not signed"):
+        Publisher(memory_url, resume=True)
+    monkeypatch.setenv("DELTASYNC_TRUSTED_KEYS", str(keys / "missing"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Replica(memory_url)
+
+
+def test_a_signed_channel_goes_on_signed(memory_url: str, keys: Path) -> None:
+    store = open_store(memory_url)
+    publish(store, 1, signing_key=keys / "old")
+    with pytest.raises(ConfigError, match="This channel is signed"):
+        Publisher(store, resume=True, dtype="keep")
+    with pytest.raises(SignatureError, match="not trusted"):
+        Publisher(store, resume=True, dtype="keep", signing_key=keys / "new")
+    with pytest.raises(ChannelInUseError):
+        Publisher(store, dtype="keep", signing_key=keys / "old")
+    assert Replica(store, trusted_keys=keys / "old.pub").sync() == 1
+
+
+def test_a_new_key_takes_over_and_the_old_one_is_revoked(memory_url: str, keys: Path, tmp_path: Path) -> None:
+    store, file = open_store(memory_url), tmp_path / "trusted"
+    file.write_bytes((keys / "old.pub").read_bytes())
+    publish(store, 2, signing_key=keys / "old")
+    running = Replica(store, trusted_keys=file)
+    running.sync()
+    published = publish(store, 2, signing_key=keys / "new", trusted_keys=keys / "both", resume=True)
+    with pytest.raises(SignatureError, match="not trusted"):
+        running.sync()
+    assert running.version == 2
+    file.write_bytes((keys / "both").read_bytes())
+    for replica in (running, Replica(store, trusted_keys=file)):
+        assert replica.sync() == 4
+        assert_same_bits(replica.state_dict(), published[-1])
+    file.write_bytes((keys / "new.pub").read_bytes())
+    assert running.sync() == 4
+    with pytest.raises(SignatureError, match="not trusted"):
+        Replica(store, trusted_keys=file).sync()
+
+
+def test_a_publisher_that_died_before_head_is_continued_with_another_key(memory_url: str, keys: Path) -> None:
+    store = open_store(memory_url)
+    publish(store, 1, signing_key=keys / "old")
+    store.delete("head.json", "manifests/0000000001.json")  # only channel.json, and files that nothing refers to
+    with Publisher(store, dtype="keep", resume=True, signing_key=keys / "new", trusted_keys=keys / "both") as publisher:
+        publisher.publish([("w", torch.ones(5, 8, dtype=torch.bfloat16)), ("b", torch.zeros(3))]).wait(60)
+    assert Replica(store, trusted_keys=keys / "both").sync() == 1
+
+
+def test_head_is_rolled_forward_with_a_signature(memory_url: str, keys: Path) -> None:
+    store = open_store(memory_url)
+    published = publish(store, 2, signing_key=keys / "old")
+    before = store.read("head.json")
+    publish(store, 1, signing_key=keys / "old", resume=True)
+    store.replace("head.json", before)
+    with Publisher(store, dtype="keep", resume=True, signing_key=keys / "old"):
+        pass
+    replica = Replica(store, trusted_keys=keys / "old.pub")
+    assert replica.sync() == 3
+    assert replica.sync(2) == 2
+    assert_same_bits(replica.state_dict(), published[1])
+
+
+def test_a_replica_does_not_go_back_unless_told(memory_url: str, keys: Path) -> None:
+    store = open_store(memory_url)
+    heads = []
+    for resume in (False, True, True):
+        publish(store, 1, signing_key=keys / "old", resume=resume)
+        heads.append(store.read("head.json"))
+    replica = Replica(store, trusted_keys=keys / "old.pub")
+    replica.sync()
+    store.replace("head.json", heads[0])
+    with pytest.raises(HeadRewindError):
+        replica.sync()
+    # Not even if its bits are damaged too, and it has to load full weights.
+    assert replica._follower is not None
+    replica.state_dict()["w"].view(torch.int16)[0, 0] += 1
+    replica._follower.doubt()
+    with pytest.raises(HeadRewindError):
+        replica.sync()
+    store.replace("head.json", heads[2])
+    assert replica.sync() == 3
+    assert replica.sync(2) == 2
+    store.replace("head.json", heads[1])
+    assert replica.sync() == 2
+
+
+def test_a_head_that_is_too_old_is_refused(memory_url: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(memory_url)
+    monkeypatch.setattr("deltasync.jobs.now", lambda: "2026-01-01T00:00:00.000+00:00")
+    publish(store, 1, signing_key=keys / "old")
+    old = store.read("head.json")
+    replica = Replica(store, trusted_keys=keys / "old.pub", max_head_age_s=3600)
+    with pytest.raises(StaleHeadError, match="version 1, which is"):
+        replica.sync()
+    monkeypatch.undo()
+    publish(store, 1, signing_key=keys / "old", resume=True)
+    assert replica.sync() == 2
+    store.replace("head.json", old)
+    monkeypatch.setenv("DELTASYNC_MAX_HEAD_AGE_S", "3600")
+    with pytest.raises(StaleHeadError):
+        Replica(store).sync()
+    monkeypatch.delenv("DELTASYNC_MAX_HEAD_AGE_S")
+    monkeypatch.setattr("deltasync.jobs.now", lambda: "noon")
+    publish(store, 1, signing_key=keys / "old", resume=True)
+    with pytest.raises(CorruptDataError, match="which is no time"):
+        Replica(store, max_head_age_s=3600).sync()
+
+
+def test_another_run_of_the_same_key_is_refused(keys: Path, memory_url: str) -> None:
+    store, other = open_store(memory_url), open_store(f"{memory_url}-other")
+    for one in (store, other):
+        publish(one, 1, signing_key=keys / "old")
+    replica = Replica(store, trusted_keys=keys / "old.pub")
+    replica.sync()
+    for info in list(other.list("")):
+        store.replace(info.key, other.read(info.key))
+    with pytest.raises(RunMismatchError):
+        replica.sync()
+    assert replica.version == 1
+
+
+def test_without_cryptography_signatures_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    for action in (
+        lambda: Trusted(path=keys / "old.pub"),
+        lambda: Signer(keys / "old"),
+        lambda: Publisher("memory://nowhere", signing_key=keys / "old"),
+        lambda: Replica("memory://nowhere", trusted_keys=keys / "old.pub"),
+    ):
+        with pytest.raises(ConfigError, match=r"deltasync\[signing\]"):
+            action()
+
+
+def test_the_private_key_is_never_shown(
+    memory_url: str, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    private = tmp_path / "key"
+    private.write_bytes((keys / "old").read_bytes())
+    private.chmod(0o644)
+    caplog.set_level(logging.DEBUG)
+    publish(open_store(memory_url), 2, signing_key=private, retention=Retention(fold_every=2))
+    signer = Signer(private)
+    shown = [
+        repr(signer),
+        repr(vars(signer)),
+        repr(PublisherSettings(signing_key=private)),
+        caplog.text,
+        *capfd.readouterr(),
+    ]
+    assert "chmod 600 it" in caplog.text and "published version=2" in caplog.text
+    secret = signer._key.private_bytes_raw()
+    for text in ["".join(private.read_text().splitlines()[1:-1]), secret.hex(), str(secret)]:
+        assert not any(text in part for part in shown)
