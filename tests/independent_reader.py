@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,11 @@ def sha256(data: bytes) -> str:
 
 
 class Channel:
-    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
+    def __init__(self, folder: Path, checkpoint: Path | None = None, keys: frozenset[str] = frozenset()) -> None:
         self.folder = folder
         self.checkpoint = checkpoint  # that references mean, wherever they say it is
-        channel = self.document((folder / "channel.json").read_bytes())
+        self.keys = keys  # one of which must have signed every document; none: signatures are ignored
+        channel = self.document("channel.json")
         self.run_id = channel["run_id"]
         self.table = {name: (dtype, tuple(shape)) for name, (dtype, shape) in channel["tensors"].items()}
         check(all(dtype in DTYPES for dtype, _ in self.table.values()), "unknown dtype")
@@ -63,11 +65,15 @@ class Channel:
             ensure_ascii=False,
         )
         check(sha256(table.encode()) == channel["tensors_sha256"], "table")
-        head = self.document((folder / "head.json").read_bytes())
+        head = self.document("head.json")
         self.head = int(head["version"])
         self.head_sha256 = str(head["manifest_sha256"])
 
-    def document(self, data: bytes) -> dict[str, Any]:
+    def document(self, key: str, expected_sha256: str | None = None) -> dict[str, Any]:
+        data = (self.folder / key).read_bytes()
+        check(expected_sha256 in (None, sha256(data)), key, "sha256")
+        if self.keys:
+            check_signature(key, data, self.keys)
         found = json.loads(data.decode())
         check(found["format"] == FORMAT, "format", found["format"])
         check(set(found.get("requires", [])) <= {"reference"}, "requires", found.get("requires"))
@@ -75,9 +81,7 @@ class Channel:
         return found
 
     def manifest(self, version: int, expected_sha256: str) -> dict[str, Any]:
-        data = (self.folder / f"manifests/{version:010}.json").read_bytes()
-        check(sha256(data) == expected_sha256, "manifest", version, "sha256")
-        found = self.document(data)
+        found = self.document(f"manifests/{version:010}.json", expected_sha256)
         check(found["version"] == version, "manifest", version, "says", found["version"])
         check(found["delta"] is not None or found["anchor"] is not None, "empty version")
         check(found["kind"] == ("delta" if found["anchor"] is None else "anchor"), "kind")
@@ -115,7 +119,7 @@ class Channel:
 
     def read_by_fold(self, base: int, version: int) -> Model:
         """The version, by the fold from `base` instead of the deltas between."""
-        fold = self.document((self.folder / f"folds/{base:010}-{version:010}/fold.json").read_bytes())
+        fold = self.document(f"folds/{base:010}-{version:010}/fold.json")
         known = {found["version"]: found for found in self.chain()}
         for which, named in ((base, fold["base_manifest_sha256"]), (version, fold["manifest_sha256"])):
             check(sha256((self.folder / f"manifests/{which:010}.json").read_bytes()) == named, "manifest of fold", which)
@@ -155,6 +159,10 @@ class Channel:
         found: Model = {}
         if manifest["anchor"].get("reference") is not None:
             return self.reference(manifest)
+        for row in manifest["anchor"].get("companions") or []:
+            check(row["key"].startswith(manifest["anchor"]["directory"] + "/"), "companion", row["key"])
+            data = (self.folder / row["key"]).read_bytes()
+            check(len(data) == row["bytes"] and sha256(data) == row["sha256"], row["key"], "length or sha256")
         for row in manifest["anchor"]["files"]:
             metadata, entries = self.file(row)
             fingerprints = json.loads(metadata["deltasync.fingerprints"])
@@ -308,6 +316,62 @@ def array(entry: tuple[str, tuple[int, ...], bytes], dtype: str, shape: tuple[in
     check(all(expected in (-1, size) for expected, size in zip(shape, entry[1], strict=True)), "shape", entry[1])
     check(len(entry[2]) == elements(entry[1]) * width // 8, "length")
     return np.frombuffer(entry[2], BITS[width])
+
+
+# 3: signatures. Ed25519 after RFC 8032, sections 5.1.2 to 5.1.7, on affine points
+
+P = 2**255 - 19
+ORDER = 2**252 + 27742317777372353535851937790883648493
+D = -121665 * pow(121666, -1, P) % P
+Point = tuple[int, int]
+
+
+def check_signature(key: str, data: bytes, keys: frozenset[str]) -> None:
+    end = re.compile(rb',"signature":\{"key":"([0-9a-f]{64})","ed25519":"([0-9a-f]{128})"\}\}\n').fullmatch(
+        data, len(data) - 230
+    )
+    check(end is not None, key, "not signed")
+    assert end is not None
+    check(end[1].decode() in keys, key, "signed by another key")
+    message = b"deltasync/1 " + key.encode() + b"\n" + data[: end.start()]
+    check(verify(bytes.fromhex(end[1].decode()), message, bytes.fromhex(end[2].decode())), key, "signature")
+
+
+def verify(public: bytes, message: bytes, signature: bytes) -> bool:
+    s = int.from_bytes(signature[32:], "little")
+    k = int.from_bytes(hashlib.sha512(signature[:32] + public + message).digest(), "little") % ORDER
+    y = 4 * pow(5, -1, P) % P
+    base, a, r = point(y.to_bytes(32, "little")), point(public), point(signature[:32])
+    return s < ORDER and None not in (a, r) and times(s, base) == add(r, times(k, a))
+
+
+def point(data: bytes) -> Point | None:
+    sign, y = data[31] >> 7, int.from_bytes(data, "little") % 2**255
+    if y >= P:
+        return None
+    square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
+    x = pow(square, (P + 3) // 8, P)
+    if (x * x - square) % P:
+        x = x * pow(2, (P - 1) // 4, P) % P
+    if (x * x - square) % P or (x == 0 and sign):
+        return None
+    return (P - x if x & 1 != sign else x), y
+
+
+def add(one: Point | None, other: Point | None) -> Point:
+    assert one is not None and other is not None
+    (x1, y1), (x2, y2) = one, other
+    both = D * x1 * x2 * y1 * y2
+    return (x1 * y2 + x2 * y1) * pow(1 + both, -1, P) % P, (y1 * y2 + x1 * x2) * pow(1 - both, -1, P) % P
+
+
+def times(count: int, one: Point | None) -> Point:
+    total: Point = (0, 1)
+    while count:
+        if count & 1:
+            total = add(total, one)
+        one, count = add(one, one), count >> 1
+    return total
 
 
 # 6: fingerprint

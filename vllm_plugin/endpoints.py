@@ -33,6 +33,7 @@ from vllm_plugin.pauses import PausesOfOthers
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
+_BODY_BYTES = 4 << 20  # other trainers name every tensor in theirs
 _PAGE_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -81,15 +82,15 @@ class DeltaSyncEndpoints:
 
         @app.get("/deltasync/status")
         async def status(request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> dict[str, Any]:
-            found = self._running().status(commits)
-            if "authorization" in request.headers or self._settings.http_token is None:
+            named = "authorization" in request.headers or self._settings.http_token is None
+            if named:
                 await self._authorize(request)
-                return found
-            return {key: found[key] for key in ("state", "version", "head_version")}
+            found = self._running().status(commits)
+            return found if named else {key: found[key] for key in ("state", "version", "head_version")}
 
         @app.post("/deltasync/sync", dependencies=guarded)
         async def sync(request: Request) -> Response:
-            return await self._sync(_body(await request.body(), Sync))
+            return await self._sync(await _body(request, Sync))
 
         @app.post("/request_weight_update", dependencies=guarded)
         async def request_weight_update(request: Request) -> Response:
@@ -98,7 +99,7 @@ class DeltaSyncEndpoints:
             There is no process group and nothing is received here: weights come through the channel, so publish before
             asking. `/init_process_group` does not exist, and `parameters_info` is ignored.
             """
-            return await self._sync(_body(await request.body(), WeightUpdate))
+            return await self._sync(await _body(request, WeightUpdate))
 
         if self._settings.digest_route:
 
@@ -179,7 +180,12 @@ class DeltaSyncEndpoints:
         return self._driver
 
 
-def _body(data: bytes, kind: type[WeightUpdate]) -> WeightUpdate:
+async def _body(request: Request, kind: type[WeightUpdate]) -> WeightUpdate:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > _BODY_BYTES:
+            raise _Refused(413, f"The body is larger than {_BODY_BYTES:,} bytes.")
     try:
         return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
     except msgspec.DecodeError as error:

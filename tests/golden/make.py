@@ -12,16 +12,21 @@ import json
 import re
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 from uuid import UUID
 
 import safetensors.torch
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from deltasync import Publisher, housekeeping
 from deltasync.reader import ChannelReader
+from deltasync.signing import Signer
 
 GOLDEN = Path(__file__).parent
 CODECS = ("raw", "packed", "context")
@@ -125,8 +130,12 @@ def save(tensors: Weights, metadata: dict[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text + data[8 + size :]
 
 
-def publish(folder: Path, codec: str, published: list[Weights], initial: str | None = None) -> dict[str, dict]:
-    shutil.rmtree(folder, ignore_errors=True)
+def publish(
+    folder: Path, codec: str, published: list[Weights], initial: str | None = None, before: int = 0, **settings: Any
+) -> dict[str, dict]:
+    """A new channel, or more versions of one that has `before`."""
+    if not before:
+        shutil.rmtree(folder, ignore_errors=True)
     with (
         mock.patch("deltasync.publisher.uuid.uuid4", return_value=UUID(int=1)),
         mock.patch("deltasync.publisher.now", return_value="2026-01-01T00:00:00.000+00:00"),
@@ -136,14 +145,24 @@ def publish(folder: Path, codec: str, published: list[Weights], initial: str | N
         mock.patch("deltasync.codec.base.safetensors_save", save),
         mock.patch("deltasync.anchor.safetensors_save", save),
         Publisher(
-            f"file://{folder}", codec=codec, dtype="keep", anchor_every=4, shard_bytes=8000, initial=initial
+            f"file://{folder}",
+            codec=codec,
+            dtype="keep",
+            anchor_every=4,
+            shard_bytes=8000,
+            initial=initial,
+            resume=before > 0,
+            **settings,
         ) as publisher,
     ):
-        for step, tensors in enumerate(published, start=1):
+        for step, tensors in enumerate(published, start=before + 1):
             publisher.publish(tensors.items(), step=10 * step).wait(timeout_s=60)
         if len(published) > 2:
-            housekeeping.write_fold(ChannelReader(publisher.store), 1, len(published), codec_name=codec)
-    return {str(version): rows(tensors) for version, tensors in enumerate(published, start=1)}
+            signer = Signer(settings["signing_key"]) if settings else None
+            housekeeping.write_fold(
+                ChannelReader(publisher.store), 1, before + len(published), codec_name=codec, signer=signer
+            )
+    return {str(version): rows(tensors) for version, tensors in enumerate(published, start=before + 1)}
 
 
 def write_json(path: Path, document: dict) -> None:
@@ -207,8 +226,35 @@ def reference() -> None:
     write_json(folder / "expected.json", {"versions": expected})
 
 
+def signed() -> None:
+    """A channel of two keys: the second one takes over at version 3, where the first is still trusted."""
+    folder = GOLDEN / "signed"
+    random = torch.Generator().manual_seed(3)
+    first = {"w": torch.randn(20, 40, generator=random).to(torch.bfloat16)}
+    states = [first]
+    for seed in range(4):
+        states.append(moved(states[-1], seed, 0.05))
+    with tempfile.TemporaryDirectory() as private:
+        names = []
+        for number in (1, 2):
+            key = Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)  # that everybody knows: for tests only
+            path = Path(private) / f"key{number}"
+            path.touch(0o600)
+            path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+            names.append(Signer(path).public)
+        trusted = Path(private) / "trusted"
+        trusted.write_text("\n".join(names))
+        settings = {"model_files": {"config.json": b"{}"}, "trusted_keys": trusted}
+        expected = publish(folder / "channel", "packed", states[:2], signing_key=Path(private) / "key1", **settings)
+        expected |= publish(
+            folder / "channel", "packed", states[2:], before=2, signing_key=Path(private) / "key2", **settings
+        )
+    write_json(folder / "expected.json", {"keys": names, "versions": expected})
+
+
 def main() -> None:
     reference()
+    signed()
     for codec in CODECS:
         expected = publish(GOLDEN / codec, codec, versions())
     write_json(GOLDEN / "expected.json", {"versions": expected})  # the same for every codec

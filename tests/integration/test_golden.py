@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltasync import Replica, errors, fingerprint
+from deltasync import Replica, errors, fingerprint, signing
 from deltasync.bits import bits_of, dtype_name
 from deltasync.kernels import cpu
 from tests import independent_reader
@@ -89,6 +90,53 @@ def test_a_channel_that_starts_from_a_model_on_the_hub(monkeypatch: pytest.Monke
         assert _independently(channel, version) == expected[str(version)]
         assert replica.sync(version) == version
         assert _by_replica(replica) == expected[str(version)]
+
+
+def test_a_signed_channel_is_verified_by_both_readers(tmp_path: Path) -> None:
+    folder = GOLDEN / "signed"
+    expected = _expected(folder)
+    keys = expected["keys"]
+    (tmp_path / "keys").write_text("\n".join(keys))
+    channel = Channel(folder / "channel", keys=frozenset(keys))
+    replica = Replica(f"file://{folder}/channel", trusted_keys=tmp_path / "keys")
+    for version in (1, 2, 3, 4, 5):
+        assert _independently(channel, version) == expected["versions"][str(version)]
+        assert replica.sync(version) == version
+        assert _by_replica(replica) == expected["versions"][str(version)]
+    assert {name: _row(*row) for name, row in channel.read_by_fold(1, 5).items()} == expected["versions"]["5"]
+    assert [signing.signed_by((folder / f"channel/manifests/{v:010}.json").read_bytes()) for v in (2, 3)] == keys
+    without = Channel(folder / "channel")
+    assert _independently(without, 5) == expected["versions"]["5"]
+
+    for trusted in keys:
+        (tmp_path / "keys").write_text(trusted)
+        with pytest.raises(errors.SignatureError):
+            Replica(f"file://{folder}/channel", trusted_keys=tmp_path / "keys").sync()
+        with pytest.raises(Damaged, match=r"signed by another key"):
+            Channel(folder / "channel", keys=frozenset([trusted])).read(5)
+
+
+def test_an_altered_signed_document_is_refused_by_both_readers(tmp_path: Path) -> None:
+    keys = _expected(GOLDEN / "signed")["keys"]
+    (tmp_path / "keys").write_text("\n".join(keys))
+    manifest = "manifests/0000000004.json"
+    for key in ("channel.json", "head.json", manifest):
+        folder = tmp_path / key.replace("/", "-")
+        shutil.copytree(GOLDEN / "signed/channel", folder)
+        original = (folder / key).read_bytes()
+        for altered in (
+            original.replace(b'"dtype":"keep"', b'"dtype":"keeq"').replace(b'"requires":[]', b'"requires":[] '),
+            re.sub(b'("ed25519":")[0-9a-f]{2}', rb"\g<1>00", original),
+            re.sub(b',"signature":.*', b"}", original),
+            (folder / ("manifests/0000000005.json" if key == manifest else manifest)).read_bytes(),
+        ):
+            assert altered != original
+            (folder / key).chmod(0o644)
+            (folder / key).write_bytes(altered)
+            with pytest.raises(errors.SignatureError):
+                Replica(f"file://{folder}", trusted_keys=tmp_path / "keys").sync(4)
+            with pytest.raises(Damaged):
+                Channel(folder, keys=frozenset(keys)).document(key)
 
 
 @pytest.mark.parametrize("codec", ["raw", "packed", "context"])
