@@ -7,10 +7,12 @@ import contextlib
 import http.client
 import http.server
 import json
+import os
 import socket
 import ssl
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,10 @@ from typing import Any
 
 import pytest
 
+from deltasync.demo.processes import Child, get_json
+from deltasync.demo.run import free_port
+from deltasync.deploy.router import servers, write
+from deltasync.errors import ConfigError
 from tests.servers.haproxy import PATIENCE_S, Router, require_haproxy, routing
 
 
@@ -336,6 +342,38 @@ def test_spaces_are_asked_by_their_names_over_tls(tmp_path: Path) -> None:
         space.stop()
 
 
+def test_the_command(replicas: dict[str, Replica], tmp_path: Path) -> None:
+    urls = [f"http://127.0.0.1:{replica.server_port}" for replica in replicas.values()]
+    port = free_port()
+    command = [sys.executable, "-m", "deltasync.cli", "router", *urls, "--port", str(port)]
+    env = os.environ | {"REPLICA_TOKEN": "replica's", "ROUTER_WAIT_S": "60", "ROUTER_REPLICAS": "of another router:1"}
+    router = Router(port, None)
+    with Child("The router", command, env, tmp_path / "log") as child:
+        child.wait_until(lambda: get_json(f"{router.url}/v1/models"), PATIENCE_S, "to start")
+        router.wait_for_versions(
+            **{url.removeprefix("http://"): r.version for url, r in zip(urls, replicas.values(), strict=True)}
+        )
+        assert complete(router, x_deltasync_min_version="5") == (200, urls[1].removeprefix("http://"))
+        assert replicas["two"].seen[0][0]["authorization"] == "Bearer replica's"
+        again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert again.returncode == 3 and f"Port {port} on 127.0.0.1 cannot be used" in again.stderr
+
+
+def test_the_files_of_the_command(tmp_path: Path) -> None:
+    urls = ["https://user-one.hf.space", "https://host:8443/", "http://10.0.0.5"]
+    file = write(tmp_path, servers(urls, "/ca.pem"))
+    assert [line for line in file.read_text().splitlines() if line.startswith("    server ")] == [
+        "    server user-one.hf.space user-one.hf.space:443 ssl verify required ca-file /ca.pem "
+        "sni str(user-one.hf.space) check-sni user-one.hf.space",
+        "    server host:8443 host:8443 ssl verify required ca-file /ca.pem sni str(host) check-sni host",
+        "    server 10.0.0.5 10.0.0.5:80",
+    ]
+    assert (tmp_path / "replicas.lua").is_file()
+    for wrong in (["10.0.0.5:80"], ["https://"], ["http://host:x"], ["http://a/v1"], ["http://a", "http://a"]):
+        with pytest.raises(ConfigError):
+            servers(wrong)
+
+
 class Names:
     """A name server that knows one name, whatever it is asked."""
 
@@ -362,7 +400,7 @@ def test_replicas_come_and_go_by_name(tmp_path: Path) -> None:
     two = Replica(5, one.server_port, "127.0.0.2")
     names.addresses = ["127.0.0.1", "127.0.0.2"]
     service = f"replicas.default.svc.cluster.local:{one.server_port}"
-    with routing(tmp_path, {}, nameserver=names.url, REPLICAS=service, ROUTER_WAIT_S="60") as router:
+    with routing(tmp_path, {}, nameserver=names.url, ROUTER_REPLICAS=service, ROUTER_WAIT_S="60") as router:
 
         def versions() -> list[int]:
             return sorted(replica["version"] or 0 for replica in router.replicas().values())

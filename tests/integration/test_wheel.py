@@ -58,7 +58,7 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"deltasync", "vllm_plugin", "trl_callback"}
-    assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/spaces/vllm/entrypoint.sh"} <= set(names)
+    assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/haproxy/replicas.lua"} <= set(names)
     assert {"deltasync/py.typed", "deltasync/dashboard/page.html"} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 

@@ -17,8 +17,8 @@ import pytest
 
 from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
+from deltasync.deploy.router import write
 
-FILES = Path(__file__).parents[2] / "deploy" / "router"
 PATIENCE_S = 60.0
 
 
@@ -81,13 +81,9 @@ def routing(
         nameserver: Address and port of what resolves names, instead of the system's.
         **environ: Its other settings.
     """
-    lines = [line for line in (FILES / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
-    lines += [f"    server {name} 127.0.0.1:{port}" for name, port in replicas.items()]
-    text = "\n".join(lines) + "\n"
+    file = write(folder, {name: f"127.0.0.1:{options}" for name, options in replicas.items()})
     if nameserver is not None:
-        text = text.replace("parse-resolv-conf", f"nameserver test {nameserver}")
-    (folder / "haproxy.cfg").write_text(text)
-    shutil.copy(FILES / "replicas.lua", folder)
+        file.write_text(file.read_text().replace("parse-resolv-conf", f"nameserver test {nameserver}"))
     port = free_port()
     settings = {"ROUTER_BIND": f"127.0.0.1:{port}", "ROUTER_PROBES": f"deltasync-router-{port}"}
     if token is not None:
@@ -101,7 +97,7 @@ def routing(
             return False
         return True
 
-    command = ["haproxy", "-db", "-f", str(folder / "haproxy.cfg")]
+    command = ["haproxy", "-db", "-f", str(file)]
     with Child("The router", command, os.environ | settings | environ, folder / "haproxy.log") as child:
         child.wait_until(answers, PATIENCE_S, "to start")
         yield router

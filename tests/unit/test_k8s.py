@@ -69,7 +69,7 @@ def test_the_router_finds_the_replicas() -> None:
     service = documents("replicas.yaml")["Service"]
     (container,) = documents("router.yaml")["Deployment"]["spec"]["template"]["spec"]["containers"]
     settings = {variable["name"]: variable["value"] for variable in container["env"]}
-    host, port = settings["REPLICAS"].split(":")
+    host, port = settings["ROUTER_REPLICAS"].split(":")
     assert host.split(".")[0] == service["metadata"]["name"] and int(port) == service["spec"]["ports"][0]["port"]
     configuration = (DEPLOY / "router" / "haproxy.cfg").read_text()
     assert all(f"${{{name}}}" in configuration for name in settings)

@@ -1,0 +1,58 @@
+"""The configuration of the router: HAProxy in front of replicas, as `deploy/router` has it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from deltasync.errors import ConfigError
+
+_FILES = Path(__file__).with_name("haproxy")
+_PORTS = {"http": 80, "https": 443}
+
+
+def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
+    """Address and options of each replica, by the name under which it is asked.
+
+    Args:
+        urls: Such as http://10.0.0.5:8000 or https://user-name.hf.space.
+        ca_file: Of the authorities that may certify the latter.
+
+    Raises:
+        ConfigError: a URL is not of that form, or given twice.
+    """
+    found: dict[str, str] = {}
+    for url in urls:
+        parts = urlsplit(url)
+        port = _port(url)
+        if parts.scheme not in _PORTS or parts.hostname is None or port is None or parts.path not in ("", "/"):
+            raise ConfigError(f"A replica is given as http://host:port or https://host, not {url!r}.")
+        if parts.netloc in found:
+            raise ConfigError(f"The replica {url} is given twice.")
+        found[parts.netloc] = f"{parts.hostname}:{port or _PORTS[parts.scheme]}"
+        if parts.scheme == "https":
+            found[parts.netloc] += (
+                f" ssl verify required ca-file {ca_file} sni str({parts.hostname}) check-sni {parts.hostname}"
+            )
+    return found
+
+
+def _port(url: str) -> int | None:
+    """0 if the URL names none, None if it names one that cannot be."""
+    try:
+        return urlsplit(url).port or 0
+    except ValueError:
+        return None
+
+
+def write(folder: Path, servers: Mapping[str, str]) -> Path:
+    """Write HAProxy's files for these replicas to a folder, and return the one to start it with."""
+    lines = [line for line in (_FILES / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
+    place = lines.index(".endif")
+    lines[place:place] = [f"    server {name} {options}" for name, options in servers.items()]
+    shutil.copy(_FILES / "replicas.lua", folder)
+    path = folder / "haproxy.cfg"
+    path.write_text("\n".join(lines) + "\n")
+    return path
