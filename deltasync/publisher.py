@@ -51,10 +51,10 @@ class Publisher:
     A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks. Each rank
     compares, encodes and uploads what it holds; the version appears when all parts are stored. If one raises, all do.
 
+    Arguments that are not listed here are those of `PublisherSettings`. Of a `group` the first rank has the keys.
+
     Args:
         channel: URL of the channel, or an opened store.
-        codec, anchor_every, dtype, shadow_placement, shard_bytes, retries, retry_delay_s, peer_timeout_s, signing_key,
-            trusted_keys: See `PublisherSettings`. Of a `group` the first rank has the keys.
         model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
             bytes by name. Without it anchors hold weights only.
         initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
@@ -70,7 +70,7 @@ class Publisher:
         ChannelInUseError: the channel holds a run and `resume` was not given.
         ConfigError: a setting is wrong.
 
-    Example:
+    Examples:
         >>> with Publisher("file:///data/run") as publisher:
         ...     receipt = publisher.publish(model.state_dict().items(), step=1)
         ...     receipt.wait(timeout_s=60).version

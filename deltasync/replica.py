@@ -333,7 +333,7 @@ class Replica:
         channel: URL of the channel, an opened store, or a reader of it.
         trusted_keys, max_head_age_s: See `ReaderSettings`; from the environment if None. A reader has its own.
 
-    Example:
+    Examples:
         >>> replica = Replica("file:///data/run")
         >>> replica.sync()
         7

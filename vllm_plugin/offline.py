@@ -92,7 +92,7 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
         channel: URL of the channel.
         **settings: Fields of `ReplicaSettings`.
 
-    Example:
+    Examples:
         >>> replica = vllm_plugin.follow(llm, "s3://bucket/run")
         >>> replica.sync()
         7
