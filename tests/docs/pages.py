@@ -1,0 +1,75 @@
+"""The pages of the repository, and the code in them.
+
+A block whose first line is a comment that begins with `needs` (a GPU, an account, a checkout, ...) is checked and not run.
+One that begins with `in a terminal of its own` goes on running while the blocks after it do, to the end of its section.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced or indented block of code."""
+
+    page: str
+    section: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def note(self) -> str:
+        """The comment in its first line, without the mark."""
+        first = self.text.split("\n", 1)[0]
+        return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("bash", "python") and not self.note.startswith("needs ") and not self.is_sketch
+
+    @property
+    def is_sketch(self) -> bool:
+        """Whether `...` stands for something in it."""
+        return self.language == "python" and re.search(r"[(\s]\.\.\.[,)]", self.text) is not None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it goes on running."""
+        return self.note.startswith("in a terminal of its own")
+
+
+def blocks(page: Path) -> list[Block]:
+    found, name, section = [], page.relative_to(ROOT).as_posix(), ""
+    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if token.type == "inline" and before is not None and before.type == "heading_open" and before.tag in ("h1", "h2"):
+            section = token.content
+        elif token.type in ("fence", "code_block") and token.map is not None:
+            language = token.info.split()[0] if token.info.strip() else ""
+            found.append(Block(name, section, token.map[0] + 1, language, token.content))
+    return found
+
+
+def spans(page: Path) -> list[str]:
+    """Code within the text."""
+    tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
+    return [child.content for token in tokens for child in token.children or [] if child.type == "code_inline"]
+
+
+def command_lines(text: str) -> list[str]:
+    """What follows `deltasync ` in shell commands, to the end of the command."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return re.findall(r"(?m)^(?:\S+=\S* )*(?:[\w.]+ -m )?deltasync ([a-z][^|;&#\n]*)", joined)

@@ -1,0 +1,121 @@
+"""What README and docs/ tell people to type: each block that can run here runs as written, the others are checked."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from deltasync import Publisher
+from deltasync.cli import main
+from deltasync.config import PublisherSettings, ReplicaSettings, Retention
+from deltasync.demo.processes import Child
+from tests.docs.pages import PAGES, ROOT, Block, blocks, command_lines, spans
+from trl_callback import DeltaSyncConfig
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+QUICK = {("README.md", "Use it"), ("docs/quickstart.md", "A channel, in a minute")}
+SETTINGS = {
+    field.name for settings in (PublisherSettings, ReplicaSettings, Retention) for field in dataclasses.fields(settings)
+}
+
+
+def sections() -> Iterator[Any]:
+    for key, section in itertools.groupby(BLOCKS, lambda block: (block.page, block.section)):
+        if run := [block for block in section if block.is_run]:
+            yield pytest.param(run, id="::".join(key), marks=() if key in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("section", list(sections()))
+def test_blocks_run_as_written(section: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each section in a directory of its own, which has the examples."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CI": "1"}
+    names: dict[str, object] = {}
+    with contextlib.ExitStack() as running:
+        for block in section:
+            if block.language == "python":
+                exec(compile(block.text, block.where, "exec"), names)
+                continue
+            command = ["bash", "-euo", "pipefail", "-c", block.text]
+            child = running.enter_context(Child(block.where, command, environ, tmp_path / f"{block.line}.log"))
+            if not block.stays:
+                child.wait_until(lambda child=child: not child.running(), 500, "to end")
+                child.check()
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=lambda block: block.where)
+def test_shell_is_valid(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for target in re.findall(r"(?m)^make ([a-z-]+)", block.text):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+    for script in re.findall(r"\b(?:examples|benchmarks|tests)/[\w/]+\.py\b", block.text):
+        assert (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=lambda block: block.where)
+def test_python_is_valid(block: Block) -> None:
+    """Also of sketches: what they import is there, and our classes take these arguments."""
+    known = {
+        "Publisher": inspect.signature(Publisher).parameters.keys(),
+        "DeltaSyncCallback": {field.name for field in dataclasses.fields(DeltaSyncConfig)},
+    }
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            exec(compile(ast.Module([node], []), block.where, "exec"), {})
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+            assert {keyword.arg for keyword in node.keywords} <= known[node.func.id]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_and_options_exist(page: Path) -> None:
+    for line in [line for text in [*spans(page), *(block.text for block in blocks(page))] for line in command_lines(text)]:
+        command, words = main, line.split()
+        with click.Context(main) as context:
+            while isinstance(command, click.Group) and words and re.fullmatch("[a-z]+", words[0]):
+                found = command.get_command(context, words.pop(0))
+                assert found is not None, line
+                command = found
+        options = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
+        given = {word.split("=")[0] for word in re.findall(r"(?<!\S)\[?(--?[a-z][\w=-]*)", line)}
+        if not command.context_settings.get("ignore_unknown_options"):  # which are vLLM's
+            assert given <= options | {"--help", "-h"}, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_variables_exist(page: Path) -> None:
+    named = set(re.findall(r"\bDELTASYNC_([A-Z_]*[A-Z])\b", page.read_text(encoding="utf-8")))
+    assert named <= {name.upper() for name in SETTINGS}
+
+
+def test_every_setting_is_documented() -> None:
+    table = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    assert {name for name in SETTINGS if f"`DELTASYNC_{name.upper()}`" not in table} == set()
+
+
+def test_messages_of_the_failure_tables_exist() -> None:
+    """What people search for is what is said: quoted messages stand in the code, with `...`, N and M for what varies."""
+    sources = [path for package in ("deltasync", "vllm_plugin", "trl_callback") for path in (ROOT / package).rglob("*.py")]
+    code = re.sub(r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in sources))
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    section = page.split("\n## What you see")[1].split("\n## ")[0]
+    quoted = [message for row in re.findall(r"(?m)^\| (`.*?) \| ", section) for message in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 30
+    parts = [part.strip() for message in quoted for part in re.split(r"\.\.\.|\b[NM]\b", message)]
+    assert [part for part in parts if part not in code] == []
