@@ -331,7 +331,8 @@ class Replica:
 
     Args:
         channel: URL of the channel, an opened store, or a reader of it.
-        trusted_keys, max_head_age_s: See `ReaderSettings`; from the environment if None. A reader has its own.
+        trusted_keys: See `ReaderSettings`; from the environment if None. A reader has its own.
+        max_head_age_s: Likewise.
 
     Examples:
         >>> replica = Replica("file:///data/run")
