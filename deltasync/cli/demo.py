@@ -25,12 +25,16 @@ from deltasync.config import CODECS
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of model, prompts and trainer.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; a free one by default.")
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the deltas.")
+@click.option(
+    "--task", type=click.Choice(("counting", "wordle")), default="counting", show_default=True, help="What the model learns."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
-def command(out: Path, steps: int, seed: int, port: int, codec: str, as_json: bool) -> None:
+def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.
 
     Builds a tiny Qwen3, starts a real vLLM server that knows nothing but the channel's URL, trains with TRL's
-    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit.
+    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit. With --task wordle the
+    model plays against a Wordle server, one more process, and learns to follow what that answers.
     """
     from deltasync.demo import report
     from deltasync.demo.run import DemoSettings, run
@@ -42,7 +46,7 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, as_json: bo
 
     for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with SIGINT ignored
         signal.signal(ending, signal.default_int_handler)
-    summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec), say)
+    summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec, task=task), say)
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     else:

@@ -1,7 +1,8 @@
-"""The demo's model: a tiny Qwen3 with its own tokenizer, warmed up by supervised learning, built without a network."""
+"""The demo's model: a tiny Qwen3 with a tokenizer for its task, warmed up by supervised learning, offline."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from importlib import resources
@@ -13,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deltasync.demo import task
+from deltasync.demo import task as counting
+from deltasync.demo.wordle import player as wordle
 
 WARMUP_STEPS = 200
 WARMUP_BATCH_SIZE = 32
@@ -35,7 +37,7 @@ class CheckpointInfo(TypedDict):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with a token for each digit and word of the task; anything else becomes `<|unk|>`.
+    """Build counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
 
     Its chat template is one that TRL recognises by its text (TRL needs to know how to parse an answer), taken from
     the installed TRL. This one adds no system message, which keeps the prompts short.
@@ -75,22 +77,27 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, on_progress: ProgressCallback | None = None
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    on_progress: ProgressCallback | None = None,
+    task: str = "counting",
 ) -> float:
-    """Train `model` in place on demonstrations of the sloppy teacher of `deltasync.demo.task`.
+    """Train `model` in place on demonstrations of the task's sloppy teacher.
 
     Returns:
         The loss of the last step, in nats per answer token.
     """
+    lesson = LESSONS[task]
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=WARMUP_LEARNING_RATE, total_steps=WARMUP_STEPS, pct_start=0.1
+        optimizer, max_lr=WARMUP_LEARNING_RATE, total_steps=lesson.steps, pct_start=0.1
     )
     model.train()
     loss_nats = float("nan")
-    for step in range(1, WARMUP_STEPS + 1):
-        tokens, labels = demonstration_batch(tokenizer, rng)
+    for step in range(1, lesson.steps + 1):
+        tokens, labels = lesson.batch(tokenizer, rng)
         logits = model(input_ids=tokens).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
         torch.autograd.backward(loss)
@@ -100,38 +107,56 @@ def warm_up(
         optimizer.zero_grad()
         loss_nats = loss.item()
         if on_progress is not None:
-            on_progress(step, WARMUP_STEPS, loss_nats)
+            on_progress(step, lesson.steps, loss_nats)
     return loss_nats
 
 
-def build_checkpoint(out: Path, seed: int, on_progress: ProgressCallback | None = None) -> CheckpointInfo:
+def build_checkpoint(
+    out: Path, seed: int, on_progress: ProgressCallback | None = None, task: str = "counting"
+) -> CheckpointInfo:
     """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM.
 
     Args:
         out: The directory, created if missing; files of an earlier checkpoint in it are overwritten.
         seed: Determines the initial weights and the demonstrations. Also sets torch's global seed.
         on_progress: Called after each step of the warm-up.
+        task: One of `LESSONS`.
 
     Returns:
         The number of parameters, and the loss at the end of the warm-up.
     """
     torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
+    tokenizer = LESSONS[task].tokenizer()
     model = build_model(tokenizer)
-    loss_nats = warm_up(model, tokenizer, seed, on_progress)
+    loss_nats = warm_up(model, tokenizer, seed, on_progress, task)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return {"parameter_count": model.num_parameters(), "warmup_loss": loss_nats}
 
 
 def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (batch, length). All rows have the same length, as every number has two digits."""
+    """Token ids and labels of counting, both (batch, length). All rows are as long, since every number has two digits."""
     rows, labels = [], []
     for _ in range(WARMUP_BATCH_SIZE):
-        start = rng.choice(task.FIRST_STARTS)
-        question = [{"role": "user", "content": task.prompt_text(start)}]
+        start = rng.choice(counting.FIRST_STARTS)
+        question = [{"role": "user", "content": counting.prompt_text(start)}]
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-        answer = tokenizer.encode(task.demonstration(start, rng) + _TURN_END)
+        answer = tokenizer.encode(counting.demonstration(start, rng) + _TURN_END)
         rows.append(prompt + answer)
         labels.append([_IGNORE] * len(prompt) + answer)
     return torch.tensor(rows), torch.tensor(labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """The warm-up of a task: its tokenizer, batches of token ids and labels from its teacher, and how many."""
+
+    tokenizer: Callable[[], PreTrainedTokenizerFast]
+    batch: Callable[[PreTrainedTokenizerFast, random.Random], tuple[torch.Tensor, torch.Tensor]]
+    steps: int
+
+
+LESSONS = {
+    "counting": Lesson(build_tokenizer, demonstration_batch, WARMUP_STEPS),
+    "wordle": Lesson(wordle.build_tokenizer, wordle.demonstration_batch, wordle.WARMUP_STEPS),
+}

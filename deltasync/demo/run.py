@@ -2,6 +2,7 @@
 
 Three processes: this one builds the model, starts the other two and watches; the server (`deltasync serve`) is told the
 channel's URL and nothing else; the trainer (`deltasync.demo.train`) publishes to it and asks the server for completions.
+For Wordle there is a fourth, the environment (`deltasync.demo.wordle`), which the trainer asks for marks and rewards.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from deltasync.cli.serve import check_port, require_vllm
 from deltasync.demo import report
 from deltasync.demo.processes import Child, get_json
+from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
 from deltasync.errors import ConfigError, DeltaSyncError
 
 HOST = "127.0.0.1"
 DIGEST_EVERY = 8  # versions between two proofs of bits while the run goes on
 SERVER_START_S = 240.0
+ENVIRONMENT_START_S = 60.0
 CATCH_UP_S = 30.0
 
 Say = Callable[[str], None]
@@ -41,6 +45,7 @@ class DemoSettings:
         seed: Of model, warm-up, prompts and trainer.
         port: Of the server; 0 takes a free one.
         codec: Of the deltas.
+        task: What the model learns, one of `deltasync.demo.train.TASKS`.
     """
 
     out: Path
@@ -48,6 +53,7 @@ class DemoSettings:
     seed: int = 0
     port: int = 0
     codec: str = "packed"
+    task: str = "counting"
 
 
 def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
     out = _fresh(settings.out)
     model, channel = out / "model", f"file://{out / 'channel'}"
     say("building a tiny Qwen3 and warming it up by supervised learning")
-    info = _build_model(model, settings.seed, say)
+    info = _build_model(model, settings, say)
     say(f"model ready: {info['parameter_count']:,} parameters, warm-up loss {info['warmup_loss']:.3f}")
     url = f"http://{HOST}:{port}"
     with contextlib.ExitStack() as stack:
@@ -80,7 +86,12 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
         say(f"starting vLLM on port {port}; it knows only the channel {channel} (log: {out / 'server.log'})")
         server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
         say("vLLM is up and waits for the first version; starting AsyncGRPOTrainer")
-        trainer = stack.enter_context(_trainer(environ, settings, out, model, channel, url))
+        place: list[str] = []
+        if settings.task == "wordle":
+            environ |= {TOKEN_VARIABLE: secrets.token_urlsafe(16)}
+            place = ["--environment-url", stack.enter_context(_environment(environ, out))]
+            say(f"the Wordle environment is up at {place[1]} (log: {out / 'environment.log'})")
+        trainer = stack.enter_context(_trainer(environ, settings, out, model, channel, url, place))
         proofs = _watch(settings, out, url, server, trainer, say)
         status = _caught_up(out, url, server)
         (out / "status.json").write_text(json.dumps(status, indent=2) + "\n")
@@ -94,7 +105,7 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
 
 def _require_packages() -> None:
     require_vllm()
-    for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("matplotlib", "demo")):
+    for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("httpx", "wordle"), ("matplotlib", "demo")):
         try:
             __import__(module)
         except ImportError:
@@ -124,14 +135,14 @@ def _fresh(out: Path) -> Path:
     return out
 
 
-def _build_model(model: Path, seed: int, say: Say) -> dict[str, Any]:
+def _build_model(model: Path, settings: DemoSettings, say: Say) -> dict[str, Any]:
     from deltasync.demo.model import build_checkpoint
 
     def on_progress(step: int, total: int, loss: float) -> None:
         if step % 50 == 0:
             say(f"warm-up step {step} of {total}, loss {loss:.3f}")
 
-    return dict(build_checkpoint(model, seed, on_progress))
+    return dict(build_checkpoint(model, settings.seed, on_progress, settings.task))
 
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -153,9 +164,23 @@ def _server(environ: dict[str, str], out: Path, model: Path, channel: str, port:
     return Child("The vLLM server", command, env, out / "server.log", _cores()[0])
 
 
-def _trainer(environ: dict[str, str], settings: DemoSettings, out: Path, model: Path, channel: str, url: str) -> Child:
+@contextlib.contextmanager
+def _environment(environ: dict[str, str], out: Path) -> Iterator[str]:
+    """The Wordle server, once it answers; gives its URL."""
+    port = free_port()
+    url = f"http://{HOST}:{port}"
+    command = [sys.executable, "-m", "deltasync.demo.wordle", "--host", HOST, "--port", str(port)]
+    with Child("The Wordle environment", command, environ, out / "environment.log", _cores()[1]) as child:
+        child.wait_until(lambda: get_json(f"{url}/health"), ENVIRONMENT_START_S, "to start")
+        yield url
+
+
+def _trainer(
+    environ: dict[str, str], settings: DemoSettings, out: Path, model: Path, channel: str, url: str, place: list[str]
+) -> Child:
     command = [sys.executable, "-m", "deltasync.demo.train", "--model", str(model), "--channel", channel]
     command += ["--server-url", url, "--steps", str(settings.steps), "--seed", str(settings.seed)]
+    command += ["--task", settings.task, *place]
     command += ["--metrics", str(out / "metrics.jsonl"), "--published", str(out / "published.jsonl")]
     env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": settings.codec}
     return Child("The trainer", command, env, out / "trainer.log", _cores()[1])

@@ -1,8 +1,11 @@
-"""The demo's trainer process: TRL's `AsyncGRPOTrainer` on the counting task, its weights published by deltasync.
+"""The demo's trainer process: TRL's `AsyncGRPOTrainer` on one of its tasks, its weights published by deltasync.
 
-Run: python -m deltasync.demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --seed N
+Run: python -m deltasync.demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --published FILE
 
-The environment should contain HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 when the vLLM server shares the machine. The
+With --task wordle --environment-url URL the model plays against a server of `deltasync.demo.wordle`, guess by guess. Its
+token is in DELTASYNC_ENVIRONMENT_TOKEN; SSL_CERT_FILE names the authority of its certificate, if not a public one.
+
+The process's environment should contain HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 when the vLLM server shares the machine. The
 rollout worker spawns a child process that imports this module again, hence the `__main__` guard at the end.
 """
 
@@ -10,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +27,10 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from deltasync.demo import task, trl_on_cpu
+from deltasync.demo.wordle import player
+from deltasync.demo.wordle.client import WordleEnvironment
+from deltasync.demo.wordle.game import GUESSES
+from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
 
     from trl_callback import DeltaWeightTransfer
 
+TASKS = ("counting", "wordle")
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 GENERATIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 32
@@ -138,14 +148,13 @@ def build_trainer(args: argparse.Namespace, weight_transfer: Any, callbacks: Seq
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+    options, parts = _wordle(args) if args.task == "wordle" else _counting(args)
     config = AsyncGRPOConfig(
         output_dir=str(args.metrics.parent / "trainer"),
         seed=args.seed,
         max_steps=args.steps,
-        learning_rate=LEARNING_RATE,
         per_device_train_batch_size=SAMPLES_PER_STEP,
         num_generations=GENERATIONS_PER_PROMPT,
-        max_completion_length=MAX_COMPLETION_TOKENS,
         max_staleness=MAX_STALENESS_STEPS,
         max_inflight_tasks=MAX_INFLIGHT_REQUESTS,
         vllm_server_base_url=args.server_url,
@@ -157,17 +166,34 @@ def build_trainer(args: argparse.Namespace, weight_transfer: Any, callbacks: Seq
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
+        **options,
     )
     trainer = AsyncGRPOTrainer(
         model=str(args.model),
-        reward_funcs=task.counting_reward,
         args=config,
-        train_dataset=task.prompt_dataset(args.seed),
+        **parts,
         weight_transfer=weight_transfer,
         callbacks=[*callbacks, MetricsFileCallback(args.metrics)],
     )
     trainer.remove_callback(PrinterCallback)  # it prints some forty values per step to stdout
     return trainer
+
+
+def _counting(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the trainer's configuration, and arguments of the trainer."""
+    options = {"learning_rate": LEARNING_RATE, "max_completion_length": MAX_COMPLETION_TOKENS}
+    return options, {"reward_funcs": task.counting_reward, "train_dataset": task.prompt_dataset(args.seed)}
+
+
+def _wordle(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `_counting`; TRL plays the games by calling the environment's tool, and asks it for the reward."""
+    factory = functools.partial(WordleEnvironment, args.environment_url, os.environ.get(TOKEN_VARIABLE))
+    options = {
+        "learning_rate": player.LEARNING_RATE,
+        "max_completion_length": player.MAX_GUESS_TOKENS,
+        "max_tool_calling_iterations": GUESSES,
+    }
+    return options, {"environment_factory": factory, "train_dataset": player.game_dataset(args.seed)}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,7 +206,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="JSON lines are appended here")
     parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="what was published goes here")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
-    return parser.parse_args(argv)
+    parser.add_argument("--task", choices=TASKS, default="counting", help="what the model learns (default: counting)")
+    parser.add_argument("--environment-url", metavar="URL", help="the server of deltasync.demo.wordle, for --task wordle")
+    args = parser.parse_args(argv)
+    if (args.task == "wordle") != (args.environment_url is not None):
+        parser.error("--task wordle needs --environment-url, and no other task takes it")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

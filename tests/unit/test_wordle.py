@@ -29,7 +29,7 @@ from deltasync.errors import ConfigError, DeltaSyncError
 
 
 def counted_marks(guess: str, secret: str) -> str:
-    """The rules in other words: of each letter as many are marked as the secret has, right ones first, then from the left."""
+    """The rules in other words: of each letter as many are marked as the secret has, right ones first, then from left."""
     found = []
     for place, letter in enumerate(guess):
         if secret[place] == letter:

@@ -10,10 +10,9 @@ from pathlib import Path
 import click
 
 from deltasync.demo.wordle.game import WORD_LISTS
+from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
 from deltasync.demo.wordle.server import ServerSettings, WordleServer
 from deltasync.errors import ConfigError, DeltaSyncError
-
-TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from deltasync.demo.wordle import protocol
-from deltasync.demo.wordle.game import LENGTH
+from deltasync.demo.wordle.game import answer
 from deltasync.errors import ConfigError, DeltaSyncError
 
 _TIMEOUT_S = 30.0
@@ -116,7 +116,7 @@ class WordleEnvironment:
             return "over"
         reply = self._client.step(word[: protocol.LONGEST_GUESS])
         self._score, self._done = reply.observation.score, reply.done
-        return (reply.observation.marks or "X" * LENGTH) + (" over" if self._done else "")
+        return answer(reply.observation.marks, self._done)
 
     def get_reward(self) -> float:
         """The score of the game, between 0 and 1."""

@@ -81,6 +81,11 @@ def marks(guess: str, secret: str) -> str:
     return "".join(found)
 
 
+def answer(found: str, done: bool) -> str:
+    """What a model is told after a guess: the marks, all X for a guess that was none, and whether the game is over."""
+    return (found or "X" * LENGTH) + (" over" if done else "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """One guess and its answer: `marks` is empty and `refusal` says why if the guess was none."""

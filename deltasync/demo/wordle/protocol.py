@@ -8,6 +8,9 @@ import msgspec
 
 from deltasync.demo.wordle.game import GUESSES, Game, Turn
 
+TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
+"""Where server and trainer find the bearer token."""
+
 LONGEST_ID = 255
 LONGEST_GUESS = 64
 
