@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from deltasync.demo import train
+from deltasync.demo.model import LESSONS
+from deltasync.demo.wordle import player
+from deltasync.demo.wordle.game import Game, answer, word_list
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """As the trainer loads it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    player.build_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.trl
+def test_trl_reads_each_guess_and_every_turn_continues_the_tokens_before_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response
+
+    assert is_chat_template_prefix_preserving(tokenizer)
+    messages = player.demonstration(random.Random(3))
+    tokens: list[int] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False)
+        assert prompt[: len(tokens)] == tokens
+        tokens = tokenizer.apply_chat_template(messages[: number + 1], return_dict=False)
+        assert tokens[: len(prompt)] == prompt
+        said = tokens[len(prompt) :]
+        assert len(said) <= player.MAX_GUESS_TOKENS
+        assert parse_response(tokenizer, said, prefix=prompt) == message
+    assert tokenizer.unk_token_id not in tokens
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize("said", ["<|end|>", "stale<|end|>", "</guess><|end|>", "GX"])
+def test_what_is_no_guess_ends_the_game(tokenizer: PreTrainedTokenizerFast, said: str) -> None:
+    from trl.chat_template_utils import parse_response
+
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True, return_dict=False)
+    assert parse_response(tokenizer, tokenizer.encode(said), prefix=prompt).get("tool_calls") is None
+
+
+def test_the_warm_up_teaches_what_the_teacher_says_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens, labels = player.demonstration_batch(tokenizer, random.Random(0))
+    assert tokens.shape == labels.shape and len(tokens) == player.WARMUP_BATCH_SIZE
+    rng = random.Random(0)
+    for row in labels:
+        said = [message for message in player.demonstration(rng) if message["role"] == "assistant"]
+        words = [call["function"]["arguments"]["word"] for message in said for call in message.get("tool_calls", [])]
+        expected = "".join(f"<guess>{word}</guess><|end|>" for word in words) + "<|end|>"
+        assert tokenizer.decode(row[row != player.IGNORE]) == expected
+    assert bool((tokens[labels != player.IGNORE] == labels[labels != player.IGNORE]).all())
+
+
+def teachers_score(games: int) -> float:
+    words, rng, scores = word_list("reduced"), random.Random(0), []
+    for seed in range(games):
+        game = Game(words, seed)
+        while not game.done:
+            game.guess(player.sloppy_guess(words, game.turns, rng))
+        scores.append(game.score)
+    return statistics.mean(scores)
+
+
+def test_following_the_marks_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for sloppy in (1.0, player.SLOPPY_PROBABILITY, 0.0):
+        monkeypatch.setattr(player, "SLOPPY_PROBABILITY", sloppy)
+        found.append(teachers_score(400))
+    assert found[0] < 0.25 < found[1] < 0.55 < found[2]
+
+
+def test_answers() -> None:
+    assert answer("GXYXX", done=False) == "GXYXX"
+    assert answer("", done=True) == "XXXXX over"
+
+
+def test_games_by_seed() -> None:
+    first, again, other = (player.game_dataset(seed, 8) for seed in (0, 0, 1))
+    assert first["seed"] == again["seed"] != other["seed"]
+    assert first["prompt"][0] == [{"role": "user", "content": ""}]
+
+
+def test_the_trainer_needs_the_environment_for_wordle_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--model", "m", "--channel", "c", "--server-url", "s", "--metrics", "m", "--published", "p"]
+    assert train.parse_args(needed).task == "counting"
+    assert train.parse_args([*needed, "--task", "wordle", "--environment-url", "https://e"]).environment_url == "https://e"
+    for wrong in (["--task", "wordle"], ["--environment-url", "https://e"]):
+        with pytest.raises(SystemExit):
+            train.parse_args([*needed, *wrong])
+        assert "--task wordle needs --environment-url" in capsys.readouterr().err
+
+
+def test_every_task_has_a_warm_up() -> None:
+    assert set(LESSONS) == set(train.TASKS)
