@@ -19,7 +19,7 @@ from deltasync.errors import ConfigError, DeltaSyncError
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 for a free one, which is printed.")
 @click.option("--words", type=click.Choice(WORD_LISTS), default="reduced", help="The word list.")
-@click.option("--sessions", type=click.IntRange(min=1), default=64, help="Most games at a time.")
+@click.option("--sessions", type=click.IntRange(min=1), default=1000, help="Most games at a time.")
 @click.option("--idle", "idle_s", type=click.FloatRange(min=0.1), default=600.0, help="Seconds until a game is given up.")
 @click.option(
     "--token-file",

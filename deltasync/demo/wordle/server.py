@@ -55,7 +55,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     words: str = "reduced"
-    sessions: int = 64
+    sessions: int = 1000
     idle_s: float = 600.0
     token: str | None = dataclasses.field(default=None, repr=False)
     tls_cert: Path | None = None
