@@ -50,7 +50,7 @@ def run(samples: Iterable[Sample], say: Callable[[str], None] = lambda text: Non
     Returns:
         `machine`; `memcpy_gb_s`, bytes read plus bytes written, on all cores if that is faster; `samples`, each with its
         `encodings` (sizes, and GB/s of old and new weights scanned by diff + encode, changed elements/s decoded and
-        scattered, by how many bytes encoding the first delta raised resident memory, the payload included) and its `bounds`.
+        written, by how many bytes encoding the first delta raised resident memory, the payload included) and its `bounds`.
     """
     memcpy_gb_s = _memcpy_gb_s()
     rows = []
@@ -102,7 +102,9 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
             if patch.index_K is None:
                 live[patch.name][:] = patch.data
             else:
-                cpu.scatter(0, live[patch.name], patch.index_K, patch.data, patch.absolute, patch.index_K)
+                dest = live[patch.name]
+                new_K, _, _ = cpu.prepare(0, dest, patch.index_K, patch.data, patch.absolute, patch.index_K)
+                cpu.swap([(dest, patch.index_K, new_K)])
 
     return encode, apply
 

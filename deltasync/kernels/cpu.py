@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,7 +25,10 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _CHUNK = 1 << 18
 _SCATTER_CHUNK = 1 << 12
 _SWAP_CHUNK = 1 << 14
-_JOINED = 1 << 17
+
+# Elements whose changes `_diff` collects in one row, which fit the offsets' type, and rows that it fills in one call.
+_ROW, _ROWS = 1 << 16, 64
+_kept = threading.local()
 
 _AHEAD = 64  # elements between asking for a cache line and using it
 
@@ -63,6 +67,23 @@ def _prefetch(_context, array, at):
     return types.void(array, at), generate
 
 
+@intrinsic
+def _differing_lanes(_context, _left, _right, _at):
+    """Which of the 64 elements of two arrays from `at` on differ, a bit each, the first one's the lowest."""
+
+    def generate(context, builder, signature, arguments):
+        lanes = []
+        for array, type_ in zip(arguments[:2], signature.args[:2], strict=True):
+            data = builder.gep(context.make_array(type_)(context, builder, array).data, [arguments[2]])
+            width = context.get_value_type(type_.dtype)
+            load = builder.load(builder.bitcast(data, ir.VectorType(width, 64).as_pointer()))
+            load.align = width.width // 8
+            lanes.append(load)
+        return builder.bitcast(builder.icmp_unsigned("!=", *lanes), ir.IntType(64))
+
+    return types.uint64(_left, _right, types.int64), generate
+
+
 @njit(inline="always")
 def _cell(key, index, bits):
     z = key + np.uint64(index) * _I + np.uint64(bits) * _V
@@ -95,77 +116,64 @@ def _fingerprint_runs(key, start_R, bits_RL):
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _diff(old_N, new_N, part, room, index_R, step_R, count_P):
-    """Each part of the tensor into its own rows, which hold 64 more than `room`; counts on where `room` is exceeded.
+def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
+    """Elements from `first` on, a row for each `_ROW` of them.
 
     The first two changes of 64 elements are written without a branch, into a place that the next one takes if there was
     none: at 1 % density a branch there would be mispredicted every second time.
     """
     one, last_lane = np.uint64(1), np.uint64(63)
-    for p in prange(count_P.size):
-        first = p * part
-        last = min(first + part, old_N.size)
+    for r in prange(count_R.size):
+        base = first + r * _ROW
+        last = min(base + _ROW, old_N.size)
         found = 0
-        i = first
+        i = base
         while i + 64 <= last:
-            old, new = old_N[i : i + 64], new_N[i : i + 64]
-            changed = np.uint64(0)
-            for j in range(64):
-                changed |= np.uint64(old[j] != new[j]) << np.uint64(j)
-            if found <= room:
-                for _ in range(2):
-                    at = i + np.int64(_trailing_zeros(changed) & last_lane)
-                    index_R[p, found] = at
-                    step_R[p, found] = new_N[at] - old_N[at]
-                    found += changed != 0
-                    changed &= changed - one
-                while changed:
-                    at = i + np.int64(_trailing_zeros(changed))
-                    index_R[p, found] = at
-                    step_R[p, found] = new_N[at] - old_N[at]
-                    found += 1
-                    changed &= changed - one
-            else:
-                while changed:
-                    found += 1
-                    changed &= changed - one
+            changed = _differing_lanes(old_N, new_N, i)
+            for _ in range(2):
+                at = i + np.int64(_trailing_zeros(changed) & last_lane)
+                offset_RP[r, found] = at - base
+                step_RP[r, found] = new_N[at] - old_N[at]
+                found += changed != 0
+                changed &= changed - one
+            while changed:
+                at = i + np.int64(_trailing_zeros(changed))
+                offset_RP[r, found] = at - base
+                step_RP[r, found] = new_N[at] - old_N[at]
+                found += 1
+                changed &= changed - one
             i += 64
         while i < last:
             if old_N[i] != new_N[i]:
-                if found <= room:
-                    index_R[p, found] = i
-                    step_R[p, found] = new_N[i] - old_N[i]
+                offset_RP[r, found] = i - base
+                step_RP[r, found] = new_N[i] - old_N[i]
                 found += 1
             i += 1
-        count_P[p] = found
+        count_R[r] = found
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _join(index_R, step_R, start_P, index_K, step_K):
-    for p in prange(start_P.size - 1):
-        low, high = start_P[p], start_P[p + 1]
-        index_K[low:high] = index_R[p, : high - low]
-        step_K[low:high] = step_R[p, : high - low]
+def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
+    for r in prange(start_R.size - 1):
+        base, low = first + r * _ROW, start_R[r]
+        for k in range(start_R[r + 1] - low):
+            index_K[low + k] = base + np.int64(offset_RP[r, k])
+            step_K[low + k] = step_RP[r, k]
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _scatter(key, dest, dest_index_K, data_K, absolute, index_K, old_K):
+def _add(key, bits_N, index_K, step_K):
     added = np.uint64(0)
-    chunks = (data_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
-    for chunk in prange(chunks):
+    for chunk in prange((step_K.size + _SWAP_CHUNK - 1) // _SWAP_CHUNK):
         part = np.uint64(0)
-        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, data_K.size)
-        # Nothing but loads first: many of them miss the cache, and so they wait together.
-        for k in range(first, last):
-            old_K[k] = dest[dest_index_K[k]]
-        for k in range(first, last):
-            at = dest_index_K[k]
-            old = old_K[k]
-            new = data_K[k]
-            if not absolute:
-                new += old
-            dest[at] = new
-            part += _cell(key, index_K[k], dest[at]) - _cell(key, index_K[k], old)
+        last = min((chunk + 1) * _SWAP_CHUNK, step_K.size)
+        for k in range(chunk * _SWAP_CHUNK, last):
+            if k + _AHEAD < last:
+                _prefetch(bits_N, np.uint64(index_K[k + _AHEAD]))
+            at = np.uint64(index_K[k])
+            old = bits_N[at]
+            bits_N[at] = old + step_K[k]
+            part += _cell(key, at, bits_N[at]) - _cell(key, at, old)
         added += part
     return added
 
@@ -234,7 +242,7 @@ def threads(task_count: int) -> Iterator[None]:
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
     """As `reference.fingerprint`; of consecutive elements from flat index `start` on, what they add to it."""
     with threads(bits_N.size // _CHUNK):
-        return int(_fingerprint(np.uint64((key + start * int(_I)) % (1 << 64)), bits_N))
+        return int(_fingerprint(_from(key, start), bits_N))
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
@@ -246,35 +254,47 @@ def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `reference.diff`; reads both once, and again where more than one element in eight changed."""
-    part = min(_CHUNK, max(64, old_N.size))
-    count_P = np.zeros((old_N.size + part - 1) // part, np.int64)
-    room = part // 8 + 64
-    while True:
-        index_R = np.empty((count_P.size, room + 64), index_dtype(old_N.size))
-        step_R = np.empty((count_P.size, room + 64), old_N.dtype)
-        with threads(count_P.size):
-            _diff(old_N, new_N, part, room, index_R, step_R, count_P)
-        most = int(count_P.max(initial=0))
-        if most <= room:
-            break
-        room = most
-    start_P = np.concatenate(([0], np.cumsum(count_P)))
-    index_K = np.empty(start_P[-1], index_R.dtype)
-    step_K = np.empty(start_P[-1], old_N.dtype)
-    with threads(index_K.size // _JOINED):
-        _join(index_R, step_R, start_P, index_K, step_K)
-    return index_K, step_K
+    """As `reference.diff`."""
+    index = index_dtype(old_N.size)
+    index_pieces, step_pieces = [np.empty(0, index)], [np.empty(0, old_N.dtype)]
+    offset_RP, step_RP = _scratch(old_N.dtype)
+    for first in range(0, old_N.size, _ROWS * _ROW):
+        count_R = np.empty(min(_ROWS, -(-(old_N.size - first) // _ROW)), np.int64)
+        with threads(count_R.size // 2):
+            _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
+            start_R = np.concatenate(([0], np.cumsum(count_R)))
+            index_pieces.append(np.empty(start_R[-1], index))
+            step_pieces.append(np.empty(start_R[-1], old_N.dtype))
+            _join(first, offset_RP, step_RP, start_R, index_pieces[-1], step_pieces[-1])
+    if len(index_pieces) == 2:
+        return index_pieces[1], step_pieces[1]
+    return np.concatenate(index_pieces), np.concatenate(step_pieces)
 
 
-def scatter(
-    key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """As `reference.scatter`."""
-    old_K = np.empty_like(data_K)
-    with threads(data_K.size // _SCATTER_CHUNK):
-        added = _scatter(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, old_K)
-    return old_K, int(added)
+def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Rows for what `_diff` finds, kept for each thread, because memory that is new to a process is slow to write."""
+    kept = _kept.__dict__
+    if dtype.name not in kept:
+        # 64 more than a row has: room for what is written where nothing changed, and rows whose beginnings are a power of
+        # two apart would share the same lines of a cache.
+        shape = (_ROWS, _ROW + 64)
+        kept[dtype.name] = np.empty(shape, np.uint16), np.empty(shape, dtype)
+    rows: tuple[np.ndarray, np.ndarray] = kept[dtype.name]
+    return rows
+
+
+def add(key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> int:
+    """Add steps to elements, which are mutated; returns what that adds to the fingerprint, modulo 2**64.
+
+    As `reference.scatter`; of a tensor's elements from flat index `start` on, in which the indices count.
+    """
+    with threads(step_K.size // _SWAP_CHUNK):
+        return int(_add(_from(key, start), bits_N, index_K, step_K))
+
+
+def _from(key: int, start: int) -> np.uint64:
+    """The key of elements from flat index `start` on, as if they were a tensor."""
+    return np.uint64((key + start * int(_I)) % (1 << 64))
 
 
 def prepare(

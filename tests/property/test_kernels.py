@@ -51,11 +51,15 @@ def test_cpu_diff_is_the_reference(pair: tuple[np.ndarray, np.ndarray]) -> None:
 @pytest.mark.parametrize("density", [0.0, 0.001, 1.0])
 def test_cpu_kernels_are_the_reference_over_several_parallel_chunks(density: float) -> None:
     random = np.random.default_rng(0)
-    old_N = random.integers(0, 1 << 16, 3 * (1 << 18) + 5, np.uint16)
+    old_N = random.integers(0, 1 << 16, (1 << 22) + 3 * (1 << 16) + 5, np.uint16)
     new_N = np.where(random.random(old_N.size) < density, ~old_N, old_N)
+    fingerprint_before = cpu.fingerprint(5, old_N)
     for found, expected in zip(cpu.diff(old_N, new_N), reference.diff(old_N, new_N), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert cpu.fingerprint(5, new_N) == reference.fingerprint(5, new_N)
+    index_K, step_K = reference.diff(old_N, new_N)
+    added = cpu.add(5, old_N, index_K, step_K)
+    assert added == (cpu.fingerprint(5, new_N) - fingerprint_before) & MASK
 
 
 @given(keys, our.bit_pairs())
@@ -83,7 +87,7 @@ def test_cell_hash_is_splitmix64_for_indices_past_every_limit(key: int, cells: l
 
 
 @given(keys, our.bit_pairs(), st.booleans(), st.data())
-def test_scatter_is_the_reference(
+def test_a_scatter_changes_the_fingerprint_by_what_it_returns(
     key: int, pair: tuple[np.ndarray, np.ndarray], absolute: bool, data: st.DataObject
 ) -> None:
     old_N, new_N = pair
@@ -97,12 +101,21 @@ def test_scatter_is_the_reference(
     expected_memory[address_N] = new_N
 
     wanted = (reference.fingerprint(key, new_N) - reference.fingerprint(key, old_N)) & MASK
-    for scatter in (reference.scatter, cpu.scatter):
-        dest = memory.copy()
-        old_K, added = scatter(key, dest, address_N[index_K], data_K, absolute, index_K)
-        np.testing.assert_array_equal(old_K, old_N[index_K])
-        np.testing.assert_array_equal(dest, expected_memory)
-        assert added == wanted
+    old_K, added = reference.scatter(key, memory, address_N[index_K], data_K, absolute, index_K)
+    np.testing.assert_array_equal(old_K, old_N[index_K])
+    np.testing.assert_array_equal(memory, expected_memory)
+    assert added == wanted
+
+
+@given(keys, our.bit_pairs(), st.integers(0, 1 << 33))
+def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np.ndarray, np.ndarray], start: int) -> None:
+    old_N, new_N = pair
+    index_K, step_K = reference.diff(old_N, new_N)
+    after_N = old_N.copy()
+    added = cpu.add(key, after_N, index_K, step_K, start)
+    np.testing.assert_array_equal(after_N, new_N)
+    _, wanted = reference.scatter(key, old_N.copy(), index_K, step_K, False, index_K + np.int64(start))
+    assert added == wanted
 
 
 @given(keys, our.bit_pairs(), st.booleans(), st.sampled_from([np.int32, np.int64]), st.data())
