@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from deltasync import Publisher, Receipt, open_store
+from deltasync import Publisher, Receipt, open_store, signing
 from deltasync.codec import blocks
 from deltasync.errors import ConfigError, DeltaSyncError, HeadConflictError, PublishError, PublishLostError, StoreError
 from deltasync.sharded import TensorRange
@@ -119,6 +119,9 @@ def train() -> None:
         model, step = trainer(world())
         assert any(p.to_local().numel() == 0 for p in model.parameters()) or dist.get_rank() < 3
         settings = {"codec": codec, "anchor_every": 3, "shard_bytes": 20_000, "model_files": {"config.json": b"{}"}}
+        if codec == "raw" and dist.get_rank() == 0:  # the other ranks have no key
+            signing.new_key(scenario.folder / "key", "first rank")
+            settings["signing_key"] = scenario.folder / "key"
         with scenario.publisher(**settings) as publisher:
             assert publisher.run_id is None
             scenario.publish(publisher, weights_of(model), step=0)

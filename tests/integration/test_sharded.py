@@ -98,6 +98,8 @@ def prove(folder: Path, size: int, start: Path | None = None) -> Told:
 def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, Path], codec: str, memory_url: str) -> None:
     size, folder = ranks[0], ranks[1] / f"train-{codec}"
     rows = prove(folder, size)
+    if codec == "raw":
+        assert Replica(f"file://{folder}/channel", trusted_keys=folder / "key.pub").sync() == 5
     states, documents = expected(folder), manifests(folder)
     with Publisher(memory_url, codec=codec) as publisher:
         for (version, state), row in zip(states.items(), rows, strict=True):

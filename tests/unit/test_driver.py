@@ -9,6 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
-from deltasync import Publisher
+from deltasync import Publisher, open_store, signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, NotPublishedError
 from vllm_plugin import metrics
@@ -77,9 +78,9 @@ class Engine:
 class Trainer:
     """Publishes what the engine's model started from, and then changes of it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, **settings: Any) -> None:
         self.weights = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
-        self.publisher = Publisher(url)
+        self.publisher = Publisher(url, **settings)
 
     def publish(self) -> int:
         self.weights["w"].view(torch.int16)[:3] += 1
@@ -106,8 +107,8 @@ def registry() -> CollectorRegistry:
 
 
 @contextlib.asynccontextmanager
-async def following(engine: Engine, url: str, registry: CollectorRegistry) -> AsyncIterator[Driver]:
-    driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit"), Metrics(registry))
+async def following(engine: Engine, url: str, registry: CollectorRegistry, **settings: Any) -> AsyncIterator[Driver]:
+    driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit", **settings), Metrics(registry))
     task = asyncio.create_task(driver.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -145,6 +146,36 @@ def test_reach_waits_for_the_first_version_and_then_for_the_newest(
             assert await driver.reach(2) == 4
 
     asyncio.run(body())
+
+
+def test_what_no_trusted_key_has_signed_reaches_no_worker(
+    engine: Engine, memory_url: str, registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    for name in ("ours", "theirs"):
+        signing.new_key(tmp_path / name, name)
+    trainer, store = Trainer(memory_url, signing_key=tmp_path / "ours"), open_store(memory_url)
+    ours = tmp_path / "ours.pub"
+
+    async def body() -> None:
+        async with following(engine, memory_url, registry, trusted_keys=ours) as driver:
+            trainer.publish()
+            assert await driver.reach(None) == 1
+            assert driver.status()["trusted_keys"] == [ours.read_text().split()[0]]
+            live, head = engine.model.w.clone(), store.read("head.json")
+            store.replace("head.json", head.replace(b'"version":1', b'"version":2'))
+            await until(lambda: driver.status(0)["state"] == "failed")
+            assert "SignatureError: head.json was altered" in driver.status(0)["error"]
+            assert (driver.version, engine.model.w.equal(live)) == (1, True)
+            store.replace("head.json", head)
+            trainer.publish()
+            assert await driver.reach(2) == 2
+
+    asyncio.run(body())
+    trainer.publisher.close()
+    # A worker reads documents by itself, and holds them to the keys that the driver names.
+    refused = Engine().worker.deltasync_open(memory_url, str(tmp_path / "theirs.pub"))
+    assert refused["error"].startswith("SignatureError: channel.json is signed with the key")
+    assert Engine().worker.deltasync_open(memory_url, str(ours)) == {}
 
 
 def test_weights_are_followed_in_one_way_only(engine: Engine, trainer: Trainer, memory_url: str) -> None:
