@@ -45,7 +45,7 @@ def test_blocks_run_as_written(section: list[Block], tmp_path: Path, monkeypatch
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CI": "1"}
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CI": "1", "OMP_NUM_THREADS": "1"}
     names: dict[str, object] = {}
     with contextlib.ExitStack() as running:
         for block in section:
