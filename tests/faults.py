@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
+from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch, check_size
 
 FOREVER = 1 << 30
 
@@ -106,11 +106,12 @@ class FaultyStore:
     def replace(self, key: str, data: bytes) -> None:
         self._perform("replace", key, lambda: self.inner.replace(key, data))
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         data = self._perform("read", key, lambda: self.inner.read(key))
         for prefix, change in self._tampering:
             if key.startswith(prefix):
                 data = change(data)
+        check_size(key, len(data), most_bytes)
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -53,8 +53,8 @@ class PatientStore:
     def replace(self, key: str, data: bytes) -> None:  # noqa: D102
         self._ask(lambda: self._inner.replace(key, data))
 
-    def read(self, key: str) -> bytes:  # noqa: D102
-        return self._ask(lambda: self._inner.read(key))
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:  # noqa: D102
+        return self._ask(lambda: self._inner.read(key, most_bytes))
 
     def read_range(self, key: str, start: int, end: int) -> bytes:  # noqa: D102
         return self._ask(lambda: self._inner.read_range(key, start, end))

@@ -66,10 +66,10 @@ class CountingStore:
         self.calls["replace"] += 1
         self._inner.replace(key, data)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """See `Store`."""
         self.calls["read"] += 1
-        return self._inner.read(key)
+        return self._inner.read(key, most_bytes)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store`."""

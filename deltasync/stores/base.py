@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from deltasync.errors import CorruptDataError
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -80,10 +82,15 @@ class Store(Protocol):
         """
         ...
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """The whole object.
 
+        Args:
+            key: Which.
+            most_bytes: A larger object is refused, and not read into memory.
+
         Raises:
+            CorruptDataError: it is larger.
             ObjectMissingError: no such key.
             StoreError: anything else.
         """
@@ -113,3 +120,13 @@ class Store(Protocol):
             None where the store cannot (`Capabilities.watch`).
         """
         ...
+
+
+def check_size(place: str, size: int, most_bytes: int | None) -> None:
+    """For `Store.read`.
+
+    Raises:
+        CorruptDataError: the object is larger than it may be.
+    """
+    if most_bytes is not None and size > most_bytes:
+        raise CorruptDataError(f"{place} has {size} bytes, but may have {most_bytes} at most.")

@@ -69,7 +69,7 @@ class CachedStore:
         """See `Store.capabilities`."""
         return self._store.capabilities
 
-    def read_known(self, key: str, sha256: str, size: int, check: Check) -> bytes:
+    def read_known(self, key: str, sha256: str, size: int, check: Check, most_bytes: int | None = None) -> bytes:
         """The object with this digest. Of all processes that ask for it at a time, one downloads it.
 
         Args:
@@ -77,13 +77,14 @@ class CachedStore:
             sha256: Its digest, 64 hexadecimal digits.
             size: Its bytes, 0 if that is not known.
             check: Applied to the bytes, from wherever they come.
+            most_bytes: As of `Store.read`.
 
         Raises:
-            FormatError: of `check`, about what the store returned. Nothing is kept.
+            FormatError: too large, or of `check`, about what the store returned. Nothing is kept.
             ObjectMissingError, StoreError: as `Store.read`.
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
-            return self._download(key, check)
+            return self._download(key, check, most_bytes)
         path = self._directory / sha256
         found = self._load(path, check)
         if found is not None:
@@ -92,7 +93,7 @@ class CachedStore:
             found = self._load(path, check)  # whoever held the lock before may have brought it
             if found is not None:
                 return found
-            data = self._download(key, check)
+            data = self._download(key, check, most_bytes)
             self._keep(path, data)
         return data
 
@@ -104,9 +105,9 @@ class CachedStore:
         """See `Store.replace`."""
         self._store.replace(key, data)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """See `Store.read`: never from the cache."""
-        return self._store.read(key)
+        return self._store.read(key, most_bytes)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`: never from the cache."""
@@ -124,8 +125,8 @@ class CachedStore:
         """See `Store.watch`."""
         return self._store.watch(key, on_change)
 
-    def _download(self, key: str, check: Check) -> bytes:
-        data = self._store.read(key)
+    def _download(self, key: str, check: Check, most_bytes: int | None) -> bytes:
+        data = self._store.read(key, most_bytes)
         check(data)
         return data
 

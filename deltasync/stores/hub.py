@@ -40,7 +40,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltasync import layout
 from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo
+from deltasync.stores.base import Capabilities, ObjectInfo, check_size
 from deltasync.stores.events import EventWatch
 
 if TYPE_CHECKING:
@@ -176,10 +176,10 @@ class HubStore:
         """See `Store.replace`."""
         self._put(self._path(key), data)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """See `Store.read`."""
         path = self._path(key)
-        return _retried(lambda: self._read(path))
+        return _retried(lambda: self._read(path, most_bytes))
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`."""
@@ -266,12 +266,13 @@ class HubStore:
             return False
         return True
 
-    def _read(self, path: str) -> bytes:
+    def _read(self, path: str, most_bytes: int | None = None) -> bytes:
         """Download, unless the path still names what two downloads have agreed upon: one alone may have been damaged."""
         content = self._content(path)
         known = self._small.get(path)
         if known is not None and known.agreed and known.xet_hash == content.xet_hash:
             return known.data
+        check_size(f"{self.url}/{path.removeprefix(self._start)}", content.bytes, most_bytes)
         data = self._xet.download(content, 0, content.bytes)
         if content.bytes <= _SMALL_BYTES:
             agreed = known is not None and (known.xet_hash, known.data) == (content.xet_hash, data)

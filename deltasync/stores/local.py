@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo
+from deltasync.stores.base import Capabilities, ObjectInfo, check_size
 
 
 class LocalStore:
@@ -38,10 +38,12 @@ class LocalStore:
         with self._temporary(key, data) as (temporary, path):
             os.replace(temporary, path)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """See `Store.read`."""
         try:
-            return self._path(key).read_bytes()
+            with self._path(key).open("rb") as file:
+                check_size(f"{self.url}/{key}", os.fstat(file.fileno()).st_size, most_bytes)
+                return file.read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
         except OSError as error:

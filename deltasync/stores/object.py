@@ -13,7 +13,7 @@ from obstore import exceptions as obstore_errors
 
 from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo
+from deltasync.stores.base import Capabilities, ObjectInfo, check_size
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -68,11 +68,13 @@ class ObstoreStore:
         with self._mapped(key):
             obstore.put(self.client(), key, data, mode="overwrite")
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """See `Store.read`."""
         layout.check_key(key)
         with self._mapped(key):
-            return bytes(obstore.get(self.client(), key).bytes())
+            found = obstore.get(self.client(), key)
+            check_size(self._place(key), found.meta["size"], most_bytes)
+            return bytes(found.bytes())
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError
+from deltasync.errors import ConfigError, CorruptDataError, ObjectExistsError, ObjectMissingError, StoreError
 from deltasync.stores import ObjectInfo, Store
 
 BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
@@ -54,6 +54,12 @@ class StoreContract:
         with ThreadPoolExecutor(16) as pool:
             for _ in pool.map(lambda key: store.create(key, b"x"), keys):
                 pass
+
+    def test_an_object_larger_than_asked_for_is_refused(self, store: Store) -> None:
+        store.create("a", b"four")
+        assert store.read("a", 4) == b"four"
+        with pytest.raises(CorruptDataError, match="4 bytes"):
+            store.read("a", 3)
 
     def test_create_then_read(self, store: Store) -> None:
         store.create("a/b.json", b"one")

@@ -42,9 +42,9 @@ class RangeStore(FaultyStore):
 
     payload_bytes = 0
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
         assert not key.startswith(("deltas/", "anchors/")) and "/part-" not in key
-        return super().read(key)
+        return super().read(key, most_bytes)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         self.payload_bytes += end - start
