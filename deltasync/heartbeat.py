@@ -6,6 +6,7 @@ asked instead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import time
@@ -13,13 +14,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from deltasync import layout
 from deltasync.config import ReplicaSettings
-from deltasync.errors import AckTimeoutError, ConfigError, ObjectMissingError, TransientStoreError
+from deltasync.errors import AckTimeoutError, ConfigError, FormatError, ObjectMissingError, TransientStoreError
 from deltasync.stores.base import Store
 
 LIVE_S = 60.0
@@ -29,6 +30,10 @@ _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
 
+_MOST_BYTES = 1 << 20  # of a heartbeat or a server's answer
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Result = TypeVar("_Result")
 
 
@@ -48,9 +53,9 @@ class Heartbeat:
 
     replica_id: str
     run_id: str | None
-    version: int | None
+    version: _Number | None
     state: str
-    head_version: int | None = None
+    head_version: _Number | None = None
     error: str | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
 
@@ -64,12 +69,10 @@ def read_all(store: Store, run_id: str) -> list[Heartbeat]:
     """Heartbeats of the replicas of one run, by replica id; unreadable ones are skipped."""
     found = []
     for info in store.list(layout.REPLICAS):
-        try:
-            heartbeat = msgspec.json.decode(store.read(info.key), type=Heartbeat)
-        except (msgspec.DecodeError, ObjectMissingError):
-            continue
-        if heartbeat.run_id == run_id:
-            found.append(heartbeat)
+        with contextlib.suppress(*_UNREADABLE, FormatError, ObjectMissingError):
+            heartbeat = msgspec.json.decode(store.read(info.key, _MOST_BYTES), type=Heartbeat)
+            if heartbeat.run_id == run_id:
+                found.append(heartbeat)
     return found
 
 
@@ -190,29 +193,50 @@ def _describe(heartbeat: Heartbeat) -> str:
     return f"{heartbeat.replica_id} (serves {serves}, {heartbeat.state}, {_age_s(heartbeat):.0f} s ago{error})"
 
 
+class _Status(msgspec.Struct):
+    """Of a server's `GET /deltasync/status`; `run_id` is left out to who has no token."""
+
+    state: str
+    run_id: str | msgspec.UnsetType | None = msgspec.UNSET
+    version: _Number | None = None
+    error: str | None = None
+    channel: str | None = None
+
+
 def _ask_one(url: str, run_id: str) -> Heartbeat:
-    status, error = _call(f"{url}/deltasync/status?commits=0")
-    if error is not None:
-        return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
-    version, error, found = status.get("version"), status.get("error"), status.get("run_id")
-    if "run_id" not in status:
+    answer, error = _call(f"{url}/deltasync/status?commits=0")
+    if error is None:
+        return heartbeat_of(url, answer, run_id)
+    return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
+
+
+def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
+    """What a server's answer says; one that is none, or is about another run, serves nothing."""
+    try:
+        status = msgspec.json.decode(answer, type=_Status)
+    except _UNREADABLE as unreadable:
+        what = f"{url} does not answer as deltasync does: {unreadable}"
+        return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=what)
+    version, error, found = status.version, status.error, status.run_id
+    if found is msgspec.UNSET:
         version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
+        found = None
     elif found is not None and found != run_id:
-        version, error = None, f"it follows run {found} of {status.get('channel')}"
-    return Heartbeat(replica_id=url, run_id=found, version=version, state=status["state"], error=error)
+        version, error = None, f"it follows run {found} of {status.channel}"
+    return Heartbeat(replica_id=url, run_id=found, version=version, state=status.state, error=error)
 
 
-def _call(url: str, body: bytes | None = None) -> tuple[dict[str, Any], str | None]:
-    """The JSON that a GET, or with a body a POST, returns; or what went wrong."""
+def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None]:
+    """What a GET, or with a body a POST, returns; or what went wrong."""
     token = ReplicaSettings.from_env().http_token
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
-            return msgspec.json.decode(reply.read(), type=dict), None
+            return reply.read(_MOST_BYTES), None
     except urllib.error.HTTPError as error:
-        return {}, f"{url} answered {error.code}"
-    except (OSError, ValueError, http.client.HTTPException, msgspec.DecodeError) as error:
-        return {}, f"{url} does not answer: {error}"
+        return b"", f"{url} answered {error.code}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return b"", f"{url} does not answer: {error}"
 
 
 def _each(urls: Sequence[str], action: Callable[[str], _Result]) -> list[_Result]:

@@ -19,14 +19,14 @@ import time
 from argparse import Namespace
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import DeltaSyncError
-from vllm_plugin import versions
+from deltasync.errors import ConfigError, DeltaSyncError
+from vllm_plugin import bodies, versions
 from vllm_plugin.access import presents
+from vllm_plugin.bodies import Sync, WeightUpdate
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import PausesOfOthers
@@ -39,17 +39,6 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
-
-
-class WeightUpdate(msgspec.Struct, kw_only=True):
-    """Body of `POST /request_weight_update`; fields of other trainers are ignored."""
-
-    version: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
-
-
-class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/sync`, where a field that is not one is a mistake."""
 
 
 class _Refused(Exception):
@@ -187,6 +176,6 @@ async def _body(request: Request, kind: type[WeightUpdate]) -> WeightUpdate:
         if len(data) > _BODY_BYTES:
             raise _Refused(413, f"The body is larger than {_BODY_BYTES:,} bytes.")
     try:
-        return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise _Refused(422, f"The body is not what this route takes: {error}.") from None
+        return bodies.parse(data, kind)
+    except ConfigError as error:
+        raise _Refused(422, str(error)) from None
