@@ -18,7 +18,8 @@ from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
 
 INDEX = "model.safetensors.index.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
+"""Endings of files that hold weights, some of which run code when they are loaded."""
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
@@ -30,7 +31,7 @@ def companion_files(directory: Path) -> dict[str, bytes]:
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory with a config and a tokenizer.")
     files = (path for path in sorted(directory.iterdir()) if path.is_file() and not path.name.startswith("."))
-    return {path.name: path.read_bytes() for path in files if path.suffix not in _WEIGHTS and path.name != INDEX}
+    return {path.name: path.read_bytes() for path in files if path.suffix not in WEIGHTS and path.name != INDEX}
 
 
 def weight_files(

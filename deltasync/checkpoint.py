@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from deltasync import fingerprint
 from deltasync.bits import bits_of, cast
+from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
 from deltasync.manifest import Reference
@@ -28,6 +29,7 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
+_WEIGHT_FILE = re.compile(r"\w[\w.=+-]*\.safetensors", re.ASCII)
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -195,7 +197,7 @@ def _download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         names = dict(json.loads(path.read_bytes())["weight_map"])
-        if not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
+        if not all(isinstance(file, str) and _WEIGHT_FILE.fullmatch(file) for file in names.values()):
             raise ValueError("a weight file's name is none")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"{path} is not the index of a checkpoint: {error!r}.") from error
@@ -207,7 +209,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as tensors:
             yield tensors
-    except (SafetensorError, OSError) as error:
+    except (*LIBRARY_ERRORS, OSError) as error:
         raise CorruptDataError(f"{path} is not a safetensors file with the tensors that it should have: {error}.") from error
 
 

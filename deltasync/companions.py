@@ -6,8 +6,9 @@ what no signed document names is not taken.
 
 from __future__ import annotations
 
+from deltasync.anchor import INDEX, WEIGHTS
 from deltasync.errors import ObjectMissingError
-from deltasync.manifest import Anchor
+from deltasync.manifest import DOCUMENT_BYTES, Anchor
 from deltasync.reader import ChannelReader
 
 
@@ -18,7 +19,7 @@ def names(reader: ChannelReader, anchor: Anchor) -> list[str]:
         keys = [info.key for info in reader.store.list(folder)]
     else:
         keys = [file.key for file in anchor.companions or []]
-    return [key.removeprefix(folder) for key in keys if not key.endswith((".safetensors", ".safetensors.index.json"))]
+    return [key.removeprefix(folder) for key in keys if not key.endswith((*WEIGHTS, INDEX))]
 
 
 def read(reader: ChannelReader, anchor: Anchor, name: str) -> bytes:
@@ -30,7 +31,7 @@ def read(reader: ChannelReader, anchor: Anchor, name: str) -> bytes:
     """
     key = f"{anchor.directory}/{name}"
     if _listed(reader, anchor):
-        return reader.store.read(key)
+        return reader.store.read(key, DOCUMENT_BYTES)
     for file in anchor.companions or []:
         if file.key == key:
             return reader.fetch(file)

@@ -20,10 +20,10 @@ REPLICAS = "replicas/"
 # No part starts with a dot, which also rules out `.` and `..`: directories keep unfinished files under such names.
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
-_MANIFEST = re.compile(r"manifests/(\d{10,})\.json")
-_OF_VERSION = re.compile(r"(?:anchors|deltas)/(\d{10,})(?:\.\d+)?/.+")
-_OF_FOLD = re.compile(r"folds/(\d{10,})-(\d{10,})(?:\.\d+)?/.+")
-_FOLD = re.compile(r"folds/(\d{10,})-(\d{10,})(\.\d+)?/fold\.json")
+_MANIFEST = re.compile(r"manifests/([0-9]{10,19})\.json")
+_OF_VERSION = re.compile(r"(?:anchors|deltas)/([0-9]{10,19})(?:\.[0-9]+)?/.+")
+_OF_FOLD = re.compile(r"folds/([0-9]{10,19})-([0-9]{10,19})(?:\.[0-9]+)?/.+")
+_FOLD = re.compile(r"folds/([0-9]{10,19})-([0-9]{10,19})(?:\.[0-9]+)?/fold\.json")
 
 
 def check_key(key: str) -> str:

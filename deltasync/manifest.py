@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -21,11 +23,18 @@ FEATURES = frozenset({REFERENCE})
 """What a document may require of its readers."""
 CHAIN_LINKS = 128
 """Most links that a manifest names."""
+DOCUMENT_BYTES = 1 << 26
+"""Most bytes of a document."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Version = Annotated[int, msgspec.Meta(ge=1)]
+_LARGEST = (1 << 63) - 1
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+_Version = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+_Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+_REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+_REVISION = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
@@ -138,7 +147,7 @@ class Manifest:
     run_id: str
     version: _Version
     kind: str
-    step: int | None
+    step: Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | None
     created_at: str
     total: _Count
     fingerprint: _Fingerprint
@@ -231,7 +240,7 @@ class Channel:
     run_id: str
     created_at: str
     dtype: str
-    tensors: dict[str, tuple[str, tuple[_Count, ...]]]
+    tensors: dict[str, tuple[str, _Shape]]
     tensors_sha256: _Sha256
     requires: list[str] = dataclasses.field(default_factory=list)
 
@@ -292,6 +301,8 @@ def _problem(document: Document) -> str | None:
         unknown = {dtype for dtype, _ in document.tensors.values()} - ITEM_BYTES.keys()
         if unknown:
             return f"unknown dtype {', '.join(sorted(unknown))}"
+        if sum(_reach(dtype, shape) for dtype, shape in document.tensors.values()) > _LARGEST:
+            return "the tensor table is of more bytes than there can be"
         if document.tensors_sha256 != table_sha256(document.tensors):
             return "the tensor table does not match its digest"
     if isinstance(document, Manifest):
@@ -303,7 +314,7 @@ def _problem(document: Document) -> str | None:
             return f"base version {document.delta.base_version} is not before version {document.version}"
         if document.anchor_version > document.version:
             return f"anchor version {document.anchor_version} is after version {document.version}"
-        if (problem := _chain_problem(document) or _reference_problem(document) or _companion_problem(document)) is not None:
+        if (problem := _chain_problem(document) or _anchor_problem(document)) is not None:
             return problem
     if isinstance(document, Fold) and document.base_version >= document.version:
         return f"base version {document.base_version} is not before version {document.version}"
@@ -325,23 +336,29 @@ def _chain_problem(document: Manifest) -> str | None:
     return None if versions == sorted(set(versions)) else "its chain does not ascend"
 
 
-def _companion_problem(document: Manifest) -> str | None:
+def _reach(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; of an empty one, of its strides."""
+    return ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape)
+
+
+def _anchor_problem(document: Manifest) -> str | None:
+    reference = document.reference
     if document.anchor is None:
         return None
-    outside = [
-        file.key for file in document.anchor.companions or [] if not file.key.startswith(f"{document.anchor.directory}/")
-    ]
-    return f"{outside[0]} is not in the anchor's directory" if outside else None
-
-
-def _reference_problem(document: Manifest) -> str | None:
-    reference = document.reference
-    if document.anchor is None or reference is None:
-        return None
-    if document.anchor.files or document.anchor.directory or REFERENCE not in document.requires:
+    files, folder = [*document.anchor.files, *(document.anchor.companions or [])], document.anchor.directory
+    if reference is None:
+        outside = [file.key for file in files if not file.key.startswith(f"{folder}/")]
+        return f"the anchor's folder {folder!r} does not hold {outside[0]!r}" if outside else None
+    if files or folder or REFERENCE not in document.requires:
         return "its anchor is a reference and something else"
     by_repo = reference.repo is not None and reference.revision is not None
-    return None if by_repo != (reference.path is not None) else "its reference names no checkpoint, or two"
+    if by_repo == (reference.path is not None):
+        return "its reference names no checkpoint, or two"
+    if reference.path is not None:
+        return None if reference.path.startswith("/") else f"its reference's path {reference.path!r} is not absolute"
+    # They become parts of paths and URLs.
+    named = _REPO.fullmatch(reference.repo or "") and _REVISION.fullmatch(reference.revision or "")
+    return None if named else f"{reference} is not a model on the Hub"
 
 
 def _files(document: Document) -> list[FileRef]:

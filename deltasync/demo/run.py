@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import secrets
@@ -107,7 +108,7 @@ def _require_packages() -> None:
     require_vllm()
     for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("httpx", "wordle"), ("matplotlib", "demo")):
         try:
-            __import__(module)
+            importlib.import_module(module)
         except ImportError:
             raise ConfigError(f"The demo needs {module}. Run: pip install 'deltasync[{extra}]'.") from None
 

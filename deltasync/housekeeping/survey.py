@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from deltasync import layout
 from deltasync.errors import CorruptDataError, MissingVersionError, ObjectMissingError, RunMismatchError
-from deltasync.manifest import Fold, Manifest
+from deltasync.manifest import DOCUMENT_BYTES, Fold, Manifest
 from deltasync.reader import ChannelReader
 
 THREADS = 4
@@ -92,7 +92,7 @@ def read_fold(reader: ChannelReader, key: str) -> Fold:
         FormatError, RunMismatchError: it is damaged, or not what its key says.
     """
     try:
-        document = reader.decode(reader.store.read(key), Fold, key)
+        document = reader.decode(reader.store.read(key, DOCUMENT_BYTES), Fold, key)
     except ObjectMissingError:
         raise MissingVersionError(f"{reader.store.url} has no fold {key} any more.") from None
     if (document.base_version, document.version) != layout.fold_span(key):

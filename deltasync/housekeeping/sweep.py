@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from deltasync import layout, manifest, retention
 from deltasync.errors import MissingVersionError, ObjectMissingError
 from deltasync.housekeeping.survey import Progress, now, quiet, read_folds, read_manifests
-from deltasync.manifest import Forgotten
+from deltasync.manifest import DOCUMENT_BYTES, Forgotten
 from deltasync.reader import ChannelReader
 from deltasync.retention import Forgetting, Keep
 from deltasync.stores.base import ObjectInfo, Store
@@ -139,7 +139,7 @@ def _read_forgotten(reader: ChannelReader, keys: Sequence[str]) -> dict[str, lis
     found = {}
     for key in keys:
         try:
-            document = manifest.decode(reader.store.read(key), Forgotten, key)
+            document = manifest.decode(reader.store.read(key, DOCUMENT_BYTES), Forgotten, key)
         except ObjectMissingError:
             continue
         found[key] = document.versions

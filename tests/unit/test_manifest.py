@@ -11,7 +11,9 @@ from deltasync.manifest import Anchor, Channel, Delta, FileRef, Head, Manifest
 
 FILE = FileRef(key="deltas/0000000002/part-00001-of-00001.safetensors", bytes=10, sha256="a" * 64)
 DELTA = Delta(base_version=1, base_manifest_sha256="0" * 64, codec="packed", changed=3, files=[FILE])
-ANCHOR = Anchor(directory="anchors/0000000002", files=[FILE])
+ANCHOR = Anchor(
+    directory="anchors/0000000002", files=[FileRef(key="anchors/0000000002/model.safetensors", bytes=10, sha256="a" * 64)]
+)
 TABLE: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (2, 3)), "scale": ("float32", ())}
 
 
