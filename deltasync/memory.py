@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -218,7 +219,14 @@ class LiveMemory:
 
     @classmethod
     def on_host(cls, specs: Mapping[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
-        """Zeroed host tensors of these specs and the memory over them."""
+        """Zeroed host tensors of these specs and the memory over them.
+
+        Raises:
+            StageError: this machine has less memory.
+        """
+        model_bytes = sum(spec.element_count * spec.item_bytes for spec in specs.values())
+        if model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
         bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
         tensors = {name: tensor_of(bits[name], spec) for name, spec in specs.items()}
         segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}

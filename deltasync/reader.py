@@ -18,11 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as safetensors_load
-
 from deltasync import anchor, bits, chain, checkpoint, codec, fingerprint, layout, manifest, signing
+from deltasync.codec.base import load_tensors
 from deltasync.config import ReaderSettings
 from deltasync.errors import (
     ConfigError,
@@ -35,7 +32,7 @@ from deltasync.errors import (
     StaleHeadError,
 )
 from deltasync.kernels import cpu
-from deltasync.manifest import Channel, Delta, Document, FileRef, Fold, Head, Manifest, Reference
+from deltasync.manifest import Anchor, Channel, Delta, Document, FileRef, Fold, Head, Manifest, Reference
 from deltasync.signing import Trusted
 from deltasync.stores.base import Store
 from deltasync.stores.cache import CachedStore, Check
@@ -43,6 +40,8 @@ from deltasync.types import Patch, TensorSpec
 
 _FOLDS_FROM = 4  # steps from which on a listing of the folds is likely to save more than it costs
 _FILES_AHEAD = 2
+# Most bytes that a delta, fold or anchor takes: for each element, for each tensor, and beside.
+_ELEMENT_BYTES, _TENSOR_BYTES, _FILE_BYTES = 32, 1 << 12, 1 << 20
 _MANIFESTS = 256  # each with its chain takes some 30 kB
 
 
@@ -111,7 +110,7 @@ class ChannelReader:
         """
         if self._channel is None:
             try:
-                data = self.store.read(layout.CHANNEL)
+                data = self.store.read(layout.CHANNEL, manifest.DOCUMENT_BYTES)
             except ObjectMissingError:
                 raise NotPublishedError(f"{self.store.url} holds no channel yet.") from None
             self._channel = self.decode(data, Channel, layout.CHANNEL)
@@ -150,7 +149,7 @@ class ChannelReader:
         """As `head`, with the bytes of its document."""
         channel = self.channel()
         try:
-            data = self.store.read(layout.HEAD)
+            data = self.store.read(layout.HEAD, manifest.DOCUMENT_BYTES)
         except ObjectMissingError:
             raise NotPublishedError(f"{self.store.url} holds no complete version yet.") from None
         head = self.decode(data, Head, layout.HEAD)
@@ -208,7 +207,8 @@ class ChannelReader:
                 raise _not_the_named(key, "head or the next manifest")
 
         try:
-            data = self.store.read(key) if sha256 is None else self._read_known(key, sha256, 0, check)
+            most = manifest.DOCUMENT_BYTES
+            data = self.store.read(key, most) if sha256 is None else self._read_known(key, sha256, 0, check, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no manifest of version {version} ({key}).") from None
         document = self.decode(data, Manifest, key)
@@ -317,7 +317,7 @@ class ChannelReader:
         """
         assert step.fold is not None
         try:
-            document = self.decode(self.store.read(step.fold), Fold, step.fold)
+            document = self.decode(self.store.read(step.fold, manifest.DOCUMENT_BYTES), Fold, step.fold)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no fold {step.fold} any more.") from None
         found = document.run_id, document.base_version, document.version, document.manifest_sha256
@@ -342,15 +342,15 @@ class ChannelReader:
                 raise _not_the_named(file.key, "its manifest")
 
         try:
-            return self._read_known(file.key, file.sha256, file.bytes, check)
+            return self._read_known(file.key, file.sha256, file.bytes, check, file.bytes)
         except ObjectMissingError:
             raise MissingVersionError(f"{file.key} is referred to by a manifest but is not in {self.store.url}.") from None
 
-    def _read_known(self, key: str, sha256: str, size: int, check: Check) -> bytes:
+    def _read_known(self, key: str, sha256: str, size: int, check: Check, most_bytes: int) -> bytes:
         """An object whose digest is known, checked; out of the node's cache if the store has one."""
         if isinstance(self.store, CachedStore):
-            return self.store.read_known(key, sha256, size, check)
-        data = self.store.read(key)
+            return self.store.read_known(key, sha256, size, check, most_bytes)
+        data = self.store.read(key, most_bytes)
         check(data)
         return data
 
@@ -371,7 +371,17 @@ class ChannelReader:
         delta = self.manifest(step.version, step.manifest_sha256).delta if step.fold is None else self.fold(step)
         if delta is None or delta.base_version != step.base_version:
             raise MissingVersionError(f"Version {step.version} has no delta from version {step.base_version}.")
+        self._check_size(step.version, delta)
         return delta
+
+    def _check_size(self, version: int, part: Delta | Fold | Anchor) -> None:
+        """Refuse what no model of these tensors takes, before any of it is fetched."""
+        most = sum(_ELEMENT_BYTES * spec.element_count + 64 * len(spec.name) for spec in self.specs.values())
+        most += _TENSOR_BYTES * len(self.specs) + _FILE_BYTES
+        if part.payload_bytes > most:
+            raise CorruptDataError(
+                f"Version {version} names {part.payload_bytes:,} bytes, but the channel's tensors take {most:,} at most."
+            )
 
     def patches(
         self,
@@ -404,12 +414,15 @@ class ChannelReader:
             files = self._fetch_all(delta.files)
         else:
             delta, files = fetched
-        parts = _Parts()
+        parts, changed = _Parts(), 0
         for file, data in files:
             payload = codec.open_payload(data)
             names = (payload.codec, payload.version, payload.base_version)
             if names != (delta.codec, step.version, delta.base_version):
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
+            changed += sum(row["changed"] for row in payload.patches.values())
+            if changed > delta.changed:
+                raise CorruptDataError(f"{file.key} changes more elements than its manifest says, {delta.changed}.")
             fingerprints = payload.fingerprints
             for patch in codec.get(payload.codec).decode(payload, self.specs, old, wanted):
                 parts.check(patch, fingerprints[patch.name], file.key)
@@ -417,10 +430,11 @@ class ChannelReader:
 
     def _anchor_patches(self, version: Manifest) -> Iterator[tuple[Patch, int]]:
         assert version.anchor is not None
+        self._check_size(version.version, version.anchor)
         missing = dict(self.specs)
         for file, data in self._fetch_all(version.anchor.files):
             fingerprints = anchor.fingerprints(data)
-            for name, tensor in _load(data, file.key).items():
+            for name, tensor in load_tensors(data).items():
                 # Not `spec_of`, for which a dtype that no channel carries is the caller's mistake.
                 spec, found = missing.pop(name, None), (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                 if spec is None or found != (spec.dtype, spec.shape) or name not in fingerprints:
@@ -500,11 +514,3 @@ def _not_the_named(key: str, where: str) -> CorruptDataError:
 def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     return f"{len(names)} of {len(specs)} tensors differ: {shown}."
-
-
-def _load(data: bytes, key: str) -> dict[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = safetensors_load(data)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise CorruptDataError(f"{key} is not a safetensors file: {error}.") from error
-    return tensors

@@ -41,6 +41,7 @@ _POLL_S = 1.0
 _STEPS_AHEAD = 4  # being fetched while one is decoded
 _BATCH = 64  # steps that are merged into one commit
 _BATCH_BYTES = 1 << 28  # of their payloads; what they decode to is held in memory
+_HELD = 4  # times a tensor's elements may be held as patches that are not merged yet
 _DETOURS = 8  # taken in one go; the next call may take more
 
 
@@ -210,12 +211,13 @@ class Follower:
         with contextlib.closing(ahead(self.reader.fetch_step, steps, _STEPS_AHEAD)) as fetched:
             for step in steps:
                 for patch, expected in self._patches(step, old, fetched):
-                    done.setdefault(patch.name, []).append(patch)
+                    patches = done.setdefault(patch.name, [])
+                    patches.append(patch)
+                    if sum(each.changed for each in patches) > _HELD * self.reader.specs[patch.name].element_count:
+                        patches[:] = _folded(patches)
                     fingerprints[patch.name] = expected
         for name, expected in fingerprints.items():
-            patches = done.pop(name)
-            nothing = Patch(name, np.empty(0, np.int32), patches[0].data[:0], absolute=False)  # all cancelled out
-            for patch in fold_all(patches) or [nothing]:
+            for patch in _folded(done.pop(name)):
                 yield patch, expected
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:
@@ -324,6 +326,12 @@ class Follower:
             staged.stage_s,
             committed.report.scatter_s,
         )
+
+
+def _folded(patches: Sequence[Patch]) -> list[Patch]:
+    """These patches of one tensor in one or two; in an empty one if all cancelled out."""
+    first = patches[0]
+    return fold_all(patches) or [Patch(first.name, np.empty(0, np.int32), first.data[:0], absolute=False)]
 
 
 class Replica:

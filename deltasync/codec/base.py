@@ -29,6 +29,12 @@ from deltasync.errors import CorruptDataError, UnsupportedFormatError
 from deltasync.manifest import FORMAT
 from deltasync.types import Patch, TensorSpec
 
+MOST_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads at most."""
+
+LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
+"""What the safetensors library, or torch for it, raises about files that are none."""
+
 OldBits = Callable[[str], np.ndarray]
 Wanted = Callable[[str], np.ndarray | None]
 
@@ -138,22 +144,35 @@ def open_payload(data: bytes) -> Payload:
     if metadata.get("format") != FORMAT:
         raise UnsupportedFormatError(f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}.")
     try:
-        arrays = safetensors_load(data)
         payload = Payload(
             codec=metadata["codec"],
             version=int(metadata["version"]),
             base_version=int(metadata["base_version"]),
             patches=json.loads(metadata["patches"]),
-            arrays=arrays,
+            arrays=load_tensors(data),
             metadata=metadata,
         )
         rows = payload.fingerprints
         counts_ok = all(isinstance(row["changed"], int) and row["changed"] > 0 for row in payload.patches.values())
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
     if not counts_ok or len(rows) != len(payload.patches):
         raise CorruptDataError("Payload header has a patch without changed elements.")
     return payload
+
+
+def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file in memory, in copies.
+
+    Raises:
+        CorruptDataError: not such a file, or with tensors that cannot be.
+    """
+    try:
+        tensors: dict[str, torch.Tensor] = safetensors_load(data)
+    except LIBRARY_ERRORS as error:
+        said = str(error).partition("\n")[0]
+        raise CorruptDataError(f"Not a safetensors file: {said}.") from error
+    return tensors
 
 
 def read_metadata(data: bytes) -> dict[str, str]:
@@ -164,8 +183,8 @@ def read_metadata(data: bytes) -> dict[str, str]:
     """
     try:
         (length,) = struct.unpack_from("<Q", data)
-        if length > len(data) - 8:
-            raise ValueError("header longer than the file")
+        if length > min(len(data) - 8, MOST_HEADER_BYTES):
+            raise ValueError("header too long")
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"Not a safetensors file with metadata: {error!r}.") from error

@@ -183,6 +183,8 @@ class _Streams:
         cursor = Cursor(tables.numpy().tobytes())
         self._groups: list[int] = []
         while cursor.at < len(cursor.data):
+            if len(self._groups) == len(payload.patches):
+                raise CorruptDataError("Payload has more tables than patches.")
             self._groups.append(cursor.at)
             model.read(cursor)
         self._tables = cursor.data

@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 
-from deltasync.codec.base import read_metadata
+from deltasync.codec.base import MOST_HEADER_BYTES, read_metadata
 from deltasync.errors import CorruptDataError
 from deltasync.manifest import FileRef
 from deltasync.stores.base import Store
@@ -36,11 +36,13 @@ def read_changed(store: Store, file: FileRef) -> dict[str, int]:
     data = store.read_range(file.key, 0, min(max(file.bytes, 1), _FIRST_BYTES))
     if len(data) < 8 or (size := 8 + struct.unpack_from("<Q", data)[0]) > file.bytes:
         raise CorruptDataError(f"{file.key} is not a safetensors file.")
+    if size > MOST_HEADER_BYTES:
+        raise CorruptDataError(f"{file.key} has a header of {size} bytes.")
     if size > len(data):
         data += store.read_range(file.key, len(data), size)
     try:
         return {name: int(row["changed"]) for name, row in json.loads(read_metadata(data)["patches"]).items()}
-    except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 
 
