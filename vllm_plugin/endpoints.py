@@ -176,6 +176,6 @@ async def _body(request: Request, kind: type[WeightUpdate]) -> WeightUpdate:
         if len(data) > _BODY_BYTES:
             raise _Refused(413, f"The body is larger than {_BODY_BYTES:,} bytes.")
     try:
-        return bodies.parse(data, kind)
+        return bodies.parse(bytes(data), kind)
     except ConfigError as error:
         raise _Refused(422, str(error)) from None
