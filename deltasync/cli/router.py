@@ -21,8 +21,8 @@ from deltasync.errors import ConfigError
 def command(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Path | None) -> None:
     """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.
 
-    Requests to /v1 go to one that is up; those that begin alike to the same one; with the header
-    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas tells what it knows of them.
+    Requests to /v1 go to one that is up, those that begin alike to the same one, and those with the header
+    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas tells about all.
 
     \b
       ROUTER_TOKEN   what requests must present as a bearer token; not set: nothing

@@ -152,7 +152,7 @@ def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
         package = f"deltasync=={importlib.metadata.version('deltasync')}"
     elif wheel is not None:
         package = f"./{Path(wheel).name}"
-    for key, value in {"DELTASYNC_PACKAGE": package, **settings.variables}.items():
+    for key, value in {"PACKAGE": package, **settings.variables}.items():
         yield Call("add_space_variable", {"repo_id": space, "key": key, "value": value})
     for key, value in settings.secrets.items():
         yield Call("add_space_secret", {"repo_id": space, "key": key, "value": value})

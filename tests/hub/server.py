@@ -8,6 +8,7 @@ Prints its port. Keeps everything in memory. Besides what it imitates it answers
     POST /_events/{bucket id}    {"do": "drop" | "reset" | "reconnect"} to all who listen; the reply says to how many
     POST /_fill/{bucket id}      {"paths": [...], "like": path}: give many paths the content of one
     GET  /_spaces                every Space, its secrets included
+    GET  /_jobs                  every job that was started, its secrets included
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def application() -> web.Application:
     async def all_spaces(_: web.Request) -> web.Response:
         return web.json_response({name: dataclasses.asdict(space) for name, space in spaces.spaces.items()})
 
+    async def all_jobs(_: web.Request) -> web.Response:
+        return web.json_response(spaces.jobs)
+
     app = web.Application(client_max_size=_LARGEST_BODY)
     cas.add_routes(app)
     hub.add_routes(app)
@@ -74,6 +78,7 @@ def application() -> web.Application:
     app.router.add_post("/_events/{bucket:.+}", events)
     app.router.add_post("/_fill/{bucket:.+}", fill)
     app.router.add_get("/_spaces", all_spaces)
+    app.router.add_get("/_jobs", all_jobs)
     return app
 
 

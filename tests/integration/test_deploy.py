@@ -83,7 +83,7 @@ def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
         assert known(hub, name) == {
             "private": False,
             "variables": {
-                "DELTASYNC_PACKAGE": f"deltasync=={__version__}",
+                "PACKAGE": f"deltasync=={__version__}",
                 "DELTASYNC_CHANNEL": f"hf://buckets/{bucket}/a",
                 "MODEL": "Qwen/Qwen3-0.6B",
                 "DELTASYNC_KV_CACHE": "keep",
@@ -114,7 +114,7 @@ def test_a_second_run_changes_what_changed(hub: HubServer, names: tuple[str, str
     assert told["hosts"][name].startswith("https://")
     assert TOKEN not in done.output
     after = known(hub, name)
-    changed = {"DELTASYNC_PACKAGE": f"./{wheel.name}", "DELTASYNC_KV_CACHE": "recompute"}
+    changed = {"PACKAGE": f"./{wheel.name}", "DELTASYNC_KV_CACHE": "recompute"}
     assert after == before | {
         "variables": before["variables"] | changed,
         "sleep_s": 900,
@@ -143,7 +143,7 @@ def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatc
     assert done.exit_code == 0, done.output
     found = known(hub, name)
     assert found["private"] is True and found["hardware"] == "cpu-basic"
-    assert found["variables"] == {"DELTASYNC_PACKAGE": f"deltasync=={__version__}", "WORDS": "full"}
+    assert found["variables"] == {"PACKAGE": f"deltasync=={__version__}", "WORDS": "full"}
     assert found["secrets"] == {"DELTASYNC_ENVIRONMENT_TOKEN": TOKEN}
     assert found["files"] == git_digests(FILES / "wordle")
     assert "create_bucket" not in hub.requests()

@@ -70,6 +70,7 @@ class Replica(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: Replica
 
     def setup(self) -> None:

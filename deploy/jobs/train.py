@@ -1,0 +1,109 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["deltasync[trl,wordle]", "trl==1.16.0", "transformers<5.18"]
+# ///
+r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environment in Spaces.
+
+    hf jobs uv run --detach --flavor l4x1 --timeout 4h \
+        --secrets HF_TOKEN --secrets REPLICA_TOKEN --secrets DELTASYNC_ENVIRONMENT_TOKEN \
+        deploy/jobs/train.py --model Qwen/Qwen3-0.6B --channel hf://buckets/user/run/a \
+        --replicas https://user-replica-1.hf.space https://user-replica-2.hf.space \
+        --environment https://user-wordle.hf.space
+
+TRL knows one server and no token, so the job starts a router: it shares the requests among the replicas and presents
+REPLICA_TOKEN, which is their DELTASYNC_HTTP_TOKEN, to them. All options of TRL's AsyncGRPOConfig and of DeltaSyncConfig are
+options here too. Elsewhere than in a job: `python deploy/jobs/train.py ...`, with HAProxy installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datasets import Dataset
+from trl import TrlParser
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from deltasync.demo import trl_on_cpu
+from deltasync.demo.wordle.client import WordleEnvironment
+from deltasync.demo.wordle.game import GUESSES
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig
+
+PROMPT = f"""Play Wordle: find the secret word of five letters in {GUESSES} guesses, each by a call of the tool `guess`.
+Its answer tells for each letter of your guess: G it is right, Y the word has it elsewhere, X the word does not have it."""
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained, with whom."""
+
+    model: str
+    environment: str = field(metadata={"help": "URL of the Wordle environment."})
+    replicas: list[str] = field(metadata={"help": "URLs of the replicas."})
+    router_port: int = 8080
+
+
+def start_router(replicas: Sequence[str], port: int) -> subprocess.Popen[bytes]:
+    """Start the router, and return once a replica can be reached through it."""
+    if shutil.which("haproxy") is None:  # a job runs as root, in Debian
+        for command in (["update", "-qq"], ["install", "-qq", "--no-install-recommends", "haproxy"]):
+            subprocess.run(["apt-get", *command], check=True)
+    router = subprocess.Popen([sys.executable, "-m", "deltasync.cli", "router", *replicas, "--port", str(port)])
+    while router.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+            return router
+        except OSError:
+            time.sleep(1)
+    raise SystemExit("the router did not start")
+
+
+def main() -> None:
+    """Train on Wordle."""
+    parser = TrlParser((ScriptArguments, AsyncGRPOConfig, DeltaSyncConfig))
+    parser.set_defaults(
+        output_dir="wordle-out",
+        max_steps=200,
+        num_generations=8,
+        per_device_train_batch_size=16,
+        max_completion_length=1024,
+        max_tool_calling_iterations=GUESSES,
+        max_inflight_tasks=32,
+        token_budget=-1,  # a fixed number of samples per step
+        learning_rate=1e-6,
+        logging_steps=1,
+        report_to="none",
+        initial="auto",
+    )
+    script, training, channel = parser.parse_args_and_config()
+    if training.use_cpu:
+        trl_on_cpu.prepare()  # TRL supposes a GPU in two places
+    training.vllm_server_base_url = f"http://127.0.0.1:{script.router_port}"
+    sync = DeltaSyncCallback(channel)
+    token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
+    prompts = [[{"role": "user", "content": PROMPT}]] * 1000
+    router = start_router(script.replicas, script.router_port)
+    try:
+        trainer = AsyncGRPOTrainer(
+            model=script.model,
+            args=training,
+            environment_factory=functools.partial(WordleEnvironment, script.environment, token),
+            train_dataset=Dataset.from_dict({"prompt": prompts, "seed": list(range(1000))}),
+            weight_transfer=sync.weight_transfer,
+            callbacks=[sync],
+        )
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    finally:
+        router.terminate()
+        router.wait()
+
+
+if __name__ == "__main__":  # the rollout worker is another process, which imports this file
+    main()
