@@ -120,7 +120,7 @@ class Cas:
             xorb, first, last = term
             bytes_range = {"start": self._xorbs[xorb].stored[first], "end": self._xorbs[xorb].stored[last] - 1}
             ranges = [{"chunks": {"start": first, "end": last}, "bytes": bytes_range}]
-            url = f"http://{request.headers['Host']}/data/{xorb}?X-Signature=secret"
+            url = f"{request.scheme}://{request.headers['Host']}/data/{xorb}?X-Signature=secret"
             fetch.setdefault(xorb, []).append({"url": url, "ranges": ranges})
         told = [
             {"hash": term.xorb, "unpacked_length": term.bytes, "range": {"start": term.start, "end": term.end}}

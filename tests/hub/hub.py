@@ -123,7 +123,7 @@ class Hub:
     async def _create(self, request: web.Request) -> web.Response:
         self.check_token(request, writing=True)
         bucket_id, settings = _bucket_id(request), await request.json()
-        reply = {"url": f"http://{request.headers['Host']}/buckets/{bucket_id}"}
+        reply = {"url": f"{request.scheme}://{request.headers['Host']}/buckets/{bucket_id}"}
         if bucket_id in self.buckets:
             return web.json_response(reply | {"error": "You already created this bucket"}, status=409)
         # `private` by huggingface_hub 1, `visibility` by 2.
@@ -205,7 +205,7 @@ class Hub:
 
     def _token(self, request: web.Request, scope: str) -> web.Response:
         token, expires_s = self._cas.issue_token(scope, request[FAULT].expired)
-        url = f"http://{request.headers['Host']}"
+        url = f"{request.scheme}://{request.headers['Host']}"
         headers = {"X-Xet-Cas-Url": url, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expires_s)}
         return web.json_response({"casUrl": url, "accessToken": token, "exp": expires_s}, headers=headers)
 
@@ -214,7 +214,7 @@ class Hub:
         file = dict(self._bucket(request).seen(request[FAULT].stale)).get(request.match_info["path"])
         if file is None:
             return problem(404, "Entry not found", "EntryNotFound")
-        origin = f"http://{request.headers['Host']}"
+        origin = f"{request.scheme}://{request.headers['Host']}"
         return web.Response(
             status=302,
             headers={

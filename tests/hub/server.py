@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import dataclasses
 import os
+import ssl
 import sys
 import threading
 
@@ -82,11 +83,11 @@ def application() -> web.Application:
     return app
 
 
-async def serve(port: int) -> None:
-    """Serve on the loopback interface until cancelled."""
+async def serve(host: str, port: int, tls: ssl.SSLContext | None) -> None:
+    """Serve until cancelled."""
     runner = web.AppRunner(application(), handler_cancellation=True, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
+    site = web.TCPSite(runner, host, port, ssl_context=tls)
     await site.start()
     print(runner.addresses[0][1], flush=True)
     await asyncio.Event().wait()
@@ -100,12 +101,18 @@ def _end_with_stdin() -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="A Hub with buckets and a Xet CAS, in memory.")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--certificate", metavar="FILE", help="serve HTTPS, with the chain and the key in this file")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when whoever started it ends")
     arguments = parser.parse_args()
     if arguments.end_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-    asyncio.run(serve(arguments.port))
+    tls = None
+    if arguments.certificate is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(arguments.certificate)
+    asyncio.run(serve(arguments.host, arguments.port, tls))
 
 
 if __name__ == "__main__":

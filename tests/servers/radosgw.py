@@ -2,12 +2,14 @@
 
     python -m tests.servers.radosgw DIRECTORY -- COMMAND...    # COMMAND runs with RADOSGW_ENDPOINT set, then all is stopped
 
-Needs the programs of the Debian packages ceph-mon, ceph-osd and radosgw. Everything is kept in DIRECTORY, which is
+With --https ADDRESS:PORT FILE the gateway serves HTTPS there, with the key and the certificate in FILE; the certificate has to
+be one that this process trusts (SSL_CERT_FILE). Needs the programs of the Debian packages ceph-mon, ceph-osd and radosgw. Everything is kept in DIRECTORY, which is
 removed in the end. Takes some 15 seconds to start.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
@@ -58,7 +60,7 @@ mon allow pool size one = true
 mon warn on pool no redundancy = false
 mon max pg per osd = 2000
 [client.rgw]
-rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw frontends = beast {listen} tcp_nodelay=1
 rgw gc obj min wait = 2
 rgw gc processor period = 5
 rgw gc processor max time = 5
@@ -70,17 +72,27 @@ rgw enable usage log = false
 class Cluster:
     """The cluster's processes.
 
+    Args:
+        root: Directory for everything.
+        https: Address and port of the gateway, and the file of its certificate; None for HTTP on a free port of loopback.
+
     Attributes:
         endpoint: URL of the gateway.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, https: Sequence[str] | None = None) -> None:
         self.root = root.resolve()
         self._processes: list[subprocess.Popen[bytes]] = []
         port, mon_port, mon_port_v1 = _free_ports(3)
-        self.endpoint = f"http://127.0.0.1:{port}"
+        if https is None:
+            self.endpoint, listen = f"http://127.0.0.1:{port}", f"endpoint=127.0.0.1:{port}"
+        else:
+            place, certificate = https
+            self.endpoint, listen = f"https://{place}", f"ssl_endpoint={place} ssl_certificate={certificate}"
         self._fsid = str(uuid.uuid4())
-        self._config = _CONFIG.format(root=self.root, fsid=self._fsid, port=port, mon_port=mon_port, mon_port_v1=mon_port_v1)
+        self._config = _CONFIG.format(
+            root=self.root, fsid=self._fsid, listen=listen, mon_port=mon_port, mon_port_v1=mon_port_v1
+        )
         self._mon_address = f"[v2:127.0.0.1:{mon_port},v1:127.0.0.1:{mon_port_v1}]"
 
     def start(self) -> None:
@@ -150,9 +162,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(root: Path) -> Iterator[Cluster]:
-    """A cluster for the length of the block."""
-    cluster = Cluster(root)
+def running(root: Path, https: Sequence[str] | None = None) -> Iterator[Cluster]:
+    """A cluster for the length of the block; see `Cluster`."""
+    cluster = Cluster(root, https)
     try:
         cluster.start()
         yield cluster
@@ -166,20 +178,22 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """See the module."""
-    if len(arguments) < 3 or arguments[1] != "--":
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m tests.servers.radosgw", description="A throwaway RADOS gateway.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--https", nargs=2, metavar=("ADDRESS:PORT", "FILE"))
+    parser.add_argument("command", nargs="+", help="after --")
+    arguments = parser.parse_args()
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         print(f"not installed: {', '.join(missing)} (packages ceph-mon, ceph-osd, radosgw)", file=sys.stderr)
         return 2
     began_s = time.monotonic()
-    with running(Path(arguments[0])) as cluster:
+    with running(arguments.directory, arguments.https) as cluster:
         print(f"RADOS gateway at {cluster.endpoint} after {time.monotonic() - began_s:.0f} s", file=sys.stderr)
-        return subprocess.run(arguments[2:], env=os.environ | {"RADOSGW_ENDPOINT": cluster.endpoint}).returncode
+        return subprocess.run(arguments.command, env=os.environ | {"RADOSGW_ENDPOINT": cluster.endpoint}).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
