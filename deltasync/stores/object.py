@@ -177,6 +177,10 @@ def translate(error: Exception, place: str) -> StoreError:
         return TransientStoreError(f"{place}: no credentials are set, and this machine's role could not be asked: {answer}.")
     if number in (401, 403):
         return StoreError(f"{place}: {answer}. {_DENIED}")
+    certificate = re.search(r"InvalidCertificate\(\s*(\w+)", internals)
+    if certificate:
+        told = f"the server's certificate is not trusted ({certificate[1]})"
+        return StoreError(f"{place}: {told}. If an authority of your own signed it, name its file in SSL_CERT_FILE.")
     if "redirect without LOCATION" in message:
         return StoreError(f"{place}: the bucket is in another region; check region= and AWS_REGION.")
     refused = 400 <= number < 500 and number not in (408, 429) and name not in _BUSY

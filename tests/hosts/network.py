@@ -182,7 +182,9 @@ class Namespaces:
 
     def _has_netem(self) -> bool:
         try:
-            namespaces.run("tc", "-n", self._space("switch"), "qdisc", "add", "dev", "bridge0", "root", "netem", "delay", "1ms")
+            namespaces.run(
+                "tc", "-n", self._space("switch"), "qdisc", "add", "dev", "bridge0", "root", "netem", "delay", "1ms"
+            )
         except RuntimeError:
             return False
         self.shaped_by = "netem"

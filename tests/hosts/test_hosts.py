@@ -3,11 +3,78 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from tests.hosts import firewall
+from tests.hosts import firewall, summary
 from tests.hosts.network import FLOWS, HOSTS, Namespaces, Shape, is_refused, round_trip_s, why_not_permitted
+
+
+def test_rules_name_every_peer_and_let_nobody_else_open_a_connection() -> None:
+    addresses = {"trainer": "10.0.0.1", "vllm-a": "10.0.0.2", "bucket": "10.0.0.3"}
+    text = firewall.rules("vllm-a", addresses, {("trainer", "vllm-a"), ("vllm-a", "bucket")})
+    received, sent = text.split(" chain output {")
+    opens = [line for line in text.splitlines() if "ct state new" in line]
+    assert text.count("policy drop;") == 2
+    assert [line.split()[:3] for line in opens] == [["ip", "saddr", "10.0.0.1"], ["ip", "daddr", "10.0.0.3"]]
+    assert "ip saddr 10.0.0.3 counter name refused_from_bucket drop" in received
+    assert "ip daddr 10.0.0.1 counter name refused_to_trainer drop" in sent
+
+
+def _run(**changed: object) -> dict[str, Any]:
+    fine = {
+        "versions_published": 50,
+        "bits_checked_at": {"vllm-a": [1, 50], "vllm-b": [1, 50]},
+        "bit_exact": True,
+        "isolated": True,
+        "refused": True,
+        "opened_by_vllm": {"vllm-a": 0, "vllm-b": 0},
+        "refused_packets": {"trainer": 0},
+        "lag_s_allowed": None,
+        "lag_s_p95": 0.4,
+        "pause_ms_p50": 10.0,
+        "upload": {"alone": {"ratio": 1.2}},
+        "replicas": 2,
+    }
+    return fine | changed
+
+
+def test_a_run_that_is_fine_meets_its_bars() -> None:
+    fleet = {"alone": {"ratio": 1.2}, "with_fleet": {"ratio": 1.25}}
+    runs = {"s3": _run(), "s3-shaped": _run(lag_s_allowed=0.5, pause_ms_p50=11.0), "s3-8": _run(upload=fleet, replicas=8)}
+    found = summary.bars(runs, 50)
+    assert len(found) == 3 * 4 + 2 + 1
+    assert all(met for _, _, met in found)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"versions_published": 49},
+        {"bit_exact": False},
+        {"refused": False},
+        {"opened_by_vllm": {"vllm-a": 60, "vllm-b": 0}},
+        {"refused_packets": {"trainer": 1}},
+        {"lag_s_p95": 0.51},
+        {"pause_ms_p50": 12.1},
+        {"pause_ms_p50": 8.2},
+        {"upload": {"alone": {"ratio": 1.2}, "with_fleet": {"ratio": 1.4}}},
+    ],
+)
+def test_each_bar_can_be_missed(changed: dict[str, Any]) -> None:
+    runs = {"s3": _run(), "s3-shaped": _run(**{"lag_s_allowed": 0.5, **changed})}
+    assert [met for _, _, met in summary.bars(runs, 50)].count(False) == 1
+
+
+def test_bits_are_equal_only_if_memory_channel_and_trainer_agree_to_the_last_version() -> None:
+    weights = {1: {"w": "a"}, 2: {"w": "b"}}
+    proofs = [{"version": version, "sha256": sha256} for version, sha256 in weights.items()]
+    other = {**weights, 2: {"w": "c"}}
+    assert summary.bit_exact({"vllm-a": proofs, "vllm-b": proofs}, weights, weights)
+    assert not summary.bit_exact({"vllm-a": proofs, "vllm-b": proofs[:1]}, weights, weights)
+    assert not summary.bit_exact({"vllm-a": proofs, "vllm-b": proofs}, other, weights)
+    assert not summary.bit_exact({"vllm-a": proofs, "vllm-b": proofs}, weights, other)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +121,7 @@ def test_shaped_lines_are_as_long_and_as_wide_as_asked_for() -> None:
     sent_bytes = 1 << 20
     with Namespaces(["trainer", "bucket"], Shape(round_trip_s=0.05, bits_per_s=100e6)) as network:
         with _listen(network, "bucket") as server:
-            assert 0.05 <= round_trip_s(network, "trainer", "bucket")
+            assert round_trip_s(network, "trainer", "bucket") >= 0.05
             for _ in range(3):
                 server.accept()[0].close()
             with network.inside("trainer"):
