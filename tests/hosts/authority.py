@@ -41,12 +41,10 @@ class Authority:
         self.certificate = folder / "authority.pem"
         self.certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, host: str, address: str, alias: str) -> Path:
-        """A file with the host's key and its certificate, for its name, another one, and its address."""
+    def issue(self, host: str, address: str) -> Path:
+        """A file with the host's key and its certificate, for its name and its address."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName(
-            [x509.DNSName(host), x509.DNSName(alias), x509.IPAddress(ipaddress.ip_address(address))]
-        )
+        names = x509.SubjectAlternativeName([x509.DNSName(host), x509.IPAddress(ipaddress.ip_address(address))])
         signed = (
             _begun(_named(host), self._name, key)
             .add_extension(names, critical=False)

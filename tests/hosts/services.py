@@ -23,52 +23,15 @@ from tests.hub.hub import READ, WRITE
 from tests.servers import radosgw, s3
 
 STORES = ("s3", "hf")
-SERVER_NAME = "vllm"
-"""In the certificates of all replicas: nginx compares names only, and has one for the whole upstream."""
-
 _BUCKET = "runs"
-
-_NGINX = """
-daemon off;
-user root;
-worker_processes 1;
-pid {scratch}/nginx.pid;
-error_log {folder}/nginx-errors.log;
-events {{ }}
-http {{
-  access_log off;
-  client_body_temp_path {scratch}/nginx-body;
-  proxy_temp_path {scratch}/nginx-proxy;
-  fastcgi_temp_path {scratch}/nginx-fastcgi;
-  uwsgi_temp_path {scratch}/nginx-uwsgi;
-  scgi_temp_path {scratch}/nginx-scgi;
-  upstream replicas {{
-    least_conn;
-{servers}
-    keepalive 32;
-  }}
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{
-      proxy_pass https://replicas;
-      proxy_http_version 1.1;
-      proxy_read_timeout 600s;
-      proxy_set_header Connection "";
-      proxy_set_header Authorization "Bearer {key}";
-      proxy_ssl_name {name};
-      proxy_ssl_verify on;
-      proxy_ssl_trusted_certificate {authority};
-    }}
-  }}
-}}
-"""
+_ROUTER = ROOT / "deploy" / "router"
 
 
 def why_not_runnable(store: str) -> str | None:
     """Which programs are missing, None if none is."""
-    programs = ("nginx", *(radosgw.PROGRAMS if store == "s3" else ()))
+    programs = ("haproxy", *(radosgw.PROGRAMS if store == "s3" else ()))
     missing = [program for program in programs if shutil.which(program) is None]
-    return f"not installed: {', '.join(missing)} (Debian: nginx-light, ceph-mon, ceph-osd, radosgw)" if missing else None
+    return f"not installed: {', '.join(missing)} (Debian: haproxy, ceph-mon, ceph-osd, radosgw)" if missing else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +64,7 @@ class Services:
         self.tokens = Tokens()
         self.authority = authority.certificate
         self._certificates = {
-            host: authority.issue(host, network.place(host)[0], SERVER_NAME) for host in ("bucket", "environment", *REPLICAS)
+            host: authority.issue(host, network.place(host)[0]) for host in ("bucket", "environment", *REPLICAS)
         }
         self._router_port = free_port()
         cores = sorted(os.sched_getaffinity(0))
@@ -176,17 +139,21 @@ class Services:
         return self._child(host, f"vLLM on {host}", command, env, self._serving)
 
     def router(self) -> Child:
-        """nginx on the trainer's own host: TRL knows one URL and no token, here are the replicas and the key for them."""
-        servers = "\n".join("    server {}:{};".format(*self._network.place(host)) for host in REPLICAS)
-        config = self._folder / "nginx.conf"
-        config.touch(0o600)
-        config.write_text(
-            _NGINX.format(
-                folder=self._folder, scratch=self._scratch.name, servers=servers, port=self._router_port,
-                key=self.tokens.completions, name=SERVER_NAME, authority=self.authority,
-            )
-        )  # fmt: skip
-        return self._child("trainer", "nginx", ["nginx", "-c", str(config)], {}, self._training, "router")
+        """The router, on the trainer's host: TRL knows one URL and no token; here are the replicas, and the key for them."""
+        lines = [line for line in (_ROUTER / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
+        for host in REPLICAS:
+            place = "{}:{}".format(*self._network.place(host))
+            trust = f"ssl verify required ca-file {self.authority} sni str({host}) check-sni {host}"
+            lines.append(f"    server {host} {place} {trust}")
+        (self._folder / "haproxy.cfg").write_text("\n".join(lines) + "\n")
+        shutil.copy(_ROUTER / "replicas.lua", self._folder)
+        env = {
+            "REPLICA_TOKEN": self.tokens.completions,
+            "ROUTER_BIND": f"127.0.0.1:{self._router_port}",
+            "ROUTER_PROBES": f"deltasync-router-{self._router_port}",
+        }
+        command = ["haproxy", "-db", "-f", str(self._folder / "haproxy.cfg")]
+        return self._child("trainer", "The router", command, env, self._training, "router")
 
     def trainer(self, steps: int, task: str) -> Child:
         """TRL; learns of the replicas' versions from their heartbeats in the channel alone."""

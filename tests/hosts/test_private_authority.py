@@ -59,7 +59,7 @@ def _is_followed(url: str) -> None:
 def test_s3_with_a_private_authority(
     authority: Authority, s3_env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _s3_over_https(authority.issue("bucket", "127.0.0.1", "s3")) as endpoint:
+    with _s3_over_https(authority.issue("bucket", "127.0.0.1")) as endpoint:
         monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.certificate))
         with contextlib.closing(S3Server(endpoint)) as server:
             bucket = server.new_bucket()
@@ -70,7 +70,7 @@ def test_s3_with_a_private_authority(
 
 
 def test_the_hub_with_a_private_authority(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _hub_over_https(authority.issue("hub", "127.0.0.1", "hub")) as endpoint:
+    with _hub_over_https(authority.issue("hub", "127.0.0.1")) as endpoint:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         for name, value in (("HF_TOKEN", WRITE), ("HF_XET_CACHE", str(tmp_path)), ("HF_XET_TELEMETRY_ENABLED", "0")):

@@ -2,9 +2,9 @@
 
     python -m tests.servers.radosgw DIRECTORY -- COMMAND...    # COMMAND runs with RADOSGW_ENDPOINT set, then all is stopped
 
-With --https ADDRESS:PORT FILE the gateway serves HTTPS there, with the key and the certificate in FILE; the certificate has to
-be one that this process trusts (SSL_CERT_FILE). Needs the programs of the Debian packages ceph-mon, ceph-osd and radosgw. Everything is kept in DIRECTORY, which is
-removed in the end. Takes some 15 seconds to start.
+With --https ADDRESS:PORT FILE the gateway serves HTTPS there, with the key and the certificate in FILE, which this process
+must trust (SSL_CERT_FILE). Needs the programs of the Debian packages ceph-mon, ceph-osd and radosgw. Everything is kept in
+DIRECTORY, which is removed in the end. Takes some 15 seconds to start.
 """
 
 from __future__ import annotations
