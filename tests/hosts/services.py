@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
+from deltasync.deploy import router
 from tests.hosts.authority import Authority
 from tests.hosts.network import REPLICAS, ROOT, Network
 from tests.hub.hub import READ, WRITE
@@ -24,7 +25,6 @@ from tests.servers import radosgw, s3
 
 STORES = ("s3", "hf")
 _BUCKET = "runs"
-_ROUTER = ROOT / "deploy" / "router"
 
 
 def why_not_runnable(store: str) -> str | None:
@@ -140,19 +140,19 @@ class Services:
 
     def router(self) -> Child:
         """The router, on the trainer's host: TRL knows one URL and no token; here are the replicas, and the key for them."""
-        lines = [line for line in (_ROUTER / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
-        for host in REPLICAS:
-            place = "{}:{}".format(*self._network.place(host))
-            trust = f"ssl verify required ca-file {self.authority} sni str({host}) check-sni {host}"
-            lines.append(f"    server {host} {place} {trust}")
-        (self._folder / "haproxy.cfg").write_text("\n".join(lines) + "\n")
-        shutil.copy(_ROUTER / "replicas.lua", self._folder)
+        servers = {
+            host: "{}:{} ssl verify required ca-file {} sni str({}) check-sni {}".format(
+                *self._network.place(host), self.authority, host, host
+            )
+            for host in REPLICAS
+        }
+        config = router.write(self._folder, servers)
         env = {
             "REPLICA_TOKEN": self.tokens.completions,
             "ROUTER_BIND": f"127.0.0.1:{self._router_port}",
             "ROUTER_PROBES": f"deltasync-router-{self._router_port}",
         }
-        command = ["haproxy", "-db", "-f", str(self._folder / "haproxy.cfg")]
+        command = ["haproxy", "-db", "-f", str(config)]
         return self._child("trainer", "The router", command, env, self._training, "router")
 
     def trainer(self, steps: int, task: str) -> Child:
