@@ -15,7 +15,6 @@ from tests.hosts import network, summary
 from tests.hosts.run import RunSettings, run
 from tests.hosts.services import STORES, why_not_runnable
 
-TASKS = ("counting", "wordle")
 _began_s = time.monotonic()
 
 
@@ -33,7 +32,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", action="store_true", help="lines of 50 ms there and back, 100 Mbit/s each")
     parser.add_argument("--versions", type=int, default=50, help="versions to publish (default: 50)")
     parser.add_argument("--replicas", type=int, default=2, help="beyond 2 they are in host memory, and join at half time")
-    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
+    parser.add_argument(
+        "--task", choices=("wordle", "counting"), default="wordle", help="what the model learns (default: wordle)"
+    )
     parser.add_argument("--loopback", action="store_true", help="no namespaces: all on this host, told apart by ports")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-hosts-out"), help="earlier runs in it are kept and compared with"
@@ -56,7 +57,7 @@ def main() -> int:
     model = args.out / f"model-{args.task}"
     if not (model / "config.json").exists():
         say("building a tiny Qwen3 and warming it up by supervised learning")
-        build_checkpoint(model, 0)
+        build_checkpoint(model, 0, task=args.task)
     for store in STORES if args.store == "both" else [args.store]:
         missing = why_not_runnable(store)
         if missing is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
+from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
 from deltasync.deploy import router
 from tests.hosts.authority import Authority
 from tests.hosts.network import REPLICAS, ROOT, Network
@@ -112,7 +113,7 @@ class Services:
         address, port = self._network.place("environment")
         command = [sys.executable, "-m", "deltasync.demo.wordle", "--host", address, "--port", str(port)]
         command += ["--tls-cert", str(self._certificates["environment"])]
-        env = {"DELTASYNC_ENVIRONMENT_TOKEN": self.tokens.environment}
+        env = {TOKEN_VARIABLE: self.tokens.environment}
         return self._child("environment", "The environment", command, env, self._training)
 
     def replica(self, host: str) -> Child:
@@ -164,7 +165,7 @@ class Services:
             command += ["--task", "wordle", "--environment-url", self.url("environment")]
         env = self.store_env(WRITE) | {
             "CI": "1",
-            "DELTASYNC_ENVIRONMENT_TOKEN": self.tokens.environment,
+            TOKEN_VARIABLE: self.tokens.environment,
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "TRL_EXPERIMENTAL_SILENCE": "1",
