@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deltasync import Replica
+from deltasync.bits import bits_of
+from deltasync.demo.model import build_checkpoint
+from deltasync.demo.processes import Child
+from deltasync.demo.run import free_port
 from deltasync.stores.hub import hub_store
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
+from tests.integration.vllm_server import serving
+from tests.servers.haproxy import require_haproxy
 
 hub_server = fixtures.hub_server
 hub = fixtures.hub
@@ -36,3 +49,41 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer) -> None:
     assert stored == (ROOT / script).read_bytes()
     assert job["secrets"] == {"HF_TOKEN": hub.env["HF_TOKEN"], **tokens}
     assert (job["flavor"], job["timeoutSeconds"]) == ("l4x1", 4 * 3600)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.trl
+def test_the_script_trains(tmp_path: Path) -> None:
+    require_haproxy()
+    (tmp_path / "vllm").mkdir()
+    checkpoint = tmp_path / "vllm" / "model"
+    build_checkpoint(checkpoint, 0, task="wordle")
+    environment_port = free_port()
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "REPLICA_TOKEN": "replica's",
+        "DELTASYNC_ENVIRONMENT_TOKEN": "environment's",
+        "OMP_NUM_THREADS": "1",
+        "CI": "1",
+    }
+    wordle = [sys.executable, "-m", "deltasync.demo.wordle", "--port", str(environment_port)]
+    with (
+        serving(checkpoint, token="status", DELTASYNC_HTTP_TOKEN="status", VLLM_API_KEY="replica's") as server,
+        Child("The environment", wordle, env, tmp_path / "wordle.log"),
+    ):
+        command = [sys.executable, ROOT / "deploy/jobs/train.py", "--model", checkpoint, "--channel", server.channel]
+        command += ["--replicas", server.url, "--router_port", str(free_port())]
+        command += ["--environment", f"http://127.0.0.1:{environment_port}"]
+        command += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"]
+        command += ["--max_steps", "3", "--max_completion_length", "64", "--learning_rate", "1e-4"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        replica = Replica(server.channel)
+        assert replica.sync() >= 4  # the first weights, and those after each step
+        server.wait(lambda status: status["version"] == replica.version)
+        live = server.json("/deltasync/digest")["sha256"]
+        published = {name: hashlib.sha256(bits_of(w).tobytes()).hexdigest() for name, w in replica.state_dict().items()}
+        assert live == published
+        first = load_file(checkpoint / "model.safetensors")
+        assert any(not torch.equal(first[name], weight) for name, weight in replica.state_dict().items())

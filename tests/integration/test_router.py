@@ -169,7 +169,7 @@ def test_token_and_routes(router: Router, replicas: dict[str, Replica]) -> None:
     assert headers["authorization"] == "Bearer replica's" and none == []
     for path in ("/v1/models", "/tokenize", "/inference/v1/generate"):
         assert router.json(path) == {"path": path}
-    for path in ("/pause", "/deltasync/status", "/deltasync/sync", "/collective_rpc", "/"):
+    for path in ("/pause", "/deltasync/status", "/deltasync/sync", "/collective_rpc", "/", "/v1/../pause"):
         assert router.open(path).status == 404
     assert router.open("/health", authorization="").status == 200
 
