@@ -51,9 +51,7 @@ core.register_init(function()
         core.register_task(function()
             while true do
                 local replica = state(name, server)
-                if replica and replica.up then
-                    probe(name)
-                else
+                if not (replica and replica.up and pcall(probe, name)) then
                     versions[name] = nil
                 end
                 core.msleep(PROBE_MS)
