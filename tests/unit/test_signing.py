@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa, x25519
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import Publisher, Replica, manifest, open_store, signing
+from deltasync.cli import main
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import (
     ChannelInUseError,
@@ -393,3 +395,46 @@ def test_the_private_key_is_never_shown(
     secret = signer._key.private_bytes_raw()
     for text in ["".join(private.read_text().splitlines()[1:-1]), secret.hex(), str(secret)]:
         assert not any(text in part for part in shown)
+
+
+def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.cli.serve.require_vllm", lambda: None)
+    url = f"file://{tmp_path}/channel"
+    publish(open_store(url), 6, signing_key=keys / "old")
+    commands = {
+        "follow": [url, "--once"],
+        "check": [url],
+        "show": [url],
+        "log": [url],
+        "watch": [url, "--once"],
+        "dashboard": [url, "--out", f"{tmp_path}/page.html"],
+        "export": [url, "2", f"{tmp_path}/export"],
+        "cp": [url, f"file://{tmp_path}/copy"],
+        "forget": [url, "--keep-last", "5", "--dry-run"],
+        "prune": [url, "--dry-run"],
+        "fold": [url, "1", "6", "--signing-key", str(keys / "old")],
+    }
+
+    def run(command: str, *more: str) -> Result:
+        return CliRunner().invoke(main, [command, *commands[command], *more])
+
+    unsigned = CliRunner().invoke(main, ["fold", url, "1", "6"])
+    assert (unsigned.exit_code, "This channel is signed" in unsigned.output) == (3, True)
+    for command in commands:
+        refused = run(command, "--trusted-keys", str(keys / "new.pub")) if command != "fold" else unsigned
+        assert refused.exit_code in (3, 4), command
+        assert command in ("fold", "check") or "signed with the key" in refused.output or "is not signed" in refused.output
+        taken = run(command, "--trusted-keys", str(keys / "both"))
+        assert taken.exit_code == 0, (command, taken.output)
+    shown = CliRunner().invoke(main, ["show", url]).output
+    assert f"{Signer(keys / 'old').public} (not checked)" in shown
+    served = CliRunner().invoke(main, ["serve", "model", "--channel", url, "--trusted-keys", "keys", "--dry-run"])
+    assert f"DELTASYNC_TRUSTED_KEYS={Path.cwd()}/keys " in served.output
+
+
+def test_keygen_prints_the_public_line(tmp_path: Path) -> None:
+    made = CliRunner().invoke(main, ["keygen", str(tmp_path / "trainer")])
+    assert (made.exit_code, made.output) == (0, (tmp_path / "trainer.pub").read_text())
+    assert made.output.endswith(" trainer\n")
+    again = CliRunner().invoke(main, ["keygen", str(tmp_path / "trainer"), "--name", "x"])
+    assert again.exit_code == 3 and "left as it is" in again.output
