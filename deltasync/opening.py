@@ -108,9 +108,8 @@ def _roll_forward(reader: ChannelReader, signer: Signer | None) -> Head | None:
         head = None
     if version <= (0 if head is None else head.version):
         return head
-    data = reader.store.read(layout.manifest(version))
-    found = reader.manifest(version)
-    sha256 = manifest.sha256_hex(data)
+    sha256 = manifest.sha256_hex(reader.store.read(layout.manifest(version)))
+    found = reader.manifest(version, sha256)
     head = Head(format=manifest.FORMAT, run_id=found.run_id, version=version, manifest_sha256=sha256)
     reader.store.replace(layout.HEAD, signing.encode(head, layout.HEAD, signer))
     logger.warning("version %d was complete but not named by head; rolled forward", version)
