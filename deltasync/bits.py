@@ -51,6 +51,14 @@ def tensor_of(bits_N: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     return signed_view(bits_N).view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
+def has_nan(bits_N: np.ndarray, dtype: str) -> bool:
+    """Whether one of these bit patterns of a dtype, shape N, is a NaN."""
+    values = signed_view(bits_N).view(getattr(torch, dtype))
+    if not values.is_floating_point():
+        return False
+    return bool((values.float() if values.element_size() == 1 else values).isnan().any())
+
+
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """`tensor` in the served dtype: floating tensors of 16 bits or more rounded to nearest even, others unchanged.
 

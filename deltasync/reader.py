@@ -256,7 +256,9 @@ class ChannelReader:
             return chain.plan(current, target, steps)
 
     def _steps_back(self, target: int, sha256: str | None, current: int | None) -> list[chain.Step]:
-        """Anchors and deltas from the target back to `current`, or to the last anchor that a replica without it can use."""
+        """Anchors and deltas from the target back to `current`, or to the last anchor that did not fail, for a replica that
+        has none of these versions.
+        """
         steps: list[chain.Step] = []
         wanted: int | None = target
         while wanted is not None and wanted != current:
@@ -268,13 +270,15 @@ class ChannelReader:
                     raise
                 break
             sha256 = sha256 or self._manifests[wanted][1]
+            full = None
             if found.anchor is not None:
-                steps.append(chain.Step(wanted, sha256, None, found.anchor.payload_bytes))
+                full = chain.Step(wanted, sha256, None, found.anchor.payload_bytes)
+                steps.append(full)
             if found.delta is None:
                 break
             base = found.delta.base_version
             steps.append(chain.Step(wanted, sha256, base, found.delta.payload_bytes))
-            if found.anchor is not None and (current is None or wanted < current):
+            if full is not None and full not in self._distrusted and (current is None or wanted < current):
                 break
             wanted, sha256 = base, found.delta.base_manifest_sha256
             for link, before in itertools.pairwise(reversed(found.chain)):

@@ -26,6 +26,7 @@ from deltasync.errors import (
     HeadRewindError,
     MissingVersionError,
     NotPublishedError,
+    StageError,
 )
 from deltasync.fold import fold_all
 from deltasync.manifest import Head, Manifest
@@ -171,9 +172,10 @@ class Follower:
             StoreError, ChainError, FormatError, StageError: nothing changed; retry, or plan again.
         """
         before = time.perf_counter()
-        patches = self._patches(steps[0], self.memory.gather) if len(steps) == 1 else self._merged(steps)
-        staged = self.memory.stage(patches)
         last = steps[-1]
+        with _saying_memory_is_out(last.version):
+            patches = self._patches(steps[0], self.memory.gather) if len(steps) == 1 else self._merged(steps)
+            staged = self.memory.stage(patches)
         version = self.reader.manifest(last.version, last.manifest_sha256)
         return StagedVersion(version, steps, staged, time.perf_counter() - before)
 
@@ -224,12 +226,13 @@ class Follower:
         """Write a staged version; follow it by `confirm` or `rollback`.
 
         Raises:
-            StageError: live memory was written by someone else.
+            StageError: live memory was written by someone else, or there is not enough of it; the bits are as before.
             CommitError: the write failed and could not be undone.
         """
         before = dict(self.memory.parts)
         try:
-            return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+            with _saying_memory_is_out(staged.manifest.version):
+                return CommittedVersion(staged, self.memory.commit(staged.staged), before)
         except BaseException:
             self.doubt()
             raise
@@ -334,6 +337,22 @@ def _folded(patches: Sequence[Patch]) -> list[Patch]:
     return fold_all(patches) or [Patch(first.name, np.empty(0, np.int32), first.data[:0], absolute=False)]
 
 
+_MEMORY_IS_OUT = "can't allocate memory", "can't start new thread"
+"""What torch and Python say then in a RuntimeError."""
+
+
+@contextlib.contextmanager
+def _saying_memory_is_out(version: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        panic = type(error).__module__ == "pyo3_runtime"  # safetensors' then, which is no Exception
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _MEMORY_IS_OUT)
+        if panic or short:
+            raise StageError(f"Not enough memory for version {version}, the one before stays live: {error}") from error
+        raise
+
+
 class Replica:
     """Weights in host memory that follow a channel.
 
@@ -416,6 +435,24 @@ class Replica:
         memory.audit()
         self._follower, self._tensors = Follower(self._reader, memory), tensors
         return self._follower.identify(head, model_fingerprint(memory.fingerprints))
+
+    def audit(self) -> bool:
+        """Hold every bit in memory to the version, against faults that no commit meets.
+
+        Returns:
+            Whether the bits are the version's. If not, `version` is None, and the next `sync` starts from an anchor.
+
+        Raises:
+            NotPublishedError: nothing was synced yet.
+        """
+        if self._follower is None:
+            raise NotPublishedError("This replica holds no version yet; call sync() first.")
+        before = self.version
+        self._follower.memory.audit()
+        self._follower.settle(model_fingerprint(self._follower.memory.fingerprints))
+        if before is not None and self.version is None:
+            logger.warning("The weights in memory are not those of version %d any more; the next sync loads others.", before)
+        return self.version is not None
 
     def _head(self, version: int | None, deadline: float) -> Head:
         """Head, once it names `version` or, for None, anything; at `deadline` whatever it names then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -147,6 +148,28 @@ class FaultyStore:
     @staticmethod
     def _strikes(fault: Fault, operation: str, key: str) -> bool:
         return fault.hits < fault.times and fault.operation == operation and key.startswith(fault.key_prefix)
+
+
+class FlakyStore(FaultyStore):
+    """Fails at random, before or after the operation, and now and then returns damaged bytes."""
+
+    def __init__(self, inner: Store, rate: float, seed: int) -> None:
+        super().__init__(inner)
+        self._rate, self._random = rate, random.Random(seed)
+        self.faults = 0
+
+    def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
+        if self._random.random() >= self._rate:
+            return action()
+        self.faults += 1
+        kind = self._random.choice(("before", "after", "damaged"))
+        if kind == "before":
+            raise TransientStoreError(f"{operation} {key} failed by chance")
+        result = action()
+        if kind == "damaged" and isinstance(result, bytes) and result:
+            place = self._random.randrange(len(result))
+            return result[:place] + bytes([result[place] ^ 1]) + result[place + 1 :]  # type: ignore[return-value]
+        raise TransientStoreError(f"the reply of {operation} {key} got lost by chance")
 
 
 def truncated(data: bytes) -> bytes:

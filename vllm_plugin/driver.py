@@ -77,6 +77,7 @@ class Driver:
         self._regions: list[dict[str, list[Region]]] = []
         self._reloaded: dict[str, str] = {}  # tensors that take the fallback, and why
         self._fingerprints: dict[str, int] = {}
+        self._audited_s = 0.0
         self._beat_s = -settings.heartbeat_interval_s
         self._beat: tuple[object, ...] = ()
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
@@ -185,6 +186,7 @@ class Driver:
             if not self._opened:
                 await self._open()
             if self._version == (version or self._head.version) and await self._settled():
+                await self._audit_if_due()
                 self._report("serving", None)
                 return
             tokens_before = generated_tokens()
@@ -204,9 +206,24 @@ class Driver:
     async def _settled(self) -> bool:
         return all(reply["settled"] for reply in await self._workers.call("settled"))
 
+    async def _audit_if_due(self) -> None:
+        """Find out bits that changed by themselves, by a fault of the memory say.
+
+        Raises:
+            ApplyError: there are some. The next look loads full weights.
+        """
+        interval_s, version = self._settings.audit_interval_s, self._version
+        if interval_s and time.monotonic() - self._audited_s >= interval_s:
+            await self._settle(first=False)
+            if self._version is None:
+                raise ApplyError(
+                    f"The weights in memory were not those of version {version} any more; loading full weights."
+                )
+
     async def _settle(self, first: bool) -> None:
         """Audit all live memory and tell the workers what came out; the first time, prove where it lies."""
         replies = await self._workers.work("audit", first)
+        self._audited_s = time.monotonic()
         if first:
             self._regions = [regions_of(reply) for reply in replies]
             self._reloaded = {name: why for reply in replies for name, why in reply["reloaded"].items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import re
@@ -136,23 +137,41 @@ class Trainer:
 
     def run(self, root: Path, kill: Point | None, passed: Connection) -> None:
         torch.set_num_threads(1)
+        warned = Warned()
+        logging.getLogger("deltasync").addHandler(warned)
         store = KillingStore(root, kill)
         with mock.patch("deltasync.keeper._LEAST_BETWEEN", 1), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
-                publisher._keeper._pool.submit(int).result(PATIENCE_S)  # in an order that is the same every time
-        passed.send(store.passed)
+                for thread in (publisher._uploader._pool, publisher._keeper._pool):  # type: ignore[union-attr]
+                    thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
+        passed.send((store.passed, warned.messages))
 
 
-def process(trainer: Trainer, root: Path, kill: Point | None = None) -> list[Point]:
-    """Publish in a process of its own. Returns the points that it passed, none if it was killed as it should."""
+class Warned(logging.Handler):
+    """Keeps what deltasync logs from warnings on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def one(self, part: str) -> str:
+        """The first message with this in it."""
+        return next(message for message in self.messages if part in message)
+
+
+def process(trainer: Trainer, root: Path, kill: Point | None = None) -> tuple[list[Point], list[str]]:
+    """Publish in a process of its own. Returns the points that it passed and what it warned of; nothing if it was killed."""
     receiver, sender = PROCESSES.Pipe(duplex=False)
     child = PROCESSES.Process(target=trainer.run, args=(root, kill, sender))
     child.start()
     sender.close()
     child.join(PATIENCE_S)
     assert child.exitcode == (0 if kill is None else -signal.SIGKILL), f"{kill}: {child.exitcode}"
-    passed: list[Point] = receiver.recv() if kill is None else []
+    passed: tuple[list[Point], list[str]] = receiver.recv() if kill is None else ([], [])
     receiver.close()
     return passed
 
@@ -193,8 +212,12 @@ class Following:
         self._run.result()
 
 
-def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill: Point) -> None:
-    """Kill a publisher there, look at the channel, resume it, and look again."""
+def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill: Point) -> tuple[float, list[str]]:
+    """Kill a publisher there, look at the channel, resume it, and look again.
+
+    Returns:
+        Seconds from the second start until its last version was followed, and what it warned of.
+    """
     if template.exists():
         shutil.copytree(template, root)
     with Following(root) as following:
@@ -203,15 +226,16 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
         after = manifests(root)
         assert all(after[version] == data for version, data in before.items() if version in after)
         assert_sound(root, after)
-        passed = process(resumed, root)
+        restarted_s = time.monotonic()
+        passed, warned = process(resumed, root)
         newest = max(manifests(root))
-        deadline = time.monotonic() + PATIENCE_S
-        while newest not in following.served and time.monotonic() < deadline:
+        while newest not in following.served and time.monotonic() < restarted_s + PATIENCE_S:
             time.sleep(0.005)
+        took_s = time.monotonic() - restarted_s
     end = manifests(root)
     published = sum(p.moment == "after" and p.operation == "create" and p.key.startswith("manifests/") for p in passed)
     reference_too = resumed.by_reference and not after
-    assert published == len(resumed.steps) + reference_too
+    assert published == len(resumed.steps) + reference_too, f"killed {kill}; then {list(map(str, passed))}, {warned}"
     # None skipped, none used again: those that were there are as they were, or forgotten, and the others come right after.
     assert newest == max(after, default=0) + published
     assert all(end[version] == data for version, data in after.items() if version in end)
@@ -222,6 +246,7 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
     head = ChannelReader(open_store(f"file://{root}")).head()
     assert head.version == newest
     assert following.served[newest] == resumed.steps[-1]
+    return took_s, warned
 
 
 def assert_sound(root: Path, found: dict[int, bytes]) -> None:
@@ -277,7 +302,7 @@ def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> Non
     rehearsal = base / f"rehearsal {name}"
     if start.exists():
         shutil.copytree(start, rehearsal)
-    points = process(killed, rehearsal)
+    points, _ = process(killed, rehearsal)
     assert len(points) >= LEAST_POINTS[name], [str(point) for point in points]
     with ThreadPoolExecutor(2) as pool:
         runs = {

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import random
-from collections.abc import Callable
-from typing import TypeVar
+import time
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from deltasync.reader import ChannelReader
 from deltasync.stores import Store
 from tests import http_faults as faults
 from tests.conftest import assert_same_bits
-from tests.faults import FaultyStore
+from tests.faults import FlakyStore
 from tests.http_faults import Fault
 from tests.servers import s3, services
 from tests.servers.reverse_proxy import Action
@@ -44,7 +42,6 @@ service = services.service
 FOREVER = 10_000
 
 Weights = dict[str, torch.Tensor]
-_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +258,16 @@ FOLLOWING = [
 
 @pytest.mark.parametrize("case", PUBLISHING, ids=lambda case: case.shows)
 def test_publishing(service: Service, case: Case) -> None:
-    run = Run(service)
+    publishes_through(service, case)
+
+
+def publishes_through(service: Service, case: Case) -> tuple[str, float]:
+    """Assert a row of PUBLISHING.
+
+    Returns:
+        The error, "" if there was none; seconds from when the store was well until a new version was followed.
+    """
+    run, said = Run(service), ""
     fault = _strike(service, case)
     if case.error is None:
         assert run.publish().kind == "delta"
@@ -269,37 +275,51 @@ def test_publishing(service: Service, case: Case) -> None:
         with pytest.raises(case.error, match=case.said) as failure:
             run.publish()
         assert type(failure.value) is case.error
+        said = str(failure.value)
     assert fault.hits == case.times or case.times >= FOREVER
     assert fault.hits
     assert run.check_visible() == case.visible
     service.proxy.heal()
     assert run.replica.sync() == case.visible
-    for _ in range(2):
-        run.publish()
+    well_s = time.perf_counter()
+    run.publish()
+    run.replica.sync()
+    recovered_s = time.perf_counter() - well_s
+    run.publish()
     run.check_end(case.versions)
     if case.error is None:
         keys = [info.key for info in open_store(service.direct).list("deltas/")]
         assert keys == [f"{layout.delta_dir(version)}/{layout.delta_part(1, 1)}" for version in (2, 3, 4)]
+    return said, recovered_s
 
 
 @pytest.mark.parametrize("case", FOLLOWING, ids=lambda case: case.shows)
 def test_following(service: Service, case: Case) -> None:
-    run = Run(service)
+    follows_through(service, case)
+
+
+def follows_through(service: Service, case: Case) -> tuple[str, float]:
+    """Assert a row of FOLLOWING; returns the error, and seconds from when the store was well until head was followed."""
+    run, said = Run(service), ""
     run.publish()
     fault = _strike(service, case)
     if case.error is None:
         assert run.replica.sync() == 2
     else:
-        with pytest.raises(case.error, match=case.said):
+        with pytest.raises(case.error, match=case.said) as failure:
             run.replica.sync()
         assert run.replica.version == 1
+        said = str(failure.value)
     assert fault.hits == case.times or case.times >= FOREVER
     assert_same_bits(run.replica.state_dict(), run.published[run.replica.version or 0])
     service.proxy.heal()
+    well_s = time.perf_counter()
     assert run.replica.sync() == 2
+    recovered_s = time.perf_counter() - well_s
     for _ in range(2):
         run.publish()
     run.check_end(case.versions)
+    return said, recovered_s
 
 
 def test_a_stale_head_is_an_old_version_and_no_error(service: Service) -> None:
@@ -390,28 +410,6 @@ class TestResume:
             run.publisher.close()
         assert run.check_visible() == 2
         assert run.replica.sync() == 2
-
-
-class FlakyStore(FaultyStore):
-    """Fails at random, before or after the operation, and now and then returns damaged bytes."""
-
-    def __init__(self, inner: Store, rate: float, seed: int) -> None:
-        super().__init__(inner)
-        self._rate, self._random = rate, random.Random(seed)
-        self.faults = 0
-
-    def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
-        if self._random.random() >= self._rate:
-            return action()
-        self.faults += 1
-        kind = self._random.choice(("before", "after", "damaged"))
-        if kind == "before":
-            raise TransientStoreError(f"{operation} {key} failed by chance")
-        result = action()
-        if kind == "damaged" and isinstance(result, bytes) and result:
-            place = self._random.randrange(len(result))
-            return result[:place] + bytes([result[place] ^ 1]) + result[place + 1 :]  # type: ignore[return-value]
-        raise TransientStoreError(f"the reply of {operation} {key} got lost by chance")
 
 
 RANDOM_ACTIONS = [

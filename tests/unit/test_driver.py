@@ -467,3 +467,25 @@ def test_the_versions_that_were_live_during_a_request_are_in_its_headers(
         reply = client.post("/v1/completions?to=2")
         assert reply.headers["x-deltasync-versions"] in ("1..2", "2..2")  # the driver may have been faster
         assert "x-deltasync-versions" not in client.get("/deltasync/status").headers
+
+
+def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
+    engine: Engine, memory_url: str, trainer: Trainer, registry: CollectorRegistry
+) -> None:
+    async def scene() -> None:
+        settings = ReplicaSettings(channel=memory_url, replica_id="unit", audit_interval_s=1e-9)
+        driver = Driver(engine, settings, Metrics(registry))
+        version = trainer.publish()
+        while driver.version != version:
+            await driver.look()
+        engine.model.w.view(torch.int16)[30, 5] ^= 1
+        await driver.look()
+        assert driver.version is None
+        assert "not those of version 1 any more" in driver.status()["error"]
+        await driver.look()
+        assert driver.version == version
+        assert torch.equal(engine.model.w.view(torch.int16), trainer.weights["w"].view(torch.int16))
+        await driver.look()
+        assert driver.status()["state"] == "serving"
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))

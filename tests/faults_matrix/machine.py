@@ -1,0 +1,300 @@
+"""The machine fails: its disk is full, its memory is short, its clock jumps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, heartbeat, housekeeping, open_store
+from deltasync.config import Retention
+from deltasync.errors import AckTimeoutError, ConfigError, PublishLostError, StageError
+from deltasync.heartbeat import Heartbeat
+from deltasync.jobs import JobMaker
+from deltasync.reader import ChannelReader
+from deltasync.stores.cache import CachedStore
+from tests.conftest import assert_same_bits
+from tests.faults_matrix import steps
+from tests.faults_matrix.matrix import (
+    PATIENCE_S,
+    Lab,
+    Seen,
+    assert_holds,
+    expecting,
+    listening,
+    publish,
+    row,
+    timed,
+)
+from tests.integration.test_kill_publisher import PROCESSES
+
+_DISK_BYTES = 1 << 20
+_LARGE = 4_000_000  # elements
+_MARGINS_MB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+@contextlib.contextmanager
+def _small_disk(lab: Lab) -> Iterator[Path]:
+    """A disk of its own, of 1 MiB. Needs root."""
+    disk = lab.folder / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def _fill(disk: Path) -> Path:
+    """Take all the room that is left."""
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    return filler
+
+
+@row(
+    "A full disk",
+    "the channel's disk is full (file://)",
+    noticed="the failed write, after all retries",
+    back="room on the disk; the next publish has full weights",
+)
+def _store_full(lab: Lab) -> Seen:
+    with _small_disk(lab) as disk:
+        url = f"file://{disk}/channel"
+        replica, publisher = Replica(url), Publisher(url, retries=2, retry_delay_s=0.001)
+        publish(publisher, 1)
+        replica.sync()
+        filler = _fill(disk)
+        with expecting(PublishLostError) as said:
+            publish(publisher, 2)
+        replica.sync()
+        assert_holds(replica, 1)
+        filler.unlink()
+        with timed() as took:
+            version = publish(publisher, 3)
+            assert replica.sync() == version
+        assert_holds(replica, 3)
+        publisher.close()
+        assert [path for path in disk.rglob("*.tmp")] == []
+        assert housekeeping.check(ChannelReader(open_store(url)), read_data=True).problems == []
+        return Seen(said[0], took[0])
+
+
+@row(
+    "A full disk",
+    "the trainer's disk is full when it saves the shadow",
+    noticed="the failed write",
+    back="resuming, which reads the channel instead",
+)
+def _shadow_full(lab: Lab) -> Seen:
+    url = f"file://{lab.folder}/channel"
+    with _small_disk(lab) as disk:
+        with Publisher(url) as publisher:
+            publish(publisher, 1)
+            _fill(disk)
+            with expecting(ConfigError) as said:
+                publisher.save_shadow(disk)
+            publish(publisher, 2)
+        with timed() as took:
+            publisher = Publisher(url, resume=True, shadow=disk)
+            assert publish(publisher, 3) == 3
+        publisher.close()
+    replica = Replica(url)
+    assert replica.sync() == 3
+    assert_holds(replica, 3)
+    return Seen(said[0], took[0])
+
+
+@row("A full disk", "the disk of a replica's cache is full", noticed="the failed write", back="the store, in the same sync")
+def _cache_full(lab: Lab) -> Seen:
+    url = f"file://{lab.folder}/channel"
+    with _small_disk(lab) as disk, Publisher(url) as publisher:
+        replica = Replica(CachedStore(open_store(url), disk / "cache", _DISK_BYTES))
+        publish(publisher, 1)
+        replica.sync()
+        _fill(disk)
+        publish(publisher, 2)
+        with listening() as warned, timed() as took:
+            assert replica.sync() == 2
+        assert_holds(replica, 2)
+        return Seen(warned.one("No space left"), took[0])
+
+
+def _out_of_memory(step: str, first: int | None, lab: Lab) -> Seen:
+    url = f"file://{lab.folder}/channel"
+    with Publisher(url) as publisher:
+        for seed in (1, 2, 3):
+            publish(publisher, seed)
+    replica = Replica(url)
+    if first is not None:
+        replica.sync(first)
+
+    def tell(reached: str) -> None:
+        if reached == step:
+            raise MemoryError("Unable to allocate 1.16 GiB for an array (by the test)")
+
+    with steps.patched(tell), expecting(StageError) as said:
+        replica.sync()
+    assert replica.version == first
+    if first is not None:
+        assert_holds(replica, first)
+    with timed() as took:
+        assert replica.sync() == 3
+    assert_holds(replica, 3)
+    return Seen(said[0], took[0])
+
+
+for _step, _first in (("a tensor is decoded", 1), ("a tensor is translated", 1), ("half of the tensors are copied", None)):
+    row("Short memory", f"a replica has no memory left when {_step}", noticed="the failed allocation", back="the next sync")(
+        functools.partial(_out_of_memory, _step, _first)
+    )
+
+
+def _large(seed: int) -> dict[str, torch.Tensor]:
+    w = torch.zeros(_LARGE, dtype=torch.bfloat16)
+    w.view(torch.int16)[seed * 1000 : _LARGE // (1 + seed)] += seed
+    return {"w": w}
+
+
+@contextlib.contextmanager
+def _at_most(margin_mb: int) -> Iterator[None]:
+    """This process may take so much more address space than it has."""
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (margin_mb << 20), resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _short_of_memory(url: str, told: Connection) -> None:
+    """Syncs with more and more memory to spare; tells the errors, and how long the slowest sync after one took."""
+    torch.set_num_threads(1)
+    replica, errors, slowest_s = Replica(url), [], 0.0
+    for margin_mb in _MARGINS_MB:
+        replica.sync(1)
+        try:
+            with _at_most(margin_mb):
+                replica.sync()
+        except StageError as error:
+            errors.append(f"StageError: {error}")
+            assert replica.version == 1
+            assert_same_bits(replica.state_dict(), _large(1))
+        with timed() as took:
+            assert replica.sync() == 2
+        slowest_s = max(slowest_s, took[0])
+        assert_same_bits(replica.state_dict(), _large(2))
+    told.send((errors, slowest_s))
+
+
+@row(
+    "Short memory",
+    "a replica may take only so many MiB more (RLIMIT_AS, from 1 to 64)",
+    noticed="the failed allocation",
+    back="the next sync, when there is memory",
+    slow=True,
+)
+def _limited(lab: Lab) -> Seen:
+    url = f"file://{lab.folder}/channel"
+    with Publisher(url) as publisher:
+        for seed in (1, 2):
+            publisher.publish(_large(seed).items()).wait(PATIENCE_S)
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=_short_of_memory, args=(url, sender))
+    child.start()
+    sender.close()
+    errors, slowest_s = receiver.recv()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+    return Seen(errors[0], slowest_s, len(errors))
+
+
+@row("Short memory", "the trainer has no memory left to encode", noticed="the failed allocation", back="the next publish")
+def _encoding(lab: Lab) -> Seen:
+    url = f"file://{lab.folder}/channel"
+    with Publisher(url) as publisher:
+        publish(publisher, 1)
+        failing = mock.patch.object(
+            JobMaker, "_encode", side_effect=MemoryError("Unable to allocate 1.16 GiB (by the test)")
+        )
+        with failing, expecting(MemoryError) as said:
+            publish(publisher, 2)
+        replica = Replica(url)
+        with timed() as took:
+            assert publish(publisher, 3) == replica.sync() == 2
+    assert_holds(replica, 3)
+    return Seen(said[0], took[0])
+
+
+@contextlib.contextmanager
+def _clock_off(seconds: float) -> Iterator[None]:
+    now = time.time
+    with mock.patch.object(time, "time", lambda: now() + seconds):
+        yield
+
+
+@row(
+    "Clocks",
+    "the trainer's and the replica's clock jumps a day ahead, then a day back",
+    noticed="by nobody: ages are the store's own, waits are by the monotonic clock",
+    back="nothing to come back from",
+)
+def _jumps(lab: Lab) -> Seen:
+    store = open_store(f"file://{lab.folder}/channel")
+    seed, slowest_s = 0, 0.0
+    retention = Retention(keep_last=2, keep_anchors=1, prune_grace_s=3600.0)
+    with mock.patch("deltasync.keeper._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
+        replica = Replica(store)
+        for off_s in (0.0, 86400.0, -86400.0, 0.0):
+            with _clock_off(off_s):
+                for _ in range(3):
+                    seed += 1
+                    with timed() as took:
+                        assert publish(publisher, seed) == replica.sync() == seed
+                    slowest_s = max(slowest_s, took[0])
+                    assert_holds(replica, seed)
+    assert len(list(store.list("deltas/"))) == seed - 1  # nothing was old enough to prune
+    assert housekeeping.check(ChannelReader(store), read_data=True).problems == []
+    return Seen("(nothing)", slowest_s)
+
+
+@row(
+    "Clocks",
+    "a replica's clock is an hour behind the trainer's, which waits for the fleet",
+    noticed="heartbeats that look old",
+    back="setting the clock right",
+)
+def _behind(lab: Lab) -> Seen:
+    store = open_store(f"file://{lab.folder}/channel")
+    with Publisher(store) as publisher:
+        publish(publisher, 1)
+        run_id = str(publisher.run_id)
+        beat = functools.partial(Heartbeat, replica_id="a", run_id=run_id, version=1, state="serving")
+        heartbeat.write(store, beat(time_s=time.time() - 3600))
+        with expecting(AckTimeoutError) as said:
+            heartbeat.wait_for(store, run_id, 1, "all", 0.0)
+        heartbeat.write(store, beat(time_s=time.time() + 3600))  # ahead is no harm
+        assert heartbeat.wait_for(store, run_id, 1, "all", 0.0)
+        heartbeat.write(store, beat())
+        with timed() as took:
+            assert heartbeat.wait_for(store, run_id, 1, "all", PATIENCE_S)
+        publish(publisher, 2)
+    replica = Replica(store)
+    assert replica.sync() == 2
+    assert_holds(replica, 2)
+    return Seen(said[0], took[0])

@@ -1,0 +1,213 @@
+"""Real vLLM servers of which a process dies, and a supervisor that starts them again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import signal
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from deltasync.cli.serve import vllm_command
+from deltasync.demo.processes import Child, get_json
+from deltasync.demo.run import free_port
+from tests.faults_matrix.killing import DRIVER_STEPS
+from tests.faults_matrix.matrix import Lab, Seen, row
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, one_thread, save_model
+
+_REPOSITORY = Path(__file__).parents[2]
+_DEATH = re.compile(r"died unexpectedly|EngineDeadError|Engine core proc .* died|EngineCore encountered")
+
+
+@dataclasses.dataclass
+class Supervised:
+    """A server that is started again when it has ended.
+
+    Attributes:
+        folder: Of its channel, checkpoint and log.
+        workers: Tensor-parallel ones.
+        starts: How often it was started.
+    """
+
+    folder: Path
+    workers: int = 1
+    starts: int = 0
+
+    def __post_init__(self) -> None:
+        checkpoint = save_model(self.folder)
+        channel, port = f"file://{self.folder}/channel", free_port()
+        weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+        self.server = Server(f"http://127.0.0.1:{port}", channel, weights)
+        arguments = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
+        arguments += ["--max-num-seqs", "8", "--tensor-parallel-size", str(self.workers)]
+        line, environ = vllm_command(str(checkpoint), channel, arguments, os.environ)
+        self._line = [word.replace("vllm.entrypoints.openai.api_server", "tests.faults_matrix.killing") for word in line]
+        self._cores = sorted(os.sched_getaffinity(0))[-self.workers :]
+        self._environ = {
+            **environ,
+            "DELTASYNC_DIGEST_ROUTE": "1",
+            "DELTASYNC_POLL_INTERVAL_S": "0.05",
+            "FAULT_AT": str(self.at),
+            "PYTHONPATH": f"{_REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if self.workers == 1 else "|".join(map(str, self._cores)),
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+
+    @property
+    def at(self) -> Path:
+        """Where the step is told."""
+        return self.folder / "at"
+
+    @property
+    def log(self) -> Path:
+        """Of the last start."""
+        return self.folder / f"server-{self.starts}.log"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Child]:
+        """Start it; what is left of it is ended with the block."""
+        self.starts += 1
+        with Child("The vLLM server", self._line, self._environ, self.log, self._cores) as child:
+            child.wait_until(lambda: get_json(self.server.url + "/deltasync/status"), 2 * PATIENCE_S, "to start")
+            yield child
+
+    def publish(self) -> int:
+        """The next version."""
+        self.server.step()
+        return self.server.publish()
+
+    def seconds_to_serve(self, version: int) -> float:
+        """Start it; how long until it serves the version, bit for bit, and answers."""
+        before = time.monotonic()
+        self._running = self.running()
+        self._child = self._running.__enter__()
+        self.server.assert_serves(version)
+        took_s = time.monotonic() - before
+        assert len(complete(self.server.url, 5)) == 5
+        return took_s
+
+    def pids(self, title: str) -> list[int]:
+        """Processes of this server with this in their title."""
+        assert self._child._process is not None
+        group, found = self._child._process.pid, []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(pid)) == group and title in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(int(pid))
+        return found
+
+    def ends(self, published: int) -> tuple[str, float]:
+        """Wait for its end; while it lasts, it serves no wrong bits, and the request that runs does not hang.
+
+        Returns:
+            What it said; and after how many seconds it had ended.
+        """
+        before, serves = time.monotonic(), self.server.status
+        while self._child.running():
+            assert time.monotonic() - before < PATIENCE_S, "the server neither serves nor ends"
+            with contextlib.suppress(OSError, urllib.error.HTTPError):
+                version = serves()["version"]
+                assert version is None or version <= published
+            time.sleep(0.05)
+        took_s = time.monotonic() - before
+        said = [line for line in self.log.read_text(errors="replace").splitlines() if _DEATH.search(line)]
+        self._running.__exit__(None, None, None)
+        return re.sub(r"^.*?\] ", "", said[0]) if said else "", took_s
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(AttributeError):
+            self._running.__exit__(None, None, None)
+        if self.server.publisher is not None:
+            self.server.publisher.close()
+
+
+class Request(threading.Thread):
+    """A long completion; `outcome` is how it ended."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self.outcome = url, ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = f"{len(complete(self._url, 900))} tokens"
+        except Exception as error:  # noqa: BLE001 - how it ends is what is asked
+            self.outcome = f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """One server for all rows, serving."""
+    supervised = Supervised(tmp_path_factory.mktemp("supervised"))
+    with one_thread(), contextlib.closing(supervised):
+        supervised.seconds_to_serve(supervised.server.publish())
+        yield supervised
+
+
+def _dies(step: str, lab: Lab) -> Seen:
+    supervised: Supervised = lab.request.getfixturevalue("supervised")
+    request = Request(supervised.server.url)
+    supervised.server.wait_for_requests(1)
+    supervised.at.write_text(step)
+    version = supervised.publish()
+    said, ended_s = supervised.ends(version)
+    assert not supervised.at.exists()
+    request.join(PATIENCE_S)
+    assert request.outcome and "tokens" not in request.outcome
+    took_s = supervised.seconds_to_serve(version)
+    return Seen(f"{said or '(nothing)'} (ended after {ended_s:.1f} s; the request that ran: {request.outcome})", took_s)
+
+
+_IN_WORKER = (
+    "a tensor is decoded",
+    "all is staged",
+    "half of the values are exchanged",
+    "all is written, nothing confirmed",
+    "the version is confirmed",
+)
+for _step in (*_IN_WORKER, *DRIVER_STEPS):
+    _process = "API server" if _step in DRIVER_STEPS else "worker"
+    row(
+        "A real vLLM, started again by a supervisor",
+        f"vLLM's {_process} is killed when {_step}",
+        noticed="the server ends, requests fail",
+        back="restart",
+        vllm=True,
+    )(functools.partial(_dies, _step))
+
+
+@row(
+    "A real vLLM, started again by a supervisor",
+    "one of two tensor-parallel workers is killed",
+    noticed="the server ends, requests fail",
+    back="restart",
+    vllm=True,
+)
+def _worker_dies(lab: Lab) -> Seen:
+    supervised = Supervised(lab.folder, workers=2)
+    with one_thread(), contextlib.closing(supervised):
+        supervised.seconds_to_serve(supervised.server.publish())
+        request = Request(supervised.server.url)
+        supervised.server.wait_for_requests(1)
+        *_, worker = supervised.pids("Worker")
+        os.kill(worker, signal.SIGKILL)
+        version = supervised.publish()
+        said, ended_s = supervised.ends(version)
+        request.join(PATIENCE_S)
+        assert request.outcome and "tokens" not in request.outcome
+        took_s = supervised.seconds_to_serve(version)
+        assert supervised.server.json("/deltasync/digest")["sha256"] == digests(supervised.server.weights)
+        return Seen(f"{said} (ended after {ended_s:.1f} s; the request that ran: {request.outcome})", took_s)

@@ -1,0 +1,125 @@
+"""The named steps of a replica on its way to a version, and how to strike at one of them.
+
+with patched(lambda step: os.kill(os.getpid(), signal.SIGKILL) if step == "staged" else None):
+    replica.sync()
+
+Each step is told when it is done or, where it says half, in the middle of it. A step can come many times in one `sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from deltasync import memory
+from deltasync.memory import LiveMemory
+from deltasync.reader import ChannelReader
+from deltasync.replica import Follower
+from deltasync.stores import cache
+from deltasync.stores.cache import CachedStore
+
+Tell = Callable[[str], None]
+
+STAGE = (
+    "head is read",
+    "the way is planned",
+    "a payload is fetched",
+    "the cache has a file under its temporary name",
+    "the cache has a file",
+    "a tensor is decoded",
+    "a tensor is translated",
+    "all is staged",
+)
+COMMIT = (
+    "half of the values are exchanged",
+    "all values are exchanged",
+    "half of the tensors are copied",
+    "all is written, nothing confirmed",
+    "half of a rollback",
+    "a rollback is done",
+    "the version is confirmed",
+)
+STEPS = STAGE + COMMIT
+
+
+@contextlib.contextmanager
+def patched(tell: Tell) -> Iterator[None]:
+    """Tell of every step that this process takes."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, step in (
+            (ChannelReader, "head", "head is read"),
+            (Follower, "plan", "the way is planned"),
+            (CachedStore, "_download", "a payload is fetched"),
+            (CachedStore, "_keep", "the cache has a file"),
+            (memory, "_write_of", "a tensor is translated"),
+            (Follower, "stage", "all is staged"),
+            (LiveMemory, "_exchange", "all values are exchanged"),
+            (Follower, "commit", "all is written, nothing confirmed"),
+            (Follower, "rollback", "a rollback is done"),
+            (Follower, "confirm", "the version is confirmed"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, _after(getattr(owner, name), step, tell)))
+        replace = os.replace
+
+        def replace_told(*names: Any) -> None:
+            tell("the cache has a file under its temporary name")
+            replace(*names)
+
+        stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
+        stack.enter_context(mock.patch.object(ChannelReader, "patches", _decoding(ChannelReader.patches, tell)))
+        stack.enter_context(mock.patch.object(memory, "_swap", _swapping(memory._swap, tell)))
+        stack.enter_context(mock.patch.object(LiveMemory, "commit", _copying(LiveMemory.commit, tell)))
+        yield
+
+
+def _after(original: Callable[..., Any], step: str, tell: Tell) -> Callable[..., Any]:
+    def action(*arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords)
+        tell(step)
+        return result
+
+    return action
+
+
+def _decoding(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
+    def patches(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+        for patch in original(*arguments, **keywords):
+            tell("a tensor is decoded")
+            yield patch
+
+    return patches
+
+
+def _swapping(original: Callable[..., int], tell: Tell) -> Callable[..., int]:
+    undoing: list[int] = []  # the swaps that are in memory now
+
+    def swap(swaps: Any) -> int:
+        half = len(swaps) // 2
+        check = original(swaps[:half])
+        back = undoing == [id(swaps)]
+        tell("half of a rollback" if back else "half of the values are exchanged")
+        undoing[:] = [] if back else [id(swaps)]
+        return (check + original(swaps[half:])) % (1 << 64)
+
+    return swap
+
+
+def _copying(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
+    class Copies(tuple[Any, ...]):
+        told = False
+
+        def __iter__(self) -> Iterator[Any]:
+            for number, copy in enumerate(tuple.__iter__(self)):
+                if number == len(self) // 2 and not self.told:
+                    self.told = True  # not when it is undone
+                    tell("half of the tensors are copied")
+                yield copy
+
+    def commit(self: LiveMemory, staged: memory.Staged) -> Any:
+        object.__setattr__(staged, "copies", Copies(staged.copies))
+        return original(self, staged)
+
+    return commit

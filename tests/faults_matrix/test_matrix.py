@@ -1,0 +1,30 @@
+"""Every row of the fault matrix; `make test-faults` runs all of them and writes the table of docs/reliability.md."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.faults_matrix import channel, kills, machine, servers, stores, table
+from tests.faults_matrix.matrix import ROWS, Lab, Row
+from tests.servers import s3, services
+
+s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
+
+supervised = servers.supervised
+
+assert channel and kills and machine and stores  # whose import fills ROWS
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=row.marks, id=row.fault) for row in ROWS])
+def test_fault(row: Row, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    seen = row.run(Lab(tmp_path, request))
+    assert seen.said
+    if "FAULT_TABLE" in os.environ:
+        table.enter(Path(os.environ["FAULT_TABLE"]), row, seen, tmp_path)
+
+
+def test_the_table_has_these_rows() -> None:
+    assert table.faults(table.PAGE) == [row.fault for row in ROWS]

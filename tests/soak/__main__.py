@@ -1,0 +1,50 @@
+"""The command line of a soak."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import tests.soak
+from tests.soak import run, servers
+from tests.soak.settings import Soak
+
+
+def say(text: str) -> None:
+    """At once, also into a file."""
+    print(text, flush=True)
+
+
+def main() -> None:
+    """Run one; exit code 1 if something is not as it should be."""
+    parser = argparse.ArgumentParser(description=tests.soak.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--versions", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=2.0, help="versions per second")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--warm-up", type=float, default=600.0, help="seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm", action="store_true", help="real servers")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="deltasync-soak-") as folder:
+        soak = Soak(
+            folder=Path(folder),
+            seconds=60 * given.minutes,
+            versions=given.versions,
+            rate=given.rate,
+            replicas=given.replicas,
+            warm_up_s=given.warm_up,
+            seed=given.seed,
+        )
+        result = servers.run(soak, say) if given.vllm else run.run(soak, say)
+    say(json.dumps(result, indent=2))
+    found = run.failures(result, given.versions)
+    say("\n".join(found) or "all bits right, all flat")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What to run, and what everything that is run agrees on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+from deltasync.config import Retention
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.soak.ends"])
+
+ELEMENTS = 200_000
+FAULT_RATE = 0.01
+RETENTION = Retention(fold_every=8, keep_last=64, keep_anchors=2, prune_grace_s=10.0)
+CACHE_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Soak:
+    """What to run.
+
+    Attributes:
+        folder: For everything that it writes.
+        seconds, versions: It ends after both, or long after the time that the versions should take.
+        rate: Versions per second.
+        replicas: How many.
+        warm_up_s: What is flat is flat from then on.
+        sample_s: Between two looks at the processes.
+        trouble_s: Between two times that the store is away or a process is stopped, on average.
+        seed: Of all chance.
+    """
+
+    folder: Path
+    seconds: float = 0.0
+    versions: int = 0
+    rate: float = 2.0
+    replicas: int = 2
+    warm_up_s: float = 600.0
+    sample_s: float = 5.0
+    trouble_s: float = 20.0
+    seed: int = 0
+
+    @property
+    def away(self) -> Path:
+        """The store does not answer while this file is there."""
+        return self.folder / "away"
+
+
+def tell(path: Path, numbers: dict[str, Any]) -> None:
+    """Replace a file that another process reads."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(numbers))
+    temporary.replace(path)
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What was told there last; nothing yet if the file is not there."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return found

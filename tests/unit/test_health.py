@@ -1,0 +1,71 @@
+"""NaN and memory: what is looked at beside the bits' way."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica
+from deltasync.bits import bits_of, has_nan
+from tests.conftest import assert_same_bits
+
+FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_nan_is_seen_and_an_infinity_is_none(dtype: str) -> None:
+    values = torch.tensor([1.0, -0.0, 2.5], dtype=torch.float32)
+    assert not has_nan(bits_of(values.to(getattr(torch, dtype))), dtype)
+    values[1] = float("nan")
+    assert has_nan(bits_of(values.to(getattr(torch, dtype))), dtype)
+    if dtype != "float8_e4m3fn":  # which has none
+        values[1] = float("inf")
+        assert not has_nan(bits_of(values.to(getattr(torch, dtype))), dtype)
+
+
+def test_integers_are_no_nan() -> None:
+    assert not has_nan(bits_of(torch.tensor([-1, 0x7FFF], dtype=torch.int16)), "int16")
+
+
+def test_nan_is_warned_of_where_it_appears_and_not_again(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"a": torch.ones(10, 10), "b": torch.ones(5), "count": torch.tensor(-1)}
+
+    def warnings() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        caplog.clear()
+        return found
+
+    with Publisher(memory_url) as publisher:
+        weights["b"][2] = float("nan")
+        publisher.publish(weights.items()).wait(60)
+        assert [message.split(": ")[1] for message in warnings()] == ["b. Whoever serves it will answer nonsense."]
+        publisher.publish(weights.items()).wait(60)
+        weights["a"][0, 0] = 2.0
+        publisher.publish(weights.items()).wait(60)
+        assert warnings() == []
+        weights["a"][0, 1] = float("nan")
+        publisher.publish(weights.items()).wait(60)
+        assert [message[:40] for message in warnings()] == ["Version 4 is published as it is, but has"]
+    replica = Replica(memory_url)
+    replica.sync()
+    assert_same_bits(
+        replica.state_dict(), {name: w.bfloat16() if w.is_floating_point() else w for name, w in weights.items()}
+    )
+
+
+def test_an_audit_finds_a_flipped_bit_and_the_next_sync_repairs_it(memory_url: str) -> None:
+    weights = {"a": torch.randn(100, 10).bfloat16(), "b": torch.ones(5)}
+    replica = Replica(memory_url)
+    with Publisher(memory_url, dtype="keep") as publisher:
+        publisher.publish(weights.items()).wait(60)
+    replica.sync()
+    assert replica.audit()
+    replica.state_dict()["a"].view(torch.int16)[50, 3] ^= 1
+    assert replica.sync() == 1
+    assert not replica.audit()
+    assert replica.version is None
+    assert replica.sync() == 1
+    assert replica.audit()
+    assert_same_bits(replica.state_dict(), weights)
