@@ -38,12 +38,17 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        return self.language in ("bash", "python") and not self.note.startswith("needs ") and not self.is_sketch
+        is_code = self.is_shell or (self.language == "python" and not self.is_sketch)
+        return is_code and not self.note.startswith("needs ")
+
+    @property
+    def is_shell(self) -> bool:
+        return self.language in ("bash", "sh")
 
     @property
     def is_sketch(self) -> bool:
         """Whether `...` stands for something in it."""
-        return self.language == "python" and re.search(r"[(\s]\.\.\.[,)]", self.text) is not None
+        return re.search(r"[(\s]\.\.\.[,)]", self.text) is not None
 
     @property
     def stays(self) -> bool:

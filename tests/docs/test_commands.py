@@ -29,9 +29,8 @@ from trl_callback import DeltaSyncConfig
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 QUICK = {("README.md", "Use it"), ("docs/quickstart.md", "A channel, in a minute")}
 SOURCES = [path for package in ("deltasync", "vllm_plugin", "trl_callback") for path in (ROOT / package).rglob("*.py")]
-CODE = re.sub(
-    r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in SOURCES)
-)  # its long messages in one piece
+# With the pieces of long messages joined.
+CODE = re.sub(r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in SOURCES))
 SETTINGS = {
     field.name for settings in (PublisherSettings, ReplicaSettings, Retention) for field in dataclasses.fields(settings)
 }
@@ -63,7 +62,7 @@ def test_blocks_run_as_written(section: list[Block], tmp_path: Path, monkeypatch
                 child.check()
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=lambda block: block.where)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_shell], ids=lambda block: block.where)
 def test_shell_is_valid(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -100,6 +99,12 @@ def test_commands_and_options_exist(page: Path) -> None:
         given = {word.split("=")[0] for word in re.findall(r"(?<!\S)\[?(--?[a-z][\w=-]*)", line)}
         if not command.context_settings.get("ignore_unknown_options"):  # which are vLLM's
             assert given <= options | {"--help", "-h"}, line
+
+
+def test_commands_are_found() -> None:
+    lines = {line for page in PAGES for text in spans(page) for line in command_lines(text)}
+    lines |= {line for block in BLOCKS for line in command_lines(block.text)}
+    assert {line.split()[0] for line in lines} >= set(main.list_commands(click.Context(main)))
 
 
 def test_variables_are_those_of_the_code() -> None:
