@@ -1,0 +1,167 @@
+"""AsyncGRPO trained through deltasync and through a dense transfer: the same reward curve, within noise.
+
+    .venv/bin/python -m benchmarks.async_learning --out DIR [--steps 40] [--seeds 3]
+
+from the root of the repository, with the development dependencies; no GPU, about ten minutes on two cores. The demo's task
+and trainer, on a real vLLM server for each way that weights take:
+
+    dense       all weights as a bfloat16 checkpoint that vLLM itself reloads (`reload_weights`), at every sync
+    deltasync   weights published to the channel that the server follows, counted when it serves them
+
+Asynchronous rollouts depend on when requests were batched, so two runs with one seed differ too; that is the noise. Prints a
+table, writes DIR/async_learning.json and docs/images/async_learning.png. Exits with 1 if the mean reward of the last ten
+steps differs by more than two standard errors of the difference between the arms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+ARMS = ("dense", "deltasync")
+LAST = 10  # steps whose mean reward is compared
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "async_learning.png"
+
+
+def main() -> None:
+    """Run all, compare and plot."""
+    parser = argparse.ArgumentParser(description="Train AsyncGRPO through deltasync and through a dense transfer.")
+    parser.add_argument("--out", type=Path, required=True, help="directory for model, channels and results")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, at least two")
+    parser.add_argument("--arm", choices=ARMS, help="used by the benchmark itself")
+    parser.add_argument("--seed", type=int, help="used by the benchmark itself")
+    parser.add_argument("--server-url", help="used by the benchmark itself")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    if arguments.arm is not None:
+        train(arguments.arm, arguments.server_url, out, arguments.steps, arguments.seed)
+    elif not compare(run_all(out, arguments.steps, arguments.seeds)):
+        sys.exit(1)
+
+
+def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
+    """Rewards of each step, of each run, of each arm."""
+    from deltasync.demo.model import build_checkpoint
+    from tests.integration import vllm_server
+
+    cores = sorted(os.sched_getaffinity(0))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
+    rewards: dict[str, list[list[float]]] = {}
+    for arm in ARMS:
+        folder = out / arm
+        if not (folder / "model").exists():
+            build_checkpoint(folder / "model", seed=0)
+        rewards[arm] = []
+        with vllm_server.serving(folder / "model", "--max-num-seqs", "16", cores=cores[1:]) as server:
+            for seed in range(seeds):
+                print(f"{arm}, seed {seed} ...", file=sys.stderr, flush=True)
+                metrics = folder / f"metrics-{seed}.jsonl"
+                metrics.unlink(missing_ok=True)
+                command = ["taskset", "-c", str(cores[0]), sys.executable, "-m", "benchmarks.async_learning"]
+                command += ["--out", str(folder), "--steps", str(steps), "--seed", str(seed)]
+                command += ["--arm", arm, "--server-url", server.url]
+                with (folder / f"trainer-{seed}.log").open("w") as log:
+                    subprocess.run(command, env=environ, stdout=log, stderr=log, check=True)
+                rewards[arm].append([json.loads(line)["reward"] for line in metrics.read_text().splitlines()])
+    (out / "async_learning.json").write_text(json.dumps(rewards, indent=2) + "\n")
+    plot(rewards)
+    return rewards
+
+
+def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> None:
+    """One run; the demo's trainer appends its metrics to a file."""
+    from deltasync.demo import train
+    from trl_callback import DeltaSyncCallback
+
+    channel = f"file://{folder}/channel"
+    command = ["--model", str(folder / "model"), "--channel", channel, "--server-url", server_url, "--steps", str(steps)]
+    command += ["--metrics", str(folder / f"metrics-{seed}.jsonl"), "--published", os.devnull, "--seed", str(seed)]
+    arguments = train.parse_args(command)
+    if arm == "dense":
+        train.build_trainer(arguments, DenseTransfer(folder / "dense", server_url), []).train()
+    else:
+        sync = DeltaSyncCallback(channel, ack="all", resume=True)
+        train.build_trainer(arguments, sync.weight_transfer, [sync]).train()
+
+
+class DenseTransfer:
+    """All weights as a checkpoint in a directory that vLLM reloads; no deltasync in it."""
+
+    def __init__(self, folder: Path, server_url: str) -> None:
+        self._folder = folder
+        self._url = server_url
+
+    def init_weight_transfer(self) -> None:
+        """Make the directory."""
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / "config.json").write_bytes((self._folder.parent / "model" / "config.json").read_bytes())
+
+    def pause(self) -> None:
+        """Nothing: vLLM reloads between two steps of its engine."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write the checkpoint, and have it reloaded."""
+        weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in iterator}
+        save_file(weights, self._folder / "model.safetensors", metadata={"format": "pt"})
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/collective_rpc", json.dumps(body).encode(), headers)
+        urllib.request.urlopen(request, timeout=300).close()
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+    def destroy(self) -> None:
+        """Nothing is kept."""
+
+
+def compare(rewards: dict[str, list[list[float]]]) -> bool:
+    """Print what came out; whether the difference between the arms is within the noise of their runs."""
+    print("| transfer | reward, first / last ten steps, each run | mean of the last ten |")
+    print("| --- | --- | --- |")
+    ends = {arm: [statistics.fmean(run[-LAST:]) for run in runs] for arm, runs in rewards.items()}
+    for arm, runs in rewards.items():
+        each = ", ".join(f"{statistics.fmean(run[:LAST]):.3f} / {end:.3f}" for run, end in zip(runs, ends[arm], strict=True))
+        print(f"| {arm} | {each} | {statistics.fmean(ends[arm]):.3f} |")
+    difference = statistics.fmean(ends["deltasync"]) - statistics.fmean(ends["dense"])
+    noise = math.sqrt(sum(statistics.variance(runs) / len(runs) for runs in ends.values()))
+    print(f"\ndifference {difference:+.3f}, standard error of the difference {noise:.3f}")
+    return abs(difference) <= 2 * noise
+
+
+def plot(rewards: dict[str, list[list[float]]]) -> None:
+    """Reward over steps, as a picture: each run thin, the mean of an arm thick."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for arm, color in zip(ARMS, ("tab:orange", "tab:blue"), strict=True):
+        for run in rewards[arm]:
+            axis.plot(range(1, len(run) + 1), run, color=color, linewidth=0.8, alpha=0.4)
+        mean = [statistics.fmean(step) for step in zip(*rewards[arm], strict=False)]
+        axis.plot(range(1, len(mean) + 1), mean, color=color, linewidth=2.5, label=f"{arm}, mean of {len(rewards[arm])}")
+    axis.set_xlabel("step")
+    axis.set_ylabel("reward")
+    axis.set_title("AsyncGRPO: deltasync and a dense transfer learn alike", fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(PLOT, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
