@@ -18,7 +18,7 @@ from typing import Any, Self
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
-DTYPES = ("bfloat16", "float16", "float32", "keep")
+DTYPES = ("bfloat16", "float16", "float32", "fp8", "keep")
 PLACEMENTS = ("auto", "device", "host")
 KV_CACHE = ("keep", "recompute")
 
@@ -95,7 +95,8 @@ class PublisherSettings(_Settings):
         codec: Encoding of deltas, one of `CODECS`.
         anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
             a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
-        dtype: Served dtype: floating tensors are cast to it (round to nearest even); `keep` publishes as given.
+        dtype: Served dtype: floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
+            `quantize`; `keep` publishes as given.
         shadow_placement: Where tensors of an accelerator are compared with what was published last. `device`: there, with a
             second copy of those bits in its memory, and only what changed crosses to the host. `host`: all weights cross.
             `auto`: the former for CUDA tensors as long as a tenth of the device's memory stays free.

@@ -14,6 +14,7 @@ from deltasync.fold import fold
 from deltasync.kernels import cpu, device_kernels
 from deltasync.memory import LiveMemory, Segment
 from deltasync.peers import Range
+from deltasync.quantize import fp8_blocks
 from deltasync.reader import ChannelReader
 from deltasync.sharded import TensorRange, range_of
 from deltasync.types import Patch, TensorSpec, check_specs
@@ -174,6 +175,8 @@ def _served(
     stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]
 ) -> Iterator[tuple[str, TensorRange, torch.Tensor]]:
     """The stream's ranges, and what is held of them in the served dtype; fills `specs`."""
+    if dtype == "fp8":
+        stream, dtype = fp8_blocks(stream), "keep"
     for name, tensor in stream:
         if name in specs:
             raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")

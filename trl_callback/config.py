@@ -30,9 +30,9 @@ class DeltaSyncConfig:
             decides.
         served_dtype (`str`, *optional*):
             Floating-point weights are cast to it before they are compared and published: `"bfloat16"`, `"float16"`,
-            `"float32"`, or `"keep"` for the dtype they have. It should be the one that the replicas serve. If `None`,
-            `DELTASYNC_DTYPE` or deltasync's default decides. (Not called `dtype`, which TRL's configs use for the
-            dtype of training.)
+            `"float32"`, `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for the
+            dtype they have. It should be the one that the replicas serve. If `None`, `DELTASYNC_DTYPE` or deltasync's
+            default decides. (Not called `dtype`, which TRL's configs use for the dtype of training.)
         adapter_only (`bool`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
             `deltasync serve --adapter`. Not for trainers that stream merged weights.
@@ -147,7 +147,11 @@ class DeltaSyncConfig:
         open_store(self.channel)
         if self.initial is not None and self.adapter_only:
             raise ConfigError("An adapter has no initial checkpoint; leave initial or adapter_only.")
-        PublisherSettings.from_env(codec=self.codec, anchor_every=self.anchor_every, dtype=self.served_dtype)
+        settings = PublisherSettings.from_env(codec=self.codec, anchor_every=self.anchor_every, dtype=self.served_dtype)
+        if settings.dtype == "fp8" and self.adapter_only:
+            raise ConfigError("An adapter is not served in FP8; leave served_dtype or adapter_only.")
+        if settings.dtype == "fp8" and self.initial == "auto":
+            raise ConfigError("The checkpoint that is trained is not the FP8 one that is served; name that as initial.")
         if self.publish_steps < 1:
             raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")
         if self.ack is not None:

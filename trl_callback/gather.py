@@ -18,6 +18,7 @@ from transformers.modeling_utils import unwrap_model
 
 from deltasync import anchor
 from deltasync.errors import ConfigError
+from deltasync.quantize import QUANTIZATION
 from trl_callback import adapter
 
 
@@ -158,7 +159,9 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, PreTrainedModel):
             config = copy.deepcopy(model.config)
-            config.dtype = str(model.dtype).removeprefix("torch.") if dtype == "keep" else dtype
+            config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(dtype, dtype)
+            if dtype == "fp8":
+                config.quantization_config = QUANTIZATION
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
             config.save_pretrained(folder)
             if model.can_generate():

@@ -18,7 +18,21 @@ PACKAGES = ("deltasync", "vllm_plugin", "trl_callback")
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"types", "config", "layout", "sharded"}),
-    frozenset({"bits", "fingerprint", "kernels", "fold", "manifest", "chain", "codec", "anchor", "checkpoint", "retention"}),
+    frozenset(
+        {
+            "bits",
+            "quantize",
+            "fingerprint",
+            "kernels",
+            "fold",
+            "manifest",
+            "chain",
+            "codec",
+            "anchor",
+            "checkpoint",
+            "retention",
+        }
+    ),
     frozenset({"signing", "stores", "heartbeat", "poll", "peers"}),
     frozenset({"memory", "reader", "writer"}),
     frozenset({"replica", "shadow", "collect", "upload", "part_upload", "receipt", "opening", "initial", "companions"}),
