@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SLOPPY_PROBABILITY = 0.5
 """How often the teacher takes any letter instead of one that the marks allow."""
 
-WARMUP_STEPS = 300
-WARMUP_BATCH_SIZE = 32
+WARMUP_STEPS = 400
+WARMUP_BATCH_SIZE = 16
 
 LEARNING_RATE = 1.5e-4
 
