@@ -97,7 +97,7 @@ def warm_up(
     model.train()
     loss_nats = float("nan")
     for step in range(1, lesson.steps + 1):
-        tokens, labels = lesson.batch(tokenizer, rng)
+        tokens, labels = lesson.batch(tokenizer, rng, step)
         logits = model(input_ids=tokens).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
         torch.autograd.backward(loss)
@@ -149,14 +149,14 @@ def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) 
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-    """The warm-up of a task: its tokenizer, batches of token ids and labels from its teacher, and how many."""
+    """The warm-up of a task: its tokenizer, a batch of token ids and labels for each step, and how many steps."""
 
     tokenizer: Callable[[], PreTrainedTokenizerFast]
-    batch: Callable[[PreTrainedTokenizerFast, random.Random], tuple[torch.Tensor, torch.Tensor]]
+    batch: Callable[[PreTrainedTokenizerFast, random.Random, int], tuple[torch.Tensor, torch.Tensor]]
     steps: int
 
 
 LESSONS = {
-    "counting": Lesson(build_tokenizer, demonstration_batch, WARMUP_STEPS),
+    "counting": Lesson(build_tokenizer, lambda tokenizer, rng, _: demonstration_batch(tokenizer, rng), WARMUP_STEPS),
     "wordle": Lesson(wordle.build_tokenizer, wordle.demonstration_batch, wordle.WARMUP_STEPS),
 }

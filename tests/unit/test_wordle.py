@@ -283,11 +283,11 @@ def test_an_idle_socket_is_told_and_closed() -> None:
 def test_the_environment_that_trl_calls(url: str) -> None:
     environment, secret = WordleEnvironment(url), secret_of(5)
     environment.reset(seed=5, prompt="ignored")
-    assert environment.guess("zzzzz") == "XXXXX"
-    assert environment.guess(secret) == "GGGGG over" and environment.guess(secret) == "over"
+    assert environment.guess("zzzzz") == "....."
+    assert environment.guess(f" {secret.upper()}") == f"{secret.upper()} over" and environment.guess(secret) == "over"
     assert environment.get_reward() == pytest.approx(1 - 1 / GUESSES)
     environment.reset(seed=5)
-    assert [environment.guess("z" * 100) for _ in range(GUESSES)][-1] == "XXXXX over"
+    assert [environment.guess("z" * 100) for _ in range(GUESSES)][-1] == "..... over"
     assert environment.get_reward() == 0
     environment._client.close()
 

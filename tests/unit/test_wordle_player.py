@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -51,38 +52,48 @@ def test_what_is_no_guess_ends_the_game(tokenizer: PreTrainedTokenizerFast, said
 
 
 def test_the_warm_up_teaches_what_the_teacher_says_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens, labels = player.demonstration_batch(tokenizer, random.Random(0))
+    tokens, labels = player.demonstration_batch(tokenizer, random.Random(0), player.WARMUP_STEPS)
     assert tokens.shape == labels.shape and len(tokens) == player.WARMUP_BATCH_SIZE
     rng = random.Random(0)
     for row in labels:
-        said = [message for message in player.demonstration(rng) if message["role"] == "assistant"]
-        words = [call["function"]["arguments"]["word"] for message in said for call in message.get("tool_calls", [])]
+        words = guesses_of(player.demonstration(rng))
         expected = "".join(f"<guess>{word}</guess><|end|>" for word in words) + "<|end|>"
         assert tokenizer.decode(row[row != player.IGNORE]) == expected
     assert bool((tokens[labels != player.IGNORE] == labels[labels != player.IGNORE]).all())
 
 
-def teachers_score(games: int) -> float:
+def guesses_of(messages: list[dict[str, Any]]) -> list[str]:
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    return [call["function"]["arguments"]["word"] for call in calls]
+
+
+def test_the_careful_teacher_keeps_right_letters_and_tries_no_letter_twice_at_a_place() -> None:
+    for seed in range(100):
+        messages = player.demonstration(random.Random(seed), careless_probability=0.0)
+        tried: list[set[str]] = [set() for _ in range(5)]
+        shown = ["....."] + [message["content"] for message in messages if message["role"] == "tool"]
+        for guess, before in zip(guesses_of(messages), shown, strict=False):
+            for place, letter in enumerate(guess):
+                assert letter == before[place].lower() if before[place].isupper() else letter not in tried[place]
+                tried[place].add(letter)
+        assert shown[-1].endswith(" over")
+
+
+def test_being_careful_pays() -> None:
     words, rng, scores = word_list("reduced"), random.Random(0), []
-    for seed in range(games):
-        game = Game(words, seed)
-        while not game.done:
-            game.guess(player.sloppy_guess(words, game.turns, rng))
-        scores.append(game.score)
-    return statistics.mean(scores)
-
-
-def test_following_the_marks_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for sloppy in (1.0, player.SLOPPY_PROBABILITY, 0.0):
-        monkeypatch.setattr(player, "SLOPPY_PROBABILITY", sloppy)
-        found.append(teachers_score(400))
-    assert found[0] < 0.25 < found[1] < 0.55 < found[2]
+    for careful in (False, True):
+        games = [Game(words, seed) for seed in range(400)]
+        for game in games:
+            while not game.done:
+                game.guess(player.careful_guess(words, game.turns, rng) if careful else "".join(rng.choices("aelst", k=5)))
+        scores.append(statistics.mean(game.score for game in games))
+    assert scores[0] < 0.25 and scores[1] > 0.6
 
 
 def test_answers() -> None:
-    assert answer("GXYXX", done=False) == "GXYXX"
-    assert answer("", done=True) == "XXXXX over"
+    assert answer("stale", "GXYXX", done=False) == "S.a.."
+    assert answer("stale", "GGGGG", done=True) == "STALE over"
+    assert answer("st", "", done=True) == "..... over"
 
 
 def test_games_by_seed() -> None:

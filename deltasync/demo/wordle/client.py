@@ -110,13 +110,15 @@ class WordleEnvironment:
             word: The word to guess.
 
         Returns:
-            For each letter G (right), Y (elsewhere in the word) or X (not in it), and "over" when the game is.
+            The guess again, a right letter large, one that is elsewhere in the word small, one that is not in it as a dot;
+            and "over" when the game is.
         """
         if self._done:
             return "over"
+        word = word.strip().lower()
         reply = self._client.step(word[: protocol.LONGEST_GUESS])
         self._score, self._done = reply.observation.score, reply.done
-        return answer(reply.observation.marks, self._done)
+        return answer(word, reply.observation.marks, self._done)
 
     def get_reward(self) -> float:
         """The score of the game, between 0 and 1."""

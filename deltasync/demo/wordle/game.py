@@ -81,9 +81,14 @@ def marks(guess: str, secret: str) -> str:
     return "".join(found)
 
 
-def answer(found: str, done: bool) -> str:
-    """What a model is told after a guess: the marks, all X for a guess that was none, and whether the game is over."""
-    return (found or "X" * LENGTH) + (" over" if done else "")
+def answer(guess: str, found: str, done: bool) -> str:
+    """What a model is told after a guess: its marks written with its letters, and whether the game is over.
+
+    A right letter is large, one that is elsewhere small, and one that is not in the word a dot; all dots if it was no guess.
+    """
+    shown = {"G": str.upper, "Y": str.lower, "X": lambda _: "."}
+    text = "".join(shown[mark](letter) for letter, mark in zip(guess, found, strict=True)) if found else "." * LENGTH
+    return text + (" over" if done else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 A game is a conversation in TRL's sense. The model guesses by a tool call, the environment's answer is the tool's:
 
-    <|user|><|end|><|assistant|><guess>stale</guess><|end|><|tool|>GXXYX<|end|><|assistant|><guess>...
+    <|user|><|end|><|assistant|><guess>stale</guess><|end|><|tool|>S..l.<|end|><|assistant|><guess>...
 
-So a guess is eight tokens, and a letter, its mark and the next guess of this place are always as many tokens apart. The
-teacher knows the rules and follows them at about half of the letters only; reinforcement learning has to remove the rest.
+So a guess is eight tokens, and a right letter and the next guess of its place are always as many tokens apart. The teacher
+knows the rules, but is careless in many games; reinforcement learning has to do away with carelessness.
 """
 
 from __future__ import annotations
 
 import random
+import string
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +23,13 @@ from deltasync.demo.wordle.game import LENGTH, Game, Turn, WordList, answer, wor
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SLOPPY_PROBABILITY = 0.5
-"""How often the teacher takes any letter instead of one that the marks allow."""
+CARELESS_PROBABILITY = 0.6
+"""How many games the teacher plays by any letters, instead of by those that the marks allow."""
 
-WARMUP_STEPS = 400
+CAREFUL_STEPS = 180
+"""The first steps of the warm-up, all careful, so that there is a rule to find."""
+
+WARMUP_STEPS = 300
 WARMUP_BATCH_SIZE = 16
 
 LEARNING_RATE = 1.5e-4
@@ -37,7 +41,7 @@ IGNORE = -100  # label of a token without a loss, PyTorch's default
 
 _PROMPT = [{"role": "user", "content": ""}]
 _SPECIAL = ["<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<guess>", "</guess>"]
-_WORDS = [*"abcdefghijklmnopqrstuvwxyz", *"GYX", " over"]
+_WORDS = [*string.ascii_letters, ".", " over"]
 
 _CHAT_TEMPLATE = """
 {%- for message in messages -%}
@@ -79,38 +83,46 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def sloppy_guess(words: WordList, turns: list[Turn], rng: random.Random) -> str:
-    """Guess as the teacher: at each place a letter that the marks of `turns` allow there, or any."""
+def careful_guess(words: WordList, turns: list[Turn], rng: random.Random) -> str:
+    """Guess as the careful teacher: at each place the right letter if it was found, else one not tried there yet."""
     letters = []
     for place in range(LENGTH):
         right = [turn.guess[place] for turn in turns if turn.marks[place] == "G"]
-        wrong = {turn.guess[place] for turn in turns}
-        allowed = right[:1] or [letter for letter in words.letters if letter not in wrong]
-        letters.append(rng.choice(words.letters if rng.random() < SLOPPY_PROBABILITY else allowed))
+        tried = {turn.guess[place] for turn in turns}
+        letters.append(rng.choice(right[:1] or [letter for letter in words.letters if letter not in tried]))
     return "".join(letters)
 
 
-def demonstration(rng: random.Random) -> list[dict[str, Any]]:
+def demonstration(rng: random.Random, careless_probability: float = CARELESS_PROBABILITY) -> list[dict[str, Any]]:
     """A game of the teacher's, as a conversation that the chat template takes."""
     words = word_list("reduced")
     game = Game(words, rng.getrandbits(32))
+    careless = rng.random() < careless_probability
     messages: list[dict[str, Any]] = [*_PROMPT]
     while not game.done:
-        turn = game.guess(sloppy_guess(words, game.turns, rng))
+        turn = game.guess(
+            "".join(rng.choices(words.letters, k=LENGTH)) if careless else careful_guess(words, game.turns, rng)
+        )
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": turn.guess}}}
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "guess", "content": answer(turn.marks, game.done)},
+            {"role": "tool", "name": "guess", "content": answer(turn.guess, turn.marks, game.done)},
         ]
     return [*messages, {"role": "assistant", "content": ""}]
 
 
-def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (batch, length); shorter games are padded. Only what the teacher says has labels."""
+def demonstration_batch(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both (batch, length), for this step of the warm-up.
+
+    Shorter games are padded. Only what the teacher says has labels.
+    """
     begin, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    careless_probability = 0.0 if step <= CAREFUL_STEPS else CARELESS_PROBABILITY
     rows, labels = [], []
     for _ in range(WARMUP_BATCH_SIZE):
-        row = tokenizer.apply_chat_template(demonstration(rng), return_dict=False)
+        row = tokenizer.apply_chat_template(demonstration(rng, careless_probability), return_dict=False)
         speaking, spoken = False, []
         for token in row:
             spoken.append(token if speaking else IGNORE)
