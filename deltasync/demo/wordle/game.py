@@ -86,8 +86,10 @@ def answer(guess: str, found: str, done: bool) -> str:
 
     A right letter is large, one that is elsewhere small, and one that is not in the word a dot; all dots if it was no guess.
     """
-    shown = {"G": str.upper, "Y": str.lower, "X": lambda _: "."}
-    text = "".join(shown[mark](letter) for letter, mark in zip(guess, found, strict=True)) if found else "." * LENGTH
+    if not found:
+        return "." * LENGTH + (" over" if done else "")
+    pairs = zip(guess, found, strict=True)
+    text = "".join({"G": letter.upper(), "Y": letter}.get(mark, ".") for letter, mark in pairs)
     return text + (" over" if done else "")
 
 
