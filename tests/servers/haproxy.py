@@ -37,7 +37,7 @@ class Router:
 
     def open(self, path: str, body: object = None, **headers: str) -> Any:
         """The reply to a GET, or with a body to a POST, errors too. Underscores in names of headers are dashes."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
         if self._token is not None:
             named.setdefault("authorization", f"Bearer {self._token}")
         data = None if body is None else json.dumps(body).encode()
