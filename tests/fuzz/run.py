@@ -1,0 +1,73 @@
+"""Fuzz every reader, one after the other: `python -m tests.fuzz.run [SECONDS] [TARGET ...]`; `make fuzz` calls it.
+
+Starts from the kept corpus and the seeds, and ends with status 1 if an input breaks a reader. That input is kept as
+`tests/fuzz/corpus/TARGET/crash-<sha1>`: repair the reader, and it stays as a test. The corpus is replaced by the smallest
+set of inputs that reaches as far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fuzz import seeds
+
+CORPUS = Path(__file__).parent / "corpus"
+INTERPRETED = ("raw", "packed", "context")
+"""Their kernels run as Python, so that coverage is seen in them. The others' are compiled, with checks of every index."""
+
+
+def _environment(target: str, kernels: str) -> dict[str, str]:
+    if target in INTERPRETED:
+        return os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    # numba's cache does not tell kernels with checks from those without.
+    return os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": kernels}
+
+
+def _fuzz(target: str, folder: Path, environment: dict[str, str], *options: str) -> int:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.fuzz", target, str(folder), *options]
+    return subprocess.run([*command, f"-max_len={1 << 16}", "-rss_limit_mb=4096"], env=environment).returncode
+
+
+def run(target: str, seconds: float, work: Path) -> bool:
+    """Whether the reader withstood."""
+    folder = work / target
+    folder.mkdir(parents=True)
+    for kept in (CORPUS / target).glob("*"):
+        shutil.copy(kept, folder)
+    environment = _environment(target, str(work / "kernels"))
+    print(f"{target}: {seconds:g} s", flush=True)
+    if _fuzz(
+        target, folder, environment, f"-max_total_time={seconds:g}", "-print_final_stats=1", f"-artifact_prefix={work}/"
+    ):
+        noted = Path(f"{folder}.last").read_bytes()
+        data = noted[8 : 8 + int.from_bytes(noted[:8], "little")]
+        crash = CORPUS / target / f"crash-{hashlib.sha1(data).hexdigest()}"
+        crash.write_bytes(data)
+        print(f"{target}: broken by {crash}", flush=True)
+        return False
+    smallest = work / f"{target}.smallest"
+    smallest.mkdir()
+    if _fuzz(target, smallest, environment, str(folder), "-merge=1") == 0:
+        for kept in (CORPUS / target).glob("[0-9a-f]*"):
+            kept.unlink()
+        for path in smallest.iterdir():
+            shutil.copy(path, CORPUS / target)
+    return True
+
+
+def main() -> None:
+    seconds, *targets = sys.argv[1:] or ["600"]
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        seeds.main(CORPUS)
+        sys.exit(not all([run(target, float(seconds), work) for target in targets or seeds.SEEDS]))
+
+
+if __name__ == "__main__":
+    main()
