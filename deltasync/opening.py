@@ -108,7 +108,7 @@ def _roll_forward(reader: ChannelReader, signer: Signer | None) -> Head | None:
         head = None
     if version <= (0 if head is None else head.version):
         return head
-    sha256 = manifest.sha256_hex(reader.store.read(layout.manifest(version)))
+    sha256 = manifest.sha256_hex(reader.store.read(layout.manifest(version), manifest.DOCUMENT_BYTES))
     found = reader.manifest(version, sha256)
     head = Head(format=manifest.FORMAT, run_id=found.run_id, version=version, manifest_sha256=sha256)
     reader.store.replace(layout.HEAD, signing.encode(head, layout.HEAD, signer))

@@ -86,7 +86,6 @@ class Trusted:
     """
 
     def __init__(self, names: Iterable[str] = (), path: Path | None = None) -> None:
-        self._library = _library()
         self._path = path
         self._stamp: tuple[int, int, int] | None = None
         self._keys = self._load(names)
@@ -129,8 +128,10 @@ class Trusted:
             self._keys = self._load(_read(self._path))
             self._stamp = stamp
 
-    def _load(self, names: Iterable[str]) -> dict[str, ed25519.Ed25519PublicKey]:
-        return {name: self._library.Ed25519PublicKey.from_public_bytes(bytes.fromhex(name)) for name in names}
+    @staticmethod
+    def _load(names: Iterable[str]) -> dict[str, ed25519.Ed25519PublicKey]:
+        library = _library()
+        return {name: library.Ed25519PublicKey.from_public_bytes(bytes.fromhex(name)) for name in names}
 
 
 def signer_of(settings: PublisherSettings) -> Signer | None:
