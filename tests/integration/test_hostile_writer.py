@@ -256,6 +256,9 @@ def test_a_copy_is_signed_as_the_original(channel: Channel) -> None:
     target = open_store(f"memory://{uuid.uuid4().hex}")
     housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
     assert {info.key: target.read(info.key) for info in target.list("")} == channel.objects
+    target.replace("channel.json", channel.theirs.seal("channel.json", stripped(channel.objects["channel.json"])))
+    with pytest.raises(SignatureError):
+        housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
     theirs, _ = channel.replica(channel.run(1, "theirs")[1])
     with pytest.raises(SignatureError):
         housekeeping.copy(ChannelReader(theirs, channel.keys / "ours.pub"), open_store(f"memory://{uuid.uuid4().hex}"))

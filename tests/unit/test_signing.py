@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa, x25519
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from deltasync import Publisher, Replica, manifest, open_store, signing
 from deltasync.cli import main
@@ -281,12 +282,19 @@ def test_a_new_key_takes_over_and_the_old_one_is_revoked(memory_url: str, keys: 
         Replica(store, trusted_keys=file).sync()
 
 
-def test_a_publisher_that_died_before_head_is_continued_with_another_key(memory_url: str, keys: Path) -> None:
+@pytest.mark.parametrize("referring", [False, True])
+def test_a_publisher_that_died_before_head_is_continued_with_another_key(
+    memory_url: str, keys: Path, tmp_path: Path, referring: bool
+) -> None:
     store = open_store(memory_url)
     publish(store, 1, signing_key=keys / "old")
     store.delete("head.json", "manifests/0000000001.json")  # only channel.json, and files that nothing refers to
-    with Publisher(store, dtype="keep", resume=True, signing_key=keys / "new", trusted_keys=keys / "both") as publisher:
-        publisher.publish([("w", torch.ones(5, 8, dtype=torch.bfloat16)), ("b", torch.zeros(3))]).wait(60)
+    weights = {"w": torch.ones(5, 8, dtype=torch.bfloat16), "b": torch.zeros(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    initial = tmp_path if referring else None
+    signed = {"signing_key": keys / "new", "trusted_keys": keys / "both"}
+    with Publisher(store, dtype="keep", resume=True, initial=initial, **signed) as publisher:  # type: ignore[arg-type]
+        publisher.publish(weights.items()).wait(60)
     assert Replica(store, trusted_keys=keys / "both").sync() == 1
 
 
