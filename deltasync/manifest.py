@@ -6,6 +6,7 @@ Readers ignore fields they do not know and refuse features named in `requires` t
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import math
 import re
@@ -281,11 +282,13 @@ def decode(data: bytes, kind: type[_Document], key: str) -> _Document:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptDataError(f"{key} is not a JSON object: {error}.") from error
     if header.get("format") != FORMAT:
-        raise UnsupportedFormatError(f"{key} has format {header.get('format')!r}; this version reads {FORMAT!r}.")
+        raise UnsupportedFormatError(f"{key} has format {header.get('format')!r:.50}; this version reads {FORMAT!r}.")
     requires = header.get("requires")
     missing = sorted({name for name in requires if isinstance(name, str)} - FEATURES) if isinstance(requires, list) else []
     if missing:
-        raise UnsupportedFormatError(f"{key} requires {', '.join(missing)}, unknown to this version. Upgrade deltasync.")
+        raise UnsupportedFormatError(
+            f"{key} requires {', '.join(missing[:5]):.200}, unknown to this version. Upgrade deltasync."
+        )
     try:
         document = msgspec.convert(header, type=kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -312,6 +315,8 @@ def _problem(document: Document) -> str | None:
             return f"kind is {document.kind!r}"
         if document.delta is not None and document.delta.base_version >= document.version:
             return f"base version {document.delta.base_version} is not before version {document.version}"
+        if not _is_time(document.created_at):
+            return f"it was created at {document.created_at!r:.50}, which is no time with an offset"
         if document.anchor_version > document.version:
             return f"anchor version {document.anchor_version} is after version {document.version}"
         if (problem := _chain_problem(document) or _anchor_problem(document)) is not None:
@@ -324,6 +329,13 @@ def _problem(document: Document) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return datetime.datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
 
 
 def _chain_problem(document: Manifest) -> str | None:

@@ -261,7 +261,7 @@ def _manifest(**fields: Any) -> bytes:
         version=1,
         kind="anchor",
         step=None,
-        created_at="now",
+        created_at="2025-01-01T00:00:00+00:00",
         total=1,
         fingerprint="0" * 16,
         anchor_version=1,
@@ -330,6 +330,12 @@ def test_numbers_that_no_document_has_are_corrupt(field: str, number: str) -> No
         return
     with pytest.raises(CorruptDataError):
         manifest.decode(data, Manifest, "key")
+
+
+@pytest.mark.parametrize("text", ["", "now", "2025-01-01", "2025-01-01T00:00:00", "2025-13-01T00:00:00+00:00", "1" * 5000])
+def test_a_version_from_no_time_is_corrupt(text: str) -> None:
+    with pytest.raises(CorruptDataError, match="no time"):
+        manifest.decode(_manifest(created_at=text), Manifest, "key")
 
 
 @pytest.mark.parametrize("nest", [lambda n: b"[" * n + b"]" * n, lambda n: b'{"a":' * n + b"1" + b"}" * n])

@@ -40,13 +40,14 @@ def publish_many(
 def write_fold(store: Store, states: list[Weights], base: int, version: int) -> str:
     """A fold between two versions, made from their weights."""
     reader = ChannelReader(store)
-    encoder = codec.get("packed").encoder()
+    encoder, changed = codec.get("packed").encoder(), 0
     for name, spec in reader.specs.items():
         old, new = bits_of(states[base - 1][name]).copy(), bits_of(states[version - 1][name]).copy()
         index_K, step_K = cpu.diff(old, new)
         if index_K.size:
             digest = cpu.fingerprint(fingerprint.tensor_key(name), new)
             encoder.add(spec, index_K, step_K, new, fingerprint.to_hex(digest))
+            changed += index_K.size
     data = encoder.finish(version, base)
     folder = layout.fold_dir(base, version)
     key = f"{folder}/{layout.delta_part(1, 1)}"
@@ -58,7 +59,7 @@ def write_fold(store: Store, states: list[Weights], base: int, version: int) -> 
         version=version,
         manifest_sha256=manifest.sha256_hex(store.read(layout.manifest(version))),
         codec="packed",
-        changed=int(index_K.size),
+        changed=changed,
         files=[FileRef(key=key, bytes=len(data), sha256=manifest.sha256_hex(data))],
         created_at="",
     )
