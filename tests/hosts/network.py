@@ -66,7 +66,7 @@ class Network(Protocol):
         """The calling thread is on a host."""
         ...
 
-    def counters(self) -> dict[str, dict[str, dict[str, int]]]:
+    def counters(self, hosts: Sequence[str] = HOSTS) -> dict[str, dict[str, dict[str, int]]]:
         """Packets and bytes by host and counter."""
         ...
 
@@ -92,7 +92,7 @@ class Loopback:
         """See `Network.inside`."""
         return contextlib.nullcontext()
 
-    def counters(self) -> dict[str, dict[str, dict[str, int]]]:
+    def counters(self, hosts: Sequence[str] = HOSTS) -> dict[str, dict[str, dict[str, int]]]:
         """See `Network.counters`."""
         return {}
 
@@ -139,11 +139,9 @@ class Namespaces:
         """See `Network.inside`."""
         return namespaces.inside(self._space(host))
 
-    def counters(self) -> dict[str, dict[str, dict[str, int]]]:
+    def counters(self, hosts: Sequence[str] = HOSTS) -> dict[str, dict[str, dict[str, int]]]:
         """See `Network.counters`."""
-        return {
-            host: firewall.parse(namespaces.run(*self.on(host, ["nft", "-j", "list", "counters"]))) for host in self._hosts
-        }
+        return {host: firewall.parse(namespaces.run(*self.on(host, ["nft", "-j", "list", "counters"]))) for host in hosts}
 
     def reset_counters(self) -> None:
         """Count anew."""

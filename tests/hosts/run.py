@@ -152,36 +152,33 @@ class _Run:
             network.reset_counters()
             counted = all(noticed[host]["refused_to_trainer"]["packets"] > 0 for host in HOSTS if host != "trainer")
             checks["refused"] = all(tried.values()) and counted
-            self._say(f"the firewall refuses what it should, and counts it: {', '.join(tried)}")
+            verb = "refuses and counts" if checks["refused"] else "does NOT refuse and count"
+            self._say(f"the firewall {verb}: {', '.join(tried)}")
         self._say(f"a round trip takes {checks['round_trip_ms']:.1f} ms")
         return checks
 
     def _watch(self, trainer: Child) -> None:
         """Follow the run until the trainer ends."""
-        said = 0
+        said, steps = 0, self._settings.versions - 1
+        serving: dict[str, int | None] = {}
         while trainer.running():
             self._sample()
             for host, server in self._replicas.items():
                 server.check()
-                status = self._ask(host, "/deltasync/status?commits=1")
+                status = self._ask(host, "/deltasync/status?commits=0")
                 if status is None:
                     continue
                 if status["error"] is not None and status["state"] == "failed":
                     raise DeltaSyncError(f"The replica on {host} failed: {status['error']}")
-                proven = self._proofs[host]
-                if status["version"] is not None and (
-                    not proven or status["version"] >= proven[-1]["version"] + DIGEST_EVERY
-                ):
+                version, proven = status["version"], self._proofs[host]
+                serving[host] = version
+                if version is not None and (not proven or version >= proven[-1]["version"] + DIGEST_EVERY):
                     self._prove(host)
             lines = list(report.read_lines(self._folder / "metrics.jsonl"))
             if len(lines) >= said + 5:
                 said = len(lines)
-                versions = ", ".join(
-                    f"{host} {self._ask(host, '/deltasync/status?commits=0')['version']}" for host in REPLICAS
-                )
-                self._say(
-                    f"step {said} of {self._settings.versions - 1}  reward {lines[-1]['reward']:.3f}  serving: {versions}"
-                )
+                versions = ", ".join(f"{host} {version}" for host, version in serving.items())
+                self._say(f"step {said} of {steps}  reward {lines[-1]['reward']:.3f}  serving: {versions}")
             time.sleep(0.1)
         trainer.check()
         self._sample()
@@ -192,7 +189,7 @@ class _Run:
         if not versions:
             return
         if versions[-1] not in self._uploads and self._network.isolated:
-            self._uploads[versions[-1]] = self._network.counters()["trainer"]["to_bucket"]["bytes"]
+            self._uploads[versions[-1]] = self._network.counters(["trainer"])["trainer"]["to_bucket"]["bytes"]
         if self._joined_at is None and versions[-1] >= self._settings.versions // 2:
             extra = self._settings.replicas - len(REPLICAS)
             if extra > 0:
