@@ -51,12 +51,27 @@ def tensor_of(bits_N: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     return signed_view(bits_N).view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
-def has_nan(bits_N: np.ndarray, dtype: str) -> bool:
-    """Whether one of these bit patterns of a dtype, shape N, is a NaN."""
-    values = signed_view(bits_N).view(getattr(torch, dtype))
-    if not values.is_floating_point():
-        return False
-    return bool((values.float() if values.element_size() == 1 else values).isnan().any())
+_LARGEST = {
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float32": 0x7F80_0000,
+    "float64": 0x7FF0_0000_0000_0000,
+    "float8_e4m3fn": 0x7E,
+    "float8_e5m2": 0x7C,
+}
+"""Largest bit pattern without its sign that is no NaN."""
+
+
+def nan_bounds(spec: TensorSpec) -> tuple[int, int]:
+    """The sign's complement as a mask, and the largest masked bit pattern that is no NaN; of integers all are none."""
+    mask = (1 << (8 * spec.item_bytes - 1)) - 1
+    return mask, _LARGEST.get(spec.dtype, mask)
+
+
+def has_nan(bits_N: np.ndarray, spec: TensorSpec) -> bool:
+    """Whether one of these bit patterns of a tensor, shape N, is a NaN."""
+    mask, largest = (bits_N.dtype.type(bound) for bound in nan_bounds(spec))
+    return bool(((bits_N & mask) > largest).any())
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

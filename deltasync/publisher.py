@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from deltasync import anchor, fingerprint, layout, manifest, signing
-from deltasync.bits import has_nan
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import ApplyError, ChainError, ConfigError, FormatError, ModelMismatchError, PublishError
 from deltasync.housekeeping.survey import now
@@ -198,11 +197,9 @@ class Publisher:
         _, problem = attempt(self._recover)
         if problem is not None and self._peers.size == 1:
             raise problem
-        first = self._jobs.shadow is None
         with torch.no_grad():
             shadow, changes, fingerprints, failure = self._take(named_tensors)
         waiting: Job | None = None
-        nan = _with_nan(shadow, None if first else changes)
         try:
             waiting = self._agree_on_base(problem or failure)
             job = self._jobs.job(self._tip, waiting, changes, step)
@@ -217,7 +214,7 @@ class Publisher:
         receipt = Receipt.of(job, time.perf_counter() - before)
         self._tip, self._last = job.tip, receipt
         self._uploader.submit(job)
-        if nan:
+        if nan := shadow.with_nan:
             logger.warning(
                 "Version %d is published as it is, but has NaN in %d tensors: %s. Whoever serves it will answer nonsense.",
                 *(receipt.version, len(nan), ", ".join(nan[:5])),
@@ -445,17 +442,6 @@ class Publisher:
 
     def _published(self, job: Job) -> None:
         self._keeper.published(job.manifest.version, job.fold)
-
-
-def _with_nan(shadow: Shadow, changes: Mapping[str, Patch] | None) -> list[str]:
-    """Tensors of this rank with a NaN among what changed; anywhere, if that is None."""
-    found = []
-    for name in shadow.bits if changes is None else changes:
-        index_K = None if changes is None else changes[name].index_K
-        bits = shadow.bits[name] if index_K is None else shadow.bits[name][index_K - shadow.ranges[name][0]]
-        if has_nan(bits, shadow.specs[name].dtype):
-            found.append(name)
-    return found
 
 
 def _check_sharded(settings: PublisherSettings, retention: Retention, shadow: str | Path | None) -> None:

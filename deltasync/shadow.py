@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from deltasync import chain, fingerprint
-from deltasync.bits import bits_of, cast, dtype_name, int_view, signed_view, spec_of, tensor_of
+from deltasync.bits import bits_of, cast, dtype_name, has_nan, int_view, nan_bounds, signed_view, spec_of, tensor_of
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
 from deltasync.kernels import cpu, device_kernels
@@ -36,12 +36,14 @@ class Shadow:
         ranges: What is held of each.
         bits: Unsigned bit patterns of each range.
         fingerprints: What each range adds to the fingerprint of its tensor.
+        with_nan: Tensors with a NaN among what was taken last.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
         self.specs = dict(specs)
         self.ranges = dict(ranges)
         self.bits = dict(bits)
+        self.with_nan: list[str] = []
         self._on_device: dict[str, torch.Tensor] = {}  # signed views, of the same bits
         self.fingerprints = {
             name: cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0]) for name, held in self.bits.items()
@@ -61,7 +63,9 @@ class Shadow:
             held[name], ranges[name] = bits_of(served).copy(), (part.start, part.stop)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
-        return cls(specs, ranges, held)
+        shadow = cls(specs, ranges, held)
+        shadow.with_nan = [name for name, bits in held.items() if has_nan(bits, specs[name])]
+        return shadow
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
@@ -113,6 +117,7 @@ class Shadow:
         changes: dict[str, Patch] = {}
         fingerprints = dict(self.fingerprints)
         seen: dict[str, TensorSpec] = {}
+        self.with_nan = []
         try:
             for name, part, served in _served(stream, dtype, rank, seen):
                 if seen[name] != self.specs.get(name):
@@ -126,7 +131,10 @@ class Shadow:
                 if not at_K.size:
                     continue
                 changes[name] = Patch.steps(seen[name], at_K, step_K, start)
-                gained = cpu.add(fingerprint.tensor_key(name), self.bits[name], at_K, step_K, start)
+                key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
+                gained, nan = cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
+                if nan:
+                    self.with_nan.append(name)
                 self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
             check_specs(self.specs, seen, "The published model")
         except BaseException:

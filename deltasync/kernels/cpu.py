@@ -162,10 +162,10 @@ def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _add(key, bits_N, index_K, step_K):
-    added = np.uint64(0)
+def _add(key, bits_N, index_K, step_K, mask, largest):
+    added, above = np.uint64(0), np.int64(0)
     for chunk in prange((step_K.size + _SWAP_CHUNK - 1) // _SWAP_CHUNK):
-        part = np.uint64(0)
+        part, part_above = np.uint64(0), np.int64(0)
         last = min((chunk + 1) * _SWAP_CHUNK, step_K.size)
         for k in range(chunk * _SWAP_CHUNK, last):
             if k + _AHEAD < last:
@@ -173,9 +173,12 @@ def _add(key, bits_N, index_K, step_K):
             at = np.uint64(index_K[k])
             old = bits_N[at]
             bits_N[at] = old + step_K[k]
-            part += _cell(key, at, bits_N[at]) - _cell(key, at, old)
+            new = np.uint64(bits_N[at])
+            part += _cell(key, at, new) - _cell(key, at, old)
+            part_above += (new & mask) > largest
         added += part
-    return added
+        above += part_above
+    return added, above
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -283,13 +286,26 @@ def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     return rows
 
 
-def add(key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> int:
-    """Add steps to elements, which are mutated; returns what that adds to the fingerprint, modulo 2**64.
+def add(
+    key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, bounds: tuple[int, int], start: int = 0
+) -> tuple[int, bool]:
+    """Add steps to elements, which are mutated. As `reference.scatter`, of a tensor's elements from flat index `start` on.
 
-    As `reference.scatter`; of a tensor's elements from flat index `start` on, in which the indices count.
+    Args:
+        key: Fingerprint key of the tensor.
+        bits_N: Unsigned bit patterns of those elements.
+        index_K: Positions in `bits_N`.
+        step_K: The steps.
+        bounds: A mask and a limit.
+        start: Flat index of the first of `bits_N`.
+
+    Returns:
+        What that adds to the tensor's fingerprint, modulo 2**64; whether a new bit pattern, masked, is above the limit.
     """
+    mask, largest = np.array(bounds, np.uint64)
     with threads(step_K.size // _SWAP_CHUNK):
-        return int(_add(_from(key, start), bits_N, index_K, step_K))
+        added, above = _add(_from(key, start), bits_N, index_K, step_K, mask, largest)
+    return int(added), above > 0
 
 
 def _from(key: int, start: int) -> np.uint64:

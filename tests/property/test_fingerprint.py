@@ -27,7 +27,7 @@ def test_updating_with_what_changed_gives_the_full_fingerprint(key: int, pair: t
     index_K, step_K = cpu.diff(old_N, new_N)
     before = cpu.fingerprint(key, old_N)
     live_N = old_N.copy()
-    added = cpu.add(key, live_N, index_K, step_K)
+    added, _ = cpu.add(key, live_N, index_K, step_K, (0, 0))
     assert (before + added) & MASK == cpu.fingerprint(key, live_N) == cpu.fingerprint(key, new_N)
 
 
@@ -42,7 +42,7 @@ def test_a_wrong_old_value_under_a_step_changes_the_outcome(
     rotten_N = old_N.copy()
     at = int(index_K[data.draw(st.integers(0, index_K.size - 1))])
     rotten_N[at] ^= old_N.dtype.type(1 << data.draw(st.integers(0, 8 * old_N.itemsize - 1)))
-    added = cpu.add(key, rotten_N, index_K, step_K)
+    added, _ = cpu.add(key, rotten_N, index_K, step_K, (0, 0))
     assert (cpu.fingerprint(key, old_N) + added) & MASK != cpu.fingerprint(key, new_N)
 
 

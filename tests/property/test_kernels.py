@@ -58,7 +58,7 @@ def test_cpu_kernels_are_the_reference_over_several_parallel_chunks(density: flo
         np.testing.assert_array_equal(found, expected)
     assert cpu.fingerprint(5, new_N) == reference.fingerprint(5, new_N)
     index_K, step_K = reference.diff(old_N, new_N)
-    added = cpu.add(5, old_N, index_K, step_K)
+    added, _ = cpu.add(5, old_N, index_K, step_K, (0, 0))
     assert added == (cpu.fingerprint(5, new_N) - fingerprint_before) & MASK
 
 
@@ -112,7 +112,9 @@ def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np
     old_N, new_N = pair
     index_K, step_K = reference.diff(old_N, new_N)
     after_N = old_N.copy()
-    added = cpu.add(key, after_N, index_K, step_K, start)
+    mask, limit = (1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[new_N.size // 2]) if new_N.size else 0
+    added, above = cpu.add(key, after_N, index_K, step_K, (mask, limit), start)
+    assert above == any(int(bits) & mask > limit for bits in new_N[index_K])
     np.testing.assert_array_equal(after_N, new_N)
     _, wanted = reference.scatter(key, old_N.copy(), index_K, step_K, False, index_K + np.int64(start))
     assert added == wanted

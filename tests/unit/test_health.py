@@ -8,25 +8,30 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica
-from deltasync.bits import bits_of, has_nan
+from deltasync.bits import bits_of, has_nan, spec_of
 from tests.conftest import assert_same_bits
 
 FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 
 
+def seen(values: torch.Tensor) -> bool:
+    return has_nan(bits_of(values), spec_of("w", values))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_nan_is_seen_and_an_infinity_is_none(dtype: str) -> None:
-    values = torch.tensor([1.0, -0.0, 2.5], dtype=torch.float32)
-    assert not has_nan(bits_of(values.to(getattr(torch, dtype))), dtype)
-    values[1] = float("nan")
-    assert has_nan(bits_of(values.to(getattr(torch, dtype))), dtype)
-    if dtype != "float8_e4m3fn":  # which has none
-        values[1] = float("inf")
-        assert not has_nan(bits_of(values.to(getattr(torch, dtype))), dtype)
+    values = torch.tensor([1.0, -0.0, 2.5, torch.finfo(getattr(torch, dtype)).min]).to(getattr(torch, dtype))
+    assert not seen(values)
+    for sign in (1, -1):
+        values[1] = sign * float("nan")
+        assert seen(values)
+        if dtype != "float8_e4m3fn":  # which has none
+            values[1] = sign * float("inf")
+            assert not seen(values)
 
 
 def test_integers_are_no_nan() -> None:
-    assert not has_nan(bits_of(torch.tensor([-1, 0x7FFF], dtype=torch.int16)), "int16")
+    assert not seen(torch.tensor([-1, 0x7FFF], dtype=torch.int16))
 
 
 def test_nan_is_warned_of_where_it_appears_and_not_again(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
