@@ -19,10 +19,7 @@ def load_initial(peers: Peers, where: str | Path) -> Checkpoint:
     Raises:
         ConfigError, CorruptDataError: a rank cannot load it; then all raise.
     """
-    reference, problem = attempt(lambda: checkpoint.find(where)) if peers.rank == 0 else (None, None)
-    peers.agree(problem)
-    decided = peers.share(reference)[0]
-    assert decided is not None
+    decided = peers.first(lambda: checkpoint.find(where))
     found, problem = attempt(lambda: checkpoint.load(decided))
     peers.agree(problem)
     assert found is not None

@@ -68,6 +68,22 @@ class Peers:
         """
         return [value]
 
+    def first(self, action: Callable[[], _Value]) -> _Value:
+        """What the first rank gets by an action, which it alone takes.
+
+        Raises:
+            BaseException: what the action raises, at the first rank.
+            DeltaSyncError: the same, at the others.
+            PublishError: as `sum`.
+        """
+        value, problem = attempt(action) if self.rank == 0 else (None, None)
+        value, told = self.share((value, None if problem is None else _described(problem)))[0]
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise error_of((told[0], f"Rank 0 failed: {told[1]}"))
+        return value  # type: ignore[return-value]
+
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
         """Sums of numbers over all ranks, unless one failed: then all do.
 

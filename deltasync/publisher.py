@@ -14,10 +14,10 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from deltasync.upload import Job, Tip, Uploader
 from deltasync.writer import Writer
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
 
 
 class Publisher:
@@ -231,13 +233,15 @@ class Publisher:
             )
         return receipt
 
-    def choose(self, choice: bool) -> bool:
-        """The first rank's choice, at all ranks of a sharded trainer: whether to publish now, say.
+    def first(self, action: Callable[[], _Value]) -> _Value:
+        """What the first rank gets by an action, at all ranks of a sharded trainer: whether to publish now, say.
 
         Raises:
+            BaseException: what the action raises, at the first rank.
+            DeltaSyncError: the same, at the others.
             PublishError: a rank does not answer.
         """
-        return self._peers.share(choice)[0]
+        return self._peers.first(action)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Block until everything published so far is visible.
@@ -298,18 +302,15 @@ class Publisher:
 
     def _open(self, settings: PublisherSettings, resume: bool) -> tuple[Opened, PublisherSettings]:
         """What the first rank finds in the channel, and its settings."""
-        opened, problem = attempt(lambda: self._look(settings, resume)) if self._peers.rank == 0 else (None, None)
-        self._peers.agree(problem)
-        names = None if self._trusted is None else self._trusted.names
-        opened, settings, names = self._peers.share((opened, settings, names))[0]
-        assert opened is not None
+        opened, settings, names = self._peers.first(lambda: self._look(settings, resume))
         self._trusted = None if names is None else Trusted(names)
         return opened, settings
 
-    def _look(self, settings: PublisherSettings, resume: bool) -> Opened:
+    def _look(self, settings: PublisherSettings, resume: bool) -> tuple[Opened, PublisherSettings, list[str] | None]:
         self._signer = signing.signer_of(settings)
         self._trusted = None if self._signer is None else self._signer.trusted
-        return open_channel(self._reader(), settings.dtype, resume, self._signer)
+        opened = open_channel(self._reader(), settings.dtype, resume, self._signer)
+        return opened, settings, None if self._trusted is None else self._trusted.names
 
     def _reader(self) -> ChannelReader:
         return ChannelReader(self.store, self._trusted)

@@ -36,8 +36,10 @@ class DeltaSyncCallback(TrainerCallback):
 
     With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
     ones. It waits for no replica, and for the uploads at the end of training only: while an upload lasts, newer weights
-    join the version that waits. Of a model that FSDP2 shards each process publishes what it holds; FSDP1 and DeepSpeed's
-    ZeRO-3 are refused. A PEFT model is published by its merged weights, or with `adapter_only` by its adapter.
+    join the version that waits. A PEFT model is published by its merged weights, or with `adapter_only` by its adapter.
+
+    Of a model that FSDP2 or DeepSpeed's ZeRO-3 shards each process publishes what it holds, with any of these trainers, and
+    nothing is gathered; FSDP1 is refused.
 
     A trainer that resumes from a checkpoint continues the run that it wrote; any other used channel is refused, unless
     `resume` is set. What is published, and what the replicas serve, is in the trainer's logs under `delta_sync/`.
@@ -129,19 +131,21 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
         if self._restore_client is not None:
             self._restore_client()
-        if not self._takes_part(state, model):
-            return
-        if self._on_policy:
-            if transfer.server_url is None:
-                raise ConfigError(
-                    "This trainer has a client of its own for its vLLM server, which DeltaSyncCallback cannot replace. Use "
-                    "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
-                )
-            transfer.init_weight_transfer()
-        elif self._publishes:
-            gather.check_publishable(model, self.config.adapter_only)
-            transfer.open(together=gather.is_sharded(model))
-            self._publish(model)
+        if self._on_policy and state.is_world_process_zero and transfer.server_url is None:
+            raise ConfigError(
+                "This trainer has a client of its own for its vLLM server, which DeltaSyncCallback cannot replace. Use "
+                "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
+            )
+        if self._trl_gathers(model):
+            return  # and opens the channel
+        gather.check_publishable(model, self.config.adapter_only)
+        together = gather.is_sharded(model)
+        if together and not self._publishes:
+            compat.replace_stream(transfer.publish_shards)
+        if together or state.is_world_process_zero:
+            transfer.open(together=together)
+            if self._publishes:
+                self._publish(model)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -149,11 +153,11 @@ class DeltaSyncCallback(TrainerCallback):
         """Publish every `publish_steps` steps, if the store keeps up. TRL's own sync comes after this."""
         transfer = self._transfer
         transfer.step = state.global_step
-        if not self._takes_part(state, model):
+        if transfer.publisher is None:
             return
         if self._publishes and state.global_step % self.config.publish_steps == 0 and not transfer.is_behind():
             self._publish(model)
-        if transfer.publisher is not None and transfer.publisher.run_id is not None:
+        if transfer.publisher.run_id is not None:
             state.stateful_callbacks[_STATE] = {"run_id": transfer.publisher.run_id}
 
     def on_train_end(
@@ -169,7 +173,7 @@ class DeltaSyncCallback(TrainerCallback):
             return
         # The best model may have been loaded after the last step.
         if transfer.published_step != state.global_step or args.load_best_model_at_end:
-            if not self._publishes and gather.is_sharded(model):
+            if self._trl_gathers(model):
                 logger.warning(
                     "The last published weights are those of step %s, not the final ones.", transfer.published_step
                 )
@@ -216,12 +220,12 @@ class DeltaSyncCallback(TrainerCallback):
         self._transfer.ack = "all" if self.config.ack is None else self.config.ack
         self._restore_client = compat.replace_client(functools.partial(client_class, self._transfer))
 
-    def _takes_part(self, state: TrainerState, model: Any) -> bool:
-        """Whether this process has something to do: the main one, and all that hold shards, unless TRL gathers these."""
-        return state.is_world_process_zero or (self._publishes and gather.is_sharded(model))
+    def _trl_gathers(self, model: Any) -> bool:
+        """Whether weights are to be had from TRL only: it merges adapters into shards."""
+        return not self._publishes and gather.is_peft(model) and gather.is_sharded(model)
 
     def _publish(self, model: Any) -> None:
-        self._transfer.publish(gather.checkpoint_tensors(model, self.config.adapter_only).items())
+        self._transfer.publish(gather.stream_of(model, self.config.adapter_only))
         self._transfer.record(ack_s=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import TrainerCallback
@@ -97,14 +97,56 @@ def add_first(callback: TrainerCallback) -> bool:
     Returns:
         Whether it was found.
     """
+    handler = _caller(CallbackHandler)
+    if handler is None:
+        return False
+    others = [other for other in handler.callbacks if other is not callback]
+    # It goes on with the old list; the progress flow stays in front.
+    place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
+    handler.callbacks = [*others[:place], callback, *others[place:]]
+    return True
+
+
+def replace_stream(take_part: Callable[[], None]) -> None:
+    """Keep TRL from gathering the weights when it syncs them; call it in all processes, from an event of the trainer.
+
+    TRL streams the weights in all of them, as they gather each tensor together. The main process hands the stream to the
+    weight transfer or to the client, which look after themselves; the others only iterate it.
+
+    Args:
+        take_part: What each of the others does instead.
+
+    Raises:
+        ConfigError: the trainer has no such stream.
+    """
+    from transformers import Trainer
+
+    trainer: Any = _caller(Trainer)
+
+    def stream() -> Iterator[Any]:
+        if not trainer.accelerator.is_main_process:
+            take_part()
+        return iter(())
+
+    generation: Any = getattr(trainer, "vllm_generation", None)
+    if hasattr(trainer, "_streaming_iter"):
+        trainer._streaming_iter = stream
+    elif hasattr(generation, "_iter_named_params") and hasattr(generation, "_weight_metadata"):
+        generation._iter_named_params = stream
+        generation._weight_metadata = []  # which TRL would gather the weights for
+    else:
+        raise ConfigError(
+            f"{type(trainer).__name__} has no stream of weights that the shards of each process could take the place of. "
+            f"Install TRL {WITH_SERVER_CLIENT}, or train with DDP."
+        )
+
+
+def _caller(kind: type) -> Any:
+    """The object of this class whose method is running, the innermost one; None if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler):
-            others = [other for other in handler.callbacks if other is not callback]
-            # It goes on with the old list; the progress flow stays in front.
-            place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
-            handler.callbacks = [*others[:place], callback, *others[place:]]
-            return True
-    return False
+        found = frame.f_locals.get("self")
+        if isinstance(found, kind):
+            return found
+    return None

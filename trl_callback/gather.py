@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import unwrap_model
 
 from deltasync import anchor
 from deltasync.errors import ConfigError
 from deltasync.quantize import QUANTIZATION
-from trl_callback import adapter
+from trl_callback import adapter, zero
+from trl_callback.saved_form import as_saved, shards_as_saved
 
 
 def is_peft(model: torch.nn.Module) -> bool:
@@ -28,12 +29,12 @@ def is_peft(model: torch.nn.Module) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether this process holds a part only, by FSDP2."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    """Whether this process holds a part only, by FSDP2 or ZeRO-3."""
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or zero.shards(model)
 
 
 def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check that the processes hold all that is to be published, the model or its adapter, whole or in FSDP2's shards.
+    """Check that the processes hold all that is to be published, the model or its adapter, whole or in shards.
 
     Raises:
         ConfigError: adapters cannot be merged, or are not the one that is wanted; or it is sharded in another way.
@@ -46,18 +47,16 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
             "peft.get_peft_model, with a method that can merge, such as LoRA."
         )
     if is_peft(model) and is_sharded(model):
-        raise ConfigError("Adapters of a model that is sharded by FSDP2 cannot be published. Train with DDP.")
-    if any(hasattr(param, "ds_id") for param in model.parameters()):
-        raise ConfigError(
-            "The parameters are sharded by DeepSpeed's ZeRO-3, which DeltaSyncCallback cannot publish. Train with FSDP2, "
-            "ZeRO-2 or DDP."
-        )
+        raise ConfigError("Adapters of a sharded model cannot be published. Train with DDP or ZeRO-2.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
 
 
-def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their name in memory, each storage once; they alias the live weights."""
+def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
+    """Parameters and persistent buffers by their name in memory, each storage once; they alias the live weights.
+
+    Of what FSDP2 or ZeRO-3 shards it is this process's part, as a `DTensor` or a `TensorRange`.
+    """
     model = unwrap_model(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -66,21 +65,22 @@ def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tied = list(getattr(model, "_tied_weights_keys", None) or ())
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    params = {_plain(name): id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    params = {_plain(name): param for name, param in model.named_parameters(remove_duplicate=False)}
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         place: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,)
-        if isinstance(tensor, DTensor):  # whose storage this process may hold nothing of
-            place = (params.get(name, name),)
+        if isinstance(tensor, DTensor) or zero.is_part(params.get(name)):  # whose storage this process may hold nothing of
+            place = (id(params.get(name, name)),)
         known = kept.setdefault(place, name)
         if known != name and any(re.search(pattern, known) for pattern in tied):
             kept[place] = name
     names = set(kept.values())
-    return {name: tensor for name, tensor in state.items() if name in names and name not in ignored}
+    held = {name: tensor for name, tensor in state.items() if name in names and name not in ignored}
+    return {name: zero.part(name, params[name]) if zero.is_part(params.get(name)) else held[name] for name in held}
 
 
 def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> dict[str, torch.Tensor]:
-    """Collect what `save_pretrained` would write, in the dtype of training; tensors may alias the live weights.
+    """Collect what `save_pretrained` would write of a whole model, in the dtype of training; it may alias the live weights.
 
     Adapters are merged into copies, or the adapter is all.
 
@@ -92,46 +92,31 @@ def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> di
         return adapter.tensors(model)
     if is_peft(model):
         model = adapter.merged(model)
-    held = held_tensors(model)
-    if not is_sharded(model):
-        return _as_saved(model, held)
-    if renamed := _renamed(model, held):
-        raise ConfigError(
-            f"{renamed[0]} and {len(renamed) - 1} other tensors have other names or shapes in memory than in a checkpoint "
-            f"of {type(unwrap_model(model)).__name__}, which cannot be undone for shards. Train this model with DDP."
-        )
-    return held
+    return as_saved(model, held_tensors(model))
 
 
-def check_names(model: torch.nn.Module) -> None:
-    """Check that tensors are named in memory as in the checkpoint, as TRL's stream supposes.
+def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterator[tuple[str, Any]]:
+    """What this process is to publish, collected when it is read: what fails then is the publisher's to tell the others.
 
     Raises:
-        ConfigError: transformers fuses or renames some when it loads them, e.g. the experts of a mixture.
+        ConfigError: the model cannot be published, see `check_publishable`.
     """
-    fused = _renamed(model, held_tensors(model))
-    if fused:
-        raise ConfigError(
-            f"{fused[0]} and {len(fused) - 1} other tensors have other names or shapes in memory than in a checkpoint of "
-            f"{type(unwrap_model(model)).__name__}, and TRL streams them as in memory, which replicas cannot load. Use "
-            "DeltaSyncCallback without weight_transfer, which undoes that."
-        )
+    if is_sharded(model):
+        check_publishable(model, adapter_only)
+        yield from shards_as_saved(model, held_tensors(model), dist.get_rank())
+    else:
+        yield from checkpoint_tensors(model, adapter_only).items()
 
 
-def complete(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """TRL's stream, then what a checkpoint holds besides: frozen parameters and persistent buffers.
+def streamed(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """What a checkpoint of the model holds, while TRL streams it.
 
-    The stream of a model with adapters or shards is left as it is: TRL merges and gathers while it streams.
+    TRL leaves out what is frozen, and names the rest as in memory. Its stream is read for adapters only, which it has merged
+    meanwhile; if they are sharded too, it gathers each tensor until the next one is asked for.
     """
-    streamed = set()
-    for name, tensor in stream:
-        streamed.add(name)
-        yield name, tensor
-    if is_peft(model) or is_sharded(model):
-        return
-    for name, tensor in held_tensors(model).items():
-        if name not in streamed:
-            yield name, tensor
+    if not is_peft(model):
+        return stream_of(model)
+    return stream if is_sharded(model) else as_saved(adapter.without(model), dict(stream)).items()
 
 
 def loaded_from(model: torch.nn.Module) -> str:
@@ -171,21 +156,6 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
         return anchor.companion_files(Path(folder))
 
 
-def _renamed(model: torch.nn.Module, held: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are saved under other names, or in other shapes."""
-    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
-    saved = {name: tensor.shape for name, tensor in _as_saved(model, meta).items()}
-    return sorted(name for name, tensor in held.items() if saved.get(name) != tensor.shape)
-
-
 def _plain(name: str) -> str:
     """A parameter's name without what activation checkpointing puts into it."""
     return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def _as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model = unwrap_model(model)
-    if not isinstance(model, PreTrainedModel):
-        return tensors
-    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
-    return saved

@@ -25,6 +25,8 @@ from trl_callback.record import VersionRecord
 
 logger = logging.getLogger(__name__)
 
+_MARGIN_S = 60.0
+
 
 class DeltaWeightTransfer:
     """Implements TRL's `WeightTransferProtocol`: publishes the weights to a channel instead of sending them to a server.
@@ -60,6 +62,7 @@ class DeltaWeightTransfer:
         self._fleet = Fleet(self._store, config.replicas or ())
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
+        self._together = False
         self._receipt: Receipt | None = None
         self._news: dict[str, float] = {}
 
@@ -75,13 +78,16 @@ class DeltaWeightTransfer:
         """Open the channel.
 
         Raises:
-            ConfigError: no model is bound, or TRL does not stream it as a checkpoint names it.
+            ConfigError: no model is bound, or one of which other processes hold parts.
             ChannelInUseError: the channel holds a run and `resume` is not set.
         """
         if self._model is None:
             raise ConfigError("The weight transfer knows no model. Pass the callback to the trainer too: callbacks=[sync].")
-        if not gather.is_peft(self._model) and not gather.is_sharded(self._model):
-            gather.check_names(self._model)
+        if self.publisher is None and gather.is_sharded(self._model) and not gather.is_peft(self._model):
+            raise ConfigError(
+                "Before training only the main process is asked for the weights, of which it holds shards. Evaluate with "
+                "eval_on_start=True instead, and give the trainer the callback when it is made."
+            )
         self.open()
 
     def open(self, *, together: bool = False) -> None:
@@ -94,10 +100,12 @@ class DeltaWeightTransfer:
         Raises:
             ChannelInUseError: the channel holds a run that is neither `run_id` nor to be resumed.
         """
+        assert self._model is not None
         if self.publisher is not None:
             return
-        assert self._model is not None
-        dtype = PublisherSettings.from_env(dtype=self.config.served_dtype).dtype
+        self._together = together
+        settings = PublisherSettings.from_env(dtype=self.config.served_dtype)
+        dtype = settings.dtype
         if self.config.adapter_only:
             files = adapter.files(self._model)
         else:
@@ -113,6 +121,8 @@ class DeltaWeightTransfer:
             initial=gather.loaded_from(self._model) if self.config.initial == "auto" else self.config.initial,
             resume=self.config.resume or self._holds_our_run(),
             group=dist.group.WORLD if together else None,
+            # The other processes wait for the main one, which waits for the fleet.
+            peer_timeout_s=max(settings.peer_timeout_s, self.config.ack_timeout_s + _MARGIN_S),
         )
 
     def _holds_our_run(self) -> bool:
@@ -127,19 +137,35 @@ class DeltaWeightTransfer:
         """Nothing: generation goes on, and a replica switches versions by itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Read the stream to its end and publish it; the upload goes on in the background.
+        """Publish the weights; the upload goes on in the background.
 
-        With `ack="none"` a version may be left out while the store is behind; the next one covers it.
+        With `ack="none"` a version may be left out while the store is behind; the next one covers it. Where all processes
+        publish their shards, the stream is not read; the others call `publish_shards` at the same time.
 
         Raises:
             ModelMismatchError: the weights are not of the channel's model.
             PublishError: another publisher writes to the channel.
         """
         assert self._model is not None
-        if self.ack == "none" and self.is_behind():
+        if self._together:
+            self.publish_shards()
+        elif self.ack == "none" and self.is_behind():
             deque(iterator, maxlen=0)  # gathering shards, it takes all processes
         else:
-            self.publish(gather.complete(iterator, self._model))
+            self.publish(gather.streamed(iterator, self._model))
+
+    def publish_shards(self) -> None:
+        """In all processes: publish what each holds and wait as `resume` does; if one fails, all do.
+
+        Raises:
+            PublishError: nothing was published, or it did not become visible.
+            AckTimeoutError: as `resume`.
+        """
+        assert self._model is not None and self.publisher is not None
+        if self.ack == "none" and self.is_behind():
+            return
+        self.publish(gather.stream_of(self._model))
+        self.record(ack_s=None if self.ack == "none" else self.publisher.first(self._wait))
 
     def resume(self) -> None:
         """Wait until the version is stored and served as `ack` asks, then record it.
@@ -149,19 +175,20 @@ class DeltaWeightTransfer:
             TimeoutError: it is still being uploaded after `config.ack_timeout_s`.
             AckTimeoutError: it is published, but replicas lag; names them.
         """
-        if self._receipt is None:
-            return
-        if self.ack == "none":
-            self.record(ack_s=None)
-            return
+        if self._receipt is not None:
+            self.record(ack_s=None if self.ack == "none" else self._wait())
+
+    def _wait(self) -> float:
+        """Wait until what was published last is stored and served; the seconds that took."""
         before = time.perf_counter()
         receipt, urls = self._receipt, self.config.replicas or ()
+        assert receipt is not None and self.publisher is not None
         self._wait_for_upload(receipt)
-        assert self.publisher is not None and self.publisher.run_id is not None
+        assert self.publisher.run_id is not None
         heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
         left_s = max(0.0, self.config.ack_timeout_s - (time.perf_counter() - before))
         heartbeat.wait_for(self._store, self.publisher.run_id, receipt.version, self.ack, left_s, urls)
-        self.record(ack_s=time.perf_counter() - before)
+        return time.perf_counter() - before
 
     def destroy(self) -> None:
         """Finish the uploads and close the channel.
@@ -195,8 +222,7 @@ class DeltaWeightTransfer:
 
     def is_behind(self) -> bool:
         """Whether the store is so far behind that the next version is better left out."""
-        full = self._backlog.is_full()
-        return full if self.publisher is None else self.publisher.choose(full)
+        return self._backlog.is_full() if self.publisher is None else self.publisher.first(self._backlog.is_full)
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights of `step`; `resume` or `record` follows."""

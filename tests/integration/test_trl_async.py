@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import queue
+import copy
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
 )
 
 from deltasync import Replica, heartbeat, open_store
@@ -22,6 +16,7 @@ from deltasync.demo import model as demo_model
 from deltasync.errors import AckTimeoutError
 from deltasync.heartbeat import Heartbeat
 from tests.conftest import assert_same_bits
+from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer
 from tests.integration.trainers import (
     Bits,
     Fleet,
@@ -30,8 +25,9 @@ from tests.integration.trainers import (
     run_id,
     saved_bits,
     tiny_model,
+    tiny_moe,
 )
-from trl_callback import DeltaSyncCallback, gather
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, gather
 
 pytestmark = pytest.mark.trl
 
@@ -42,133 +38,6 @@ def checkpoint(tmp_path: Path) -> Path:
     tiny_model().save_pretrained(path)
     demo_model.build_tokenizer().save_pretrained(path)
     return path
-
-
-# --- AsyncGRPOTrainer ------------------------------------------------------------------------------------------------
-
-
-class StubWorker:
-    """A rollout worker in this process, without a server: samples with made-up advantages, stamped with the version.
-
-    Refills when TRL says that a version is synced; calls `on_version` then.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        events: list[str],
-        on_version: Callable[[int], None],
-        make_sample: Callable[..., Any],
-    ) -> None:
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
-        self.metrics_queue: queue.Queue[Any] = queue.Queue()
-        self._tokenizer = tokenizer
-        self._events = events
-        self._on_version = on_version
-        self._version = 0
-        self._samples = self._sample(make_sample)
-
-    def start(self) -> None:
-        self._events.append("start")
-        self._fill()
-
-    def stop(self) -> None:
-        self._events.append("stop")
-
-    def update_model_version(self, model_version: int) -> None:
-        self._version = model_version
-        self._events.append(f"version {model_version}")
-        self._on_version(model_version)
-        self._fill()
-
-    def check_health(self, stale_after_s: float) -> None:
-        pass
-
-    def _fill(self) -> None:
-        for sample in itertools.islice(self._samples, 24):
-            self.rollout_buffer.put(sample)
-
-    def _sample(self, make_sample: Callable[..., Any]) -> Iterator[Any]:
-        question = [{"role": "user", "content": "count from 12"}]
-        prompt = self._tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-        for group in itertools.count():
-            for member in range(3):
-                answer = [*self._tokenizer.encode(f"12 13 {member}"), self._tokenizer.eos_token_id]
-                yield make_sample(
-                    group,
-                    member,
-                    prompt=question,
-                    completion=[{"role": "assistant", "content": ""}],
-                    input_ids=np.asarray(prompt + answer, dtype=np.int64),
-                    completion_mask=np.asarray([0] * len(prompt) + [1] * len(answer), dtype=np.int64),
-                    model_version=self._version,
-                )
-
-
-def grpo_sample(group: int, member: int, **fields: Any) -> Any:
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-    mask = fields["completion_mask"].astype(np.float32)
-    metrics = {"reward": float(member), "reward_std": 1.0}
-    return RolloutSample(**fields, old_log_probs=-5 * mask, advantage=float(member - 1), group_id=group, metrics=metrics)
-
-
-def distillation_sample(group: int, member: int, **fields: Any) -> Any:
-    """The teacher would say the same token everywhere, and another one with half of the probability."""
-    from trl.experimental.async_distillation.async_rollout_worker import RolloutSample
-
-    length = len(fields["input_ids"])
-    return RolloutSample(
-        **fields,
-        teacher_topk_ids=np.tile(np.asarray([member, member + 1]), (length, 1)),
-        teacher_topk_logprobs=np.tile(np.log(np.asarray([0.6, 0.3], dtype=np.float32)), (length, 1)),
-        metrics={},
-        teacher_id="default",
-        prompt_id=group,
-    )
-
-
-SHARED: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "per_device_train_batch_size": 3,
-    "max_completion_length": 8,
-    "token_budget": -1,
-    "max_steps": 3,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def make_async_trainer(
-    checkpoint: Path,
-    sync: DeltaSyncCallback,
-    events: list[str],
-    on_version: Callable[[int], None] = lambda version: None,
-    peft_config: Any = None,
-    **settings: Any,
-) -> Any:
-    from deltasync.demo import trl_on_cpu
-
-    trl_on_cpu.prepare()
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return AsyncGRPOTrainer(
-        model=str(checkpoint),
-        reward_funcs=lambda **_: [0.0],
-        args=AsyncGRPOConfig(output_dir=str(checkpoint.parent / "out"), num_generations=3, **(SHARED | settings)),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
-        processing_class=tokenizer,
-        rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample),
-        weight_transfer=sync.weight_transfer,
-        callbacks=[sync],
-        peft_config=peft_config,
-    )
 
 
 def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: Path, tmp_path: Path) -> None:
@@ -254,6 +123,39 @@ def test_async_grpo_publishes_frozen_weights_too(checkpoint: Path, tmp_path: Pat
     assert all(record.ack_s is None for record in sync.history)
 
 
+def test_async_grpo_publishes_experts_one_by_one(tmp_path: Path) -> None:
+    checkpoint, url = tmp_path / "checkpoint", f"file://{tmp_path}/channel"
+    tiny_moe().save_pretrained(checkpoint)
+    demo_model.build_tokenizer().save_pretrained(checkpoint)
+    sync = DeltaSyncCallback(url)
+    live: list[Bits] = []
+    with Fleet(url, "replica"):
+        trainer = make_async_trainer(
+            checkpoint, sync, [], lambda _: live.append(saved_bits(trainer.model, tmp_path / "saved"))
+        )
+        trainer.train()
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in live[0]
+    for version, bits in enumerate(live, start=1):
+        assert_same_bits(published_bits(url, version), bits)
+    assert [record.changed > 0 for record in sync.history] == [True] * 4
+
+
+def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory_url: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
+
+    model = get_peft_model(tiny_moe(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    transfer = DeltaWeightTransfer(DeltaSyncConfig(memory_url, ack="none"))
+    transfer.bind(model)
+    transfer.init_weight_transfer()
+    model.merge_adapter()
+    transfer.send_weights((name, param.detach()) for name, param in _iter_vllm_named_params(model))
+    transfer.resume()
+    transfer.destroy()
+    model.unmerge_adapter()
+    assert_same_bits(published_bits(memory_url), saved_bits(copy.deepcopy(model).merge_and_unload(), tmp_path))
+
+
 def test_async_grpo_publishes_the_weights_that_trl_merged(checkpoint: Path, tmp_path: Path) -> None:
     from peft import LoraConfig
 
@@ -290,38 +192,15 @@ def test_without_an_acknowledgement_the_version_runs_ahead_of_the_fleet(checkpoi
     assert served == [0, 1, 1, 1]  # while TRL counted 1, 2, 3, 4
 
 
-def test_async_distillation_syncs_by_the_same_object(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trl.experimental.async_distillation import (
-        AsyncDistillationConfig,
-        AsyncDistillationTrainer,
-        async_distillation_trainer,
-    )
-
-    monkeypatch.setattr(async_distillation_trainer, "get_peak_flops_per_device", lambda *_: None)  # it asks CUDA
+def test_async_distillation_syncs_by_the_same_object(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
     sync, events = DeltaSyncCallback(url, ack=2), list[str]()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     with Fleet(url, "left", "right") as fleet:
 
         def on_version(version: int) -> None:
             assert {replica.version for replica in fleet.replicas.values()} == {version}
 
-        trainer = AsyncDistillationTrainer(
-            model=str(checkpoint),
-            args=AsyncDistillationConfig(
-                output_dir=str(tmp_path / "out"),
-                teacher_top_k=1,
-                model_init_kwargs={"attn_implementation": "sdpa"},  # the default is a kernel for GPUs
-                **SHARED,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
-            processing_class=tokenizer,
-            rollout_worker=StubWorker(tokenizer, events, on_version, distillation_sample),
-            weight_transfer=sync.weight_transfer,
-            callbacks=[sync],
-        )
+        trainer = make_distillation_trainer(checkpoint, sync, events, on_version)
         trainer.train()
     assert events == ["version 1", "start", "version 2", "version 3", "version 4", "stop"]
     assert all(record.changed > 0 for record in sync.history)

@@ -24,6 +24,7 @@ from deltasync import Replica, heartbeat, open_store
 from deltasync.demo import model as demo_model
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
 from deltasync.heartbeat import Heartbeat
+from deltasync.sharded import TensorRange
 from tests.conftest import assert_same_bits
 from tests.http_faults import FaultProxy, status
 from tests.integration.trainers import (
@@ -37,7 +38,8 @@ from tests.integration.trainers import (
     tiny_moe,
 )
 from tests.servers.s3 import KEYS, MotoServer
-from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, gather
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
+from trl_callback.saved_form import shards_as_saved
 
 # --- any trainer of transformers -------------------------------------------------------------------------------------
 
@@ -109,13 +111,6 @@ def test_a_lost_upload_fails_the_training_at_its_end(tmp_path: Path, monkeypatch
         trainer.train()
 
 
-def test_refuses_shards_when_the_trainer_is_made(memory_url: str, tmp_path: Path) -> None:
-    sharded = tiny_model()
-    sharded.lm_head.weight.ds_id = 7  # what ZeRO-3 leaves on a parameter
-    with pytest.raises(ConfigError, match="sharded"):
-        make_trainer(sharded, tmp_path / "out", DeltaSyncCallback(memory_url))
-
-
 def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tmp_path: Path) -> None:
     model = tiny_model()
     model.model.register_buffer("kept", torch.arange(3))
@@ -125,6 +120,24 @@ def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tm
     assert "model.scratch" not in names
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_shards_of_experts_are_parts_of_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    model, ranks = tiny_moe(), 3
+    found: dict[str, list[TensorRange]] = {}
+    for rank in range(ranks):
+        held = {}
+        for name, tensor in gather.held_tensors(model).items():
+            size = -(-tensor.numel() // ranks)  # as ZeRO-3 cuts them, through the middle of an expert
+            held[name] = TensorRange(tensor.flatten()[rank * size :][:size], min(rank * size, tensor.numel()), tensor.shape)
+        for name, part in shards_as_saved(model, held, rank):
+            found.setdefault(name, []).append(part)
+    whole = {}
+    for name, parts in found.items():
+        held_parts = [part for part in parts if part.held.numel()]
+        assert [part.start for part in held_parts] == [0, *(part.stop for part in held_parts[:-1])]
+        whole[name] = torch.cat([part.held.flatten() for part in held_parts]).view(parts[0].shape).to(torch.bfloat16)
+    assert_same_bits(whole, saved_bits(model, tmp_path))
 
 
 # --- starting from a checkpoint --------------------------------------------------------------------------------------
@@ -339,13 +352,6 @@ def test_a_transfer_without_a_model_says_what_is_missing(memory_url: str) -> Non
         DeltaWeightTransfer(DeltaSyncConfig(memory_url)).init_weight_transfer()
 
 
-def test_a_transfer_refuses_a_model_that_trl_would_stream_under_other_names(memory_url: str) -> None:
-    transfer = DeltaWeightTransfer(DeltaSyncConfig(memory_url))
-    transfer.bind(tiny_moe())
-    with pytest.raises(ConfigError, match="experts"):
-        transfer.init_weight_transfer()
-
-
 def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = threading.Event()
     store = type(open_store(memory_url))
@@ -406,6 +412,15 @@ def test_importing_the_callback_imports_neither_trl_nor_vllm() -> None:
     code = "import sys, trl_callback; print(*[name for name in ('trl', 'vllm') if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert loaded.stdout.split() == []
+
+
+def test_a_trainer_without_a_stream_of_weights_cannot_leave_out_gathering(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+            compat.replace_stream(lambda: None)
+
+    with pytest.raises(ConfigError, match=r"Trainer has no stream of weights .* 1\.11 to 1\.16"):
+        make_trainer(tiny_model(), tmp_path / "out", Asks()).train()
 
 
 @pytest.mark.trl

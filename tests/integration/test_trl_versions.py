@@ -73,11 +73,17 @@ def test_what_this_trl_offers(version: str, weight_transfer: bool, client: bool,
         called = set(re.findall(r"\.weight_transfer\.(\w+)\(", source))
         assert called == {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"}
         assert all(callable(getattr(DeltaWeightTransfer, name)) for name in called)
+        # The stream of the main process, and of the others.
+        assert source.count("self._streaming_iter()") == 2
+        assert "for _ in self._streaming_iter():" in source
     if client:
         source = (site / "trl/generation/vllm_generation.py").read_text()
         called = set(re.findall(r"self\.vllm_client\.(\w+)\(", source))
         ours = vars(client_class(DeltaWeightTransfer(DeltaSyncConfig("memory://x")), object)).keys()
         assert called - {"generate", "image_features", "chat"} <= ours
+        assert "if self._weight_metadata is None:" in source
+        assert "update_named_params(self._weight_metadata, self._iter_named_params())" in source
+        assert "for _ in self._iter_named_params():" in source
         # The callback hears of on_init_end before the client is made.
         for trainer in ("grpo", "rloo"):
             source = (site / f"trl/trainer/{trainer}_trainer.py").read_text()

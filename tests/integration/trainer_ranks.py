@@ -1,9 +1,13 @@
-"""What each rank of a transformers Trainer does in `test_sharded`: torchrun --nproc-per-node N trainer_ranks.py FOLDER"""
+"""What each rank of a transformers Trainer does in `test_sharded_trainer`:
+
+torchrun --nproc-per-node N trainer_ranks.py FOLDER KIND...
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from trl_callback import DeltaSyncCallback
+from deltasync.errors import ConfigError
+from tests.integration.trainers import tiny_moe
+from trl_callback import DeltaSyncCallback, gather
+from trl_callback.saved_form import as_saved
 
 FOLDER = Path(sys.argv[1])
 
@@ -27,10 +34,23 @@ def let_accelerate_shard_on_cpu() -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type = DistributedType.FSDP
-            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = fsdp_plugin
 
     AcceleratorState.__init__ = init
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A copy of all of it, gathered; on all ranks."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if not hasattr(value, "ds_id"):
+        return value.detach().clone()
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters([value]):
+        return value.detach().clone()
 
 
 class Expected(TrainerCallback):
@@ -40,13 +60,11 @@ class Expected(TrainerCallback):
         self.sync, self.folder = sync, folder
 
     def save(self, model: Any) -> None:
-        whole = {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).to(torch.bfloat16, copy=True)
-            for name, value in model.state_dict().items()
-        }
+        gathered = {name: whole(value) for name, value in model.state_dict(keep_vars=True).items()}
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(whole, self.folder / f"{self.sync.history[-1].version}.pt")
+            saved = {name: value.to(torch.bfloat16) for name, value in as_saved(model, gathered).items()}
+            torch.save(saved, self.folder / f"{self.sync.history[-1].version}.pt")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.save(model)
@@ -59,11 +77,15 @@ class Expected(TrainerCallback):
         self.save(model)
 
 
-def train(kind: str, **arguments: Any) -> None:
-    torch.manual_seed(0)
+def tiny() -> Qwen3ForCausalLM:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     config = Qwen3Config(vocab_size=601, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **shape)
-    ids = torch.randint(config.vocab_size, (16, 8))
+    return Qwen3ForCausalLM(config)
+
+
+def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **arguments: Any) -> None:
+    AcceleratorState._reset_state()
+    torch.manual_seed(0)
     args = TrainingArguments(
         output_dir=str(FOLDER / "out"),
         max_steps=4,
@@ -78,9 +100,11 @@ def train(kind: str, **arguments: Any) -> None:
         eval_steps=4,
         **arguments,
     )
+    model = make_model()
+    ids = torch.randint(model.config.vocab_size, (16, 8))
     sync = DeltaSyncCallback(f"file://{FOLDER}/{kind}/channel", publish_steps=3)
     trainer = Trainer(
-        model=Qwen3ForCausalLM(config),
+        model=model,
         args=args,
         train_dataset=(rows := [{"input_ids": row, "labels": row} for row in ids]),
         eval_dataset=rows[:4],
@@ -88,17 +112,41 @@ def train(kind: str, **arguments: Any) -> None:
     )
     trainer.train()
     told = {"history": [[record.version, record.step, record.kind, record.changed] for record in sync.history]}
-    sharded = [name for name, param in trainer.model.named_parameters() if isinstance(param, DTensor)]
-    (FOLDER / kind / f"told.{dist.get_rank()}.json").write_text(json.dumps(told | {"sharded": len(sharded)}))
+    told["sharded"] = gather.is_sharded(trainer.model)
+    told["moved_bytes"] = sync._transfer.publisher._peers.moved_bytes if sync.history else 0
+    (FOLDER / kind / f"told.{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
+    if kind == "zero3":
+        next(trainer.model.parameters()).ds_tensor.ds_quant_scale = 1.0  # what quantized weights have
+        try:
+            gather.held_tensors(trainer.model)
+        except ConfigError:
+            return
+        raise AssertionError("not refused")
+
+
+LAYERS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+FSDP2 = {"version": 2, **LAYERS}
+# Norms stay gathered between steps, other parameters do not.
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "bf16": {"enabled": "auto"},
+}
+KINDS: dict[str, Callable[[], None]] = {
+    "ddp": lambda: train("ddp"),
+    "fsdp2": lambda: train("fsdp2", fsdp=True, fsdp_config=FSDP2),
+    "checkpointed": lambda: train("checkpointed", fsdp=True, fsdp_config=FSDP2 | {"activation_checkpointing": True}),
+    "zero3": lambda: train("zero3", deepspeed=ZERO3),
+    "zero3-moe": lambda: train("zero3-moe", tiny_moe, deepspeed=ZERO3),
+}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train("ddp")
-    let_accelerate_shard_on_cpu()
-    AcceleratorState._reset_state()
-    wrapped = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
-    train("fsdp2", fsdp=True, fsdp_config={"version": 2, **wrapped})
-    train("checkpointed", fsdp=True, fsdp_config={"version": 2, "activation_checkpointing": True, **wrapped})
+    for chosen in sys.argv[2:]:
+        if chosen == "fsdp2":
+            let_accelerate_shard_on_cpu()
+        KINDS[chosen]()
     dist.destroy_process_group()
