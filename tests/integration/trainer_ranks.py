@@ -47,9 +47,9 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return value.full_tensor().detach().clone()
     if not hasattr(value, "ds_id"):
         return value.detach().clone()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([value]):
+    with deepspeed.zero.GatheredParameters([value]):
         return value.detach().clone()
 
 
