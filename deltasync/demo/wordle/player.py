@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 CARELESS_PROBABILITY = 0.6
 """How many games the teacher plays by any letters, instead of by those that the marks allow."""
 
-CAREFUL_STEPS = 180
+CAREFUL_STEPS = 120
 """The first steps of the warm-up, all careful, so that there is a rule to find."""
 
-WARMUP_STEPS = 300
+WARMUP_STEPS = 240
 WARMUP_BATCH_SIZE = 16
 
 LEARNING_RATE = 1.5e-4
