@@ -2,7 +2,7 @@
 
 Starts from the kept corpus and the seeds, and ends with status 1 if an input breaks a reader. That input is kept as
 `tests/fuzz/corpus/TARGET/crash-<sha1>`: repair the reader, and it stays as a test. The corpus is replaced by the smallest
-set of inputs that reaches as far.
+set of inputs that reaches as far, and of these by the shorter ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.fuzz import seeds
 
 CORPUS = Path(__file__).parent / "corpus"
+_KEPT_BYTES = 1 << 16  # of each target
 INTERPRETED = ("raw", "packed", "context")
 """Their kernels run as Python, so that coverage is seen in them. The others' are compiled, with checks of every index."""
 
@@ -38,8 +39,8 @@ def run(target: str, seconds: float, work: Path) -> bool:
     """Whether the reader withstood."""
     folder = work / target
     folder.mkdir(parents=True)
-    for kept in (CORPUS / target).glob("*"):
-        shutil.copy(kept, folder)
+    for path in (*(CORPUS / target).iterdir(), *(work / "seeds" / target).iterdir()):
+        shutil.copy(path, folder)
     environment = _environment(target, str(work / "kernels"))
     print(f"{target}: {seconds:g} s", flush=True)
     if _fuzz(
@@ -54,10 +55,14 @@ def run(target: str, seconds: float, work: Path) -> bool:
     smallest = work / f"{target}.smallest"
     smallest.mkdir()
     if _fuzz(target, smallest, environment, str(folder), "-merge=1") == 0:
-        for kept in (CORPUS / target).glob("[0-9a-f]*"):
-            kept.unlink()
-        for path in smallest.iterdir():
-            shutil.copy(path, CORPUS / target)
+        for kept in (CORPUS / target).iterdir():
+            if not kept.name.startswith("crash-"):
+                kept.unlink()
+        left = _KEPT_BYTES
+        for path in sorted(smallest.iterdir(), key=lambda path: path.stat().st_size):
+            left -= path.stat().st_size
+            if left >= 0:
+                shutil.copy(path, CORPUS / target)
     return True
 
 
@@ -65,7 +70,7 @@ def main() -> None:
     seconds, *targets = sys.argv[1:] or ["600"]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        seeds.main(CORPUS)
+        seeds.main(work / "seeds")
         sys.exit(not all([run(target, float(seconds), work) for target in targets or seeds.SEEDS]))
 
 
