@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -9,12 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltasync import layout
-from deltasync.errors import CorruptDataError, MissingVersionError, ObjectMissingError, RunMismatchError
+from deltasync.errors import (
+    CorruptDataError,
+    FormatError,
+    MissingVersionError,
+    ObjectMissingError,
+    RunMismatchError,
+    TransientStoreError,
+)
 from deltasync.manifest import DOCUMENT_BYTES, Fold, Manifest
 from deltasync.reader import ChannelReader
 
 THREADS = 4
 """Requests at the same time; also how many objects `copy` holds in memory."""
+
+_TRIES = 3
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""
@@ -108,6 +118,14 @@ def now() -> str:
 
 
 def _or_none(read: Callable[[_Item], _Result], item: _Item) -> _Result | None:
+    """Asked for again after errors that may pass: of many documents one would often fail, and all would be read in vain."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(TransientStoreError, FormatError):
+            return _once(read, item)
+    return _once(read, item)
+
+
+def _once(read: Callable[[_Item], _Result], item: _Item) -> _Result | None:
     try:
         return read(item)
     except MissingVersionError:

@@ -64,9 +64,9 @@ def patched(tell: Tell) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, _after(getattr(owner, name), step, tell)))
         replace = os.replace
 
-        def replace_told(*names: Any) -> None:
+        def replace_told(*names: Any, **folders: Any) -> None:
             tell("the cache has a file under its temporary name")
-            replace(*names)
+            replace(*names, **folders)
 
         stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
         stack.enter_context(mock.patch.object(ChannelReader, "patches", _decoding(ChannelReader.patches, tell)))

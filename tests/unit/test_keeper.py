@@ -7,8 +7,9 @@ import torch
 
 from deltasync import Publisher, Replica, layout, open_store
 from deltasync.config import Retention
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, TransientStoreError
 from deltasync.reader import ChannelReader
+from deltasync.stores import Store
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -107,6 +108,33 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
         replica = Replica(store)
         assert replica.sync(version) == version
         assert_same_bits(replica.state_dict(), states[version - 1])
+
+
+class FirstReadsFail(FaultyStore):
+    """Every manifest is read in vain once."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.seen: set[str] = set()
+
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+        if key.startswith(layout.MANIFESTS) and key not in self.seen:
+            self.seen.add(key)
+            raise TransientStoreError(key)
+        return super().read(key, most_bytes)
+
+
+def test_of_many_reads_some_fail_and_it_forgets_all_the_same(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deltasync.keeper._LEAST_BETWEEN", 4)
+    with Publisher(
+        FirstReadsFail(store.inner), retention=Retention(keep_last=2, prune_grace_s=0.0), anchor_every=2
+    ) as publisher:
+        for state in run(12):
+            publisher.publish(state.items()).wait(60)
+    assert "Looking after the channel failed" not in caplog.text
+    assert len(ChannelReader(store).versions()) <= 6
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
