@@ -21,9 +21,10 @@ from deltasync.kernels import cpu, reference
 from deltasync.memory import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.reader import ChannelReader
 from deltasync.replica import Follower
+from deltasync.retention import Keep
 from deltasync.stores import Store
 from deltasync.types import TensorSpec
-from tests import strategies
+from tests import independent_reader, strategies
 
 Specs = dict[str, TensorSpec]
 Bits = dict[str, np.ndarray]
@@ -67,17 +68,34 @@ def total_of(digests: Mapping[str, int]) -> int:
     return sum(digests.values()) & fingerprint.MASK
 
 
-def published(specs: Specs, states: list[Bits], codec: str, anchor_every: int, restart_at: int | None = None) -> Store:
-    """A channel with these versions; its publisher ends after `restart_at` of them, and another goes on."""
+def published(
+    specs: Specs,
+    states: list[Bits],
+    codec: str,
+    anchor_every: int,
+    restart_at: int | None = None,
+    then: str | None = None,
+    save_shadow: bool = False,
+) -> Store:
+    """A channel with these versions; its publisher ends after `restart_at` of them, and another one goes on.
+
+    Args:
+        then: Codec of the other one.
+        save_shadow: Have it start from a saved shadow.
+    """
     store = open_store(f"memory://{uuid.uuid4().hex}")
     publisher = Publisher(store, codec=codec, dtype="keep", anchor_every=anchor_every)
-    for version, bits in enumerate(states, 1):
-        stream = [(name, tensor_of(bits[name].copy(), spec)) for name, spec in specs.items()]
-        assert publisher.publish(stream).wait(60).version == version
-        if version == restart_at:
-            publisher.close()
-            publisher = Publisher(store, codec=codec, dtype="keep", anchor_every=anchor_every, resume=True)
-    publisher.close()
+    with tempfile.TemporaryDirectory() as saved:
+        for version, bits in enumerate(states, 1):
+            stream = [(name, tensor_of(bits[name].copy(), spec)) for name, spec in specs.items()]
+            assert publisher.publish(stream).wait(60).version == version
+            if version == restart_at:
+                if save_shadow:
+                    publisher.save_shadow(saved)
+                publisher.close()
+                shadow = saved if save_shadow else None
+                publisher = Publisher(store, codec=then, dtype="keep", anchor_every=anchor_every, resume=True, shadow=shadow)
+        publisher.close()
     return store
 
 
@@ -116,6 +134,43 @@ def by_restart(store: Store, count: int, before: int) -> Proof:
         replica.load(saved)
         assert replica.sync() == count
         return of_replica(replica)
+
+
+def by_reference_kernels(store: Store, count: int) -> Proof:
+    """By the reference kernels alone, from the last anchor on, without anything of a replica."""
+    reader = ChannelReader(store)
+    bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in reader.specs.items()}
+    digests = {name: reference.fingerprint(fingerprint.tensor_key(name), held) for name, held in bits.items()}
+    for step in reader.plan(None, reader.head(), count):
+        for patch, expected in reader.patches(step, lambda name: bits[name].copy()):
+            index_K = np.arange(patch.data.size) if patch.index_K is None else patch.index_K
+            key = fingerprint.tensor_key(patch.name)
+            _, gained = reference.scatter(key, bits[patch.name], index_K, patch.data, patch.absolute, index_K)
+            digests[patch.name] = (digests[patch.name] + gained) & fingerprint.MASK
+            assert digests[patch.name] == expected
+    return proof(bits, total_of(digests))
+
+
+def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
+    """By a copy of the channel in a directory: a replica's, and that of a reader written from docs/format.md alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        housekeeping.copy(ChannelReader(store), open_store(f"file://{folder}"))
+        model = independent_reader.Channel(Path(folder)).read(count)
+        bits = {name: found for name, (_, _, found) in model.items()}
+        total = total_of({name: independent_reader.fingerprint(name, found) for name, found in bits.items()})
+        replica = Replica(f"file://{folder}")
+        assert replica.sync() == count
+        return of_replica(replica), proof(bits, total)
+
+
+def by_what_is_left(store: Store, count: int) -> Proof:
+    """By a replica, once all other versions are forgotten and their bytes deleted."""
+    reader = ChannelReader(store)
+    housekeeping.forget(reader, Keep(last=1))
+    housekeeping.prune(ChannelReader(store), grace_s=0.0)
+    replica = Replica(store)
+    assert replica.sync() == count
+    return of_replica(replica)
 
 
 def by_shards(store: Store, count: int, shards: int) -> Proof:
@@ -167,11 +222,17 @@ def test_every_route_to_a_version_gives_the_same_bits_and_fingerprint(
     }
     if codec != "context":  # which needs the whole model's old bits
         found |= {f"{shards} shards": by_shards(deltas, count, shards) for shards in (1, 2, 4)}
-    resumed = published(specs, states, codec, anchor_every=99, restart_at=between)
+    found["reference kernels"] = by_reference_kernels(deltas, count)
+    found["copied"], found["copied, and read independently"] = by_copy(deltas, count)
+    then = data.draw(st.sampled_from(CODECS), "of the publisher that goes on")
+    resumed = published(specs, states, codec, anchor_every=99, restart_at=between, then=then)
     found["resumed"] = by_following(resumed, count, between)["cold"]
+    from_shadow = published(specs, states, codec, anchor_every=99, restart_at=between, then=then, save_shadow=True)
+    found["resumed from a saved shadow"] = by_following(from_shadow, count, between)["cold"]
     anchors = published(specs, states, codec, anchor_every=1)
     found["anchor alone"] = by_following(anchors, count, between)["cold"]
 
     assert {name: route for name, route in found.items() if route != proof(last, total)} == {}
-    manifests = {ChannelReader(store).manifest(count).fingerprint for store in (deltas, resumed, anchors)}
-    assert manifests == {fingerprint.to_hex(total)}
+    assert by_what_is_left(anchors, count) == by_what_is_left(deltas, count) == proof(last, total)
+    channels = (deltas, resumed, from_shadow, anchors)
+    assert {ChannelReader(store).manifest(count).fingerprint for store in channels} == {fingerprint.to_hex(total)}
