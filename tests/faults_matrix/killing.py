@@ -1,6 +1,7 @@
 """vLLM's API server whose processes kill themselves at a step: `python -m tests.faults_matrix.killing --model ...`
 
-The file that FAULT_AT names tells the step, once it is there. Processes that vLLM spawns import this too.
+The file that FAULT_AT names tells the step, once it is there. Nothing of deltasync is imported here before vLLM has started
+its workers: they stumble over numba if it is there first.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
-
-from tests.faults_matrix import steps
 
 DRIVER_STEPS = ("generation is paused", "all workers have the version, generation is paused")
 
@@ -24,22 +26,21 @@ def reach(step: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _in_driver() -> None:
-    from vllm_plugin.driver import Driver
+def _patch_driver() -> None:
+    """Once vLLM has loaded the plugin."""
+    while (driver := getattr(sys.modules.get("vllm_plugin.driver"), "Driver", None)) is None:
+        time.sleep(0.01)
+    commit = driver._commit_paused
 
-    commit = Driver._commit_paused
-
-    async def commit_paused(self: Driver) -> dict[str, Any]:
+    async def commit_paused(self: Any) -> dict[str, Any]:
         reach(DRIVER_STEPS[0])
-        reply = await commit(self)
+        reply: dict[str, Any] = await commit(self)
         reach(DRIVER_STEPS[1])
         return reply
 
-    Driver._commit_paused = commit_paused  # type: ignore[method-assign]
+    driver._commit_paused = commit_paused
 
 
-if "FAULT_AT" in os.environ:
-    steps.patched(reach).__enter__()
-    if __name__ == "__main__":
-        _in_driver()
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+if __name__ == "__main__":
+    threading.Thread(target=_patch_driver, daemon=True).start()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

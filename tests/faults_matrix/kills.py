@@ -127,12 +127,8 @@ def _kill_replica(step: str, lab: Lab) -> Seen:
     last = _ENDS_WRONG if "rollback" in step else _VERSIONS
     slowest_s, heard = 0.0, ""
     for time_ in range(REPEATS):
-        # Full weights are copied, and of a few versions only some values exchanged.
-        first = (
-            None if "copied" in step or (time_ % 4 == 3 and "exchanged" not in step and last == _VERSIONS) else 1 + time_ % 5
-        )
-        if time_ % 5 == 0:
-            shutil.rmtree(lab.folder / "cache", ignore_errors=True)  # otherwise what the killed ones left is used
+        first = None if "copied" in step else 1 + time_ % 5  # full weights are copied
+        shutil.rmtree(lab.folder / "cache", ignore_errors=True)  # so that there is something to fetch
         assert _follow(Follower(lab.folder, first, last, step)) is None
         before = time.monotonic()
         found = _follow(Follower(lab.folder, None, _VERSIONS, None))

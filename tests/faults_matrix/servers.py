@@ -50,6 +50,7 @@ class Supervised:
         self.server = Server(f"http://127.0.0.1:{port}", channel, weights)
         arguments = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--tensor-parallel-size", str(self.workers)]
+        arguments += ["--worker-extension-cls", "tests.faults_matrix.killing_worker.KillingExtension"]
         line, environ = vllm_command(str(checkpoint), channel, arguments, os.environ)
         self._line = [word.replace("vllm.entrypoints.openai.api_server", "tests.faults_matrix.killing") for word in line]
         self._cores = sorted(os.sched_getaffinity(0))[-self.workers :]

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from deltasync import housekeeping, open_store
+from deltasync.reader import ChannelReader
 from tests.soak import ends
 from tests.soak.settings import PROCESSES, Soak, told
 from tests.soak.watch import Watch
@@ -34,7 +36,7 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
     """Replicas in host memory, on a directory.
 
     Returns:
-        What `attend` does, and `publisher` and `replicas` as they told last.
+        What `attend` does, `publisher` and `replicas` as they told last, and `problems` of the channel.
     """
     channel = f"file://{soak.folder}/channel"
     children = {"publisher": PROCESSES.Process(target=ends.publish, args=(soak, channel, _Walk(soak.seed), True))}
@@ -61,7 +63,13 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
             child.kill()
     assert [child.exitcode for child in children.values()] == [0] * len(children)
     replicas = [told(soak.folder / f"replica-{number}") for number in range(1, soak.replicas + 1)]
-    return result | {"publisher": told(soak.folder / "publisher"), "replicas": replicas}
+    return result | {"publisher": told(soak.folder / "publisher"), "replicas": replicas, "problems": problems(channel)}
+
+
+def problems(channel: str) -> list[str]:
+    """What is wrong with any version that the channel still has, all bits of which are read."""
+    report = housekeeping.check(ChannelReader(open_store(channel)), read_data=True)
+    return [str(problem) for problem in report.problems]
 
 
 def attend(soak: Soak, watch: Watch, pids: Sequence[int], look: Callable[[], None], say: Say) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def failures(result: dict[str, Any], versions: int, growth: float = 0.05) -> lis
         versions: Least number of them.
         growth: Most growth of a process's memory.
     """
-    found = []
+    found: list[str] = list(result["problems"])
     if result["versions"] < versions:
         found.append(f"only {result['versions']} versions")
     for number, replica in enumerate(result["replicas"], 1):

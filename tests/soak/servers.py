@@ -21,7 +21,7 @@ from tests.integration.vllm_server import complete, save_model, start
 from tests.servers.reverse_proxy import Action, Exchange, Handler, Reply
 from tests.servers.s3 import KEYS, MotoServer
 from tests.soak import ends
-from tests.soak.run import Say, attend
+from tests.soak.run import Say, attend, problems
 from tests.soak.settings import CACHE_BYTES, FAULT_RATE, PROCESSES, Soak, told
 from tests.soak.watch import Watch
 
@@ -155,4 +155,5 @@ def run(soak: Soak, say: Say) -> dict[str, Any]:
         stopwatch = Watch()
         while any(server.check() != last["version"] for server in servers):
             assert stopwatch.seconds() < _PATIENCE_S, "a server does not get to the last version"
-    return result | {"publisher": last, "replicas": [server.numbers for server in servers]}
+        replicas = [server.numbers for server in servers]
+        return result | {"publisher": last, "replicas": replicas, "problems": problems(direct)}

@@ -57,8 +57,8 @@ def _anonymous_bytes(pid: int) -> int:
 def _sizes(path: Path) -> tuple[int, int]:
     """Files and bytes."""
     count, size = 0, 0
-    for each in path.rglob("*"):
-        with contextlib.suppress(OSError):
-            if each.is_file():
-                count, size = count + 1, size + each.stat().st_size
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                count, size = count + 1, size + os.stat(os.path.join(folder, name)).st_size
     return count, size
