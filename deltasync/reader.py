@@ -184,6 +184,10 @@ class ChannelReader:
             MissingVersionError: not in the store.
             CorruptDataError: not the bytes that were named, or not a manifest of this version.
         """
+        return self.read_manifest(version, sha256)[0]
+
+    def read_manifest(self, version: int, sha256: str | None = None) -> tuple[Manifest, str]:
+        """As `manifest`, with the digest of its bytes."""
         key = layout.manifest(version)
         if version not in self._manifests:
             self._manifests[version] = self._read_manifest(version, key, sha256)
@@ -194,7 +198,7 @@ class ChannelReader:
         if sha256 is not None and found != sha256:
             self._manifests.pop(version, None)
             raise _not_the_named(key, "head or the next manifest")
-        return document
+        return document, found
 
     def _read_manifest(self, version: int, key: str, sha256: str | None) -> tuple[Manifest, str]:
         def check(data: bytes) -> None:

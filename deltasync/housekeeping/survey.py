@@ -18,7 +18,7 @@ from deltasync.errors import (
     RunMismatchError,
     TransientStoreError,
 )
-from deltasync.manifest import DOCUMENT_BYTES, Fold, Manifest
+from deltasync.manifest import DOCUMENT_BYTES, Fold, Head, Manifest
 from deltasync.reader import ChannelReader
 
 THREADS = 4
@@ -51,21 +51,41 @@ def in_parallel(action: Callable[[_Item], _Result], items: Sequence[_Item], what
 
 
 def read_manifests(
-    reader: ChannelReader, progress: Progress = quiet, versions: Sequence[int] | None = None
+    reader: ChannelReader,
+    progress: Progress = quiet,
+    versions: Sequence[int] | None = None,
+    head: Head | None = None,
 ) -> dict[int, Manifest]:
     """Manifests by version, ascending. One that is forgotten meanwhile is left out.
+
+    Those that another one builds on are held to the digest that this one names.
 
     Args:
         reader: The channel.
         progress: Told how far it is.
         versions: Which; all that the channel holds if None.
+        head: Whose manifest is held to the digest that head names.
 
     Raises:
         FormatError: one is damaged.
     """
     wanted = reader.versions() if versions is None else sorted(versions)
-    found = in_parallel(lambda version: _or_none(reader.manifest, version), wanted, "manifests", progress)
-    return {document.version: document for document in found if document is not None}
+    if head is not None:
+        _or_none(functools.partial(reader.read_manifest, sha256=head.manifest_sha256), head.version)
+    read = in_parallel(lambda version: _or_none(reader.read_manifest, version), wanted, "manifests", progress)
+    found = {each[0].version: each for each in read if each is not None}
+    for version in sorted(found, reverse=True):
+        delta = found[version][0].delta if version in found else None
+        if delta is None or delta.base_version not in found:
+            continue
+        named = delta.base_manifest_sha256
+        if found[delta.base_version][1] != named:  # damaged on the way, where the store does not notice
+            again = _or_none(functools.partial(reader.read_manifest, sha256=named), delta.base_version)
+            if again is None:
+                del found[delta.base_version]
+            else:
+                found[delta.base_version] = again
+    return {version: document for version, (document, _) in found.items()}
 
 
 def read_folds(

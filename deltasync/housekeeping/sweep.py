@@ -45,7 +45,7 @@ def forget(reader: ChannelReader, keep: Keep, *, dry_run: bool = False, progress
     store = reader.store
     head = reader.head()
     fold_keys = [info.key for info in store.list(layout.FOLDS)]
-    found = retention.forgetting(read_manifests(reader, progress), fold_keys, head.version, keep)
+    found = retention.forgetting(read_manifests(reader, progress, head=head), fold_keys, head.version, keep)
     if dry_run or not found.named:
         return found
     document = Forgotten(format=manifest.FORMAT, run_id=head.run_id, versions=found.named, created_at=now())
@@ -106,7 +106,7 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     objects = {info.key: info for prefix in layout.DATA for info in store.list(prefix)}
     heartbeats = list(store.list(layout.REPLICAS))
     head = reader.head()
-    manifests = read_manifests(reader, progress)
+    manifests = read_manifests(reader, progress, head=head)
     if head.version not in manifests:
         raise MissingVersionError(
             f"Head names version {head.version}, which has no manifest now. Nothing was pruned. See `deltasync check`."

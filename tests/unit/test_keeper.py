@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, layout, open_store
+from deltasync import Publisher, Replica, housekeeping, layout, open_store
 from deltasync.config import Retention
 from deltasync.errors import ConfigError, TransientStoreError
 from deltasync.reader import ChannelReader
@@ -135,6 +135,32 @@ def test_of_many_reads_some_fail_and_it_forgets_all_the_same(
             publisher.publish(state.items()).wait(60)
     assert "Looking after the channel failed" not in caplog.text
     assert len(ChannelReader(store).versions()) <= 6
+
+
+class OnceDamaged(FaultyStore):
+    """A manifest names another file than it does, the first time that it is read, and no digest of the store's notices."""
+
+    damaged = False
+
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+        data = super().read(key, most_bytes)
+        if key == layout.manifest(2) and not self.damaged:
+            self.damaged = True
+            return data.replace(b"part-00001", b"part-00000")
+        return data
+
+
+def test_a_manifest_that_is_damaged_on_the_way_does_not_cost_what_it_names(store: FaultyStore) -> None:
+    states = run(4)
+    with Publisher(store) as publisher:
+        for state in states:
+            publisher.publish(state.items()).wait(60)
+    misled = OnceDamaged(store.inner)
+    assert housekeeping.prune(ChannelReader(misled), grace_s=0.0).objects == []
+    assert misled.damaged
+    replica = Replica(store)
+    assert replica.sync(2) == 2
+    assert_same_bits(replica.state_dict(), states[1])
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
