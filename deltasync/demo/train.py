@@ -114,9 +114,9 @@ class DigestingTransfer:
         self.destroy = transfer.destroy
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish the stream, digesting each tensor on its way."""
+        """Digest the stream, which the transfer need not read: it may take the weights from the model. Then publish."""
         self._sha256 = {}
-        self._transfer.send_weights(self._digested(iterator))
+        self._transfer.send_weights(iter(list(self._digested(iterator))))
 
     def resume(self) -> None:
         """Wait as the transfer does, then write down the version."""
