@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from deltasync import layout, manifest
+from deltasync import Publisher, layout, manifest, signing
 from deltasync.demo.processes import get_json
 from deltasync.manifest import Head
+from deltasync.signing import Signer
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
 
 pytestmark = pytest.mark.vllm
@@ -33,7 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(save_model(folder), token=TOKEN, DELTASYNC_HTTP_TOKEN=TOKEN) as server:
+    """It requires signatures, too."""
+    signing.new_key(folder / "key", "this test")
+    environ = {"DELTASYNC_HTTP_TOKEN": TOKEN, "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
+    with (
+        serving(save_model(folder), token=TOKEN, **environ) as server,
+        Publisher(server.channel, signing_key=folder / "key") as server.publisher,
+    ):
         server.assert_serves(server.publish())
         yield server
 
@@ -118,6 +125,20 @@ def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, f
     assert TOKEN not in (folder / "server.log").read_text(errors="replace")
 
 
+def test_what_is_not_signed_is_refused_and_the_version_stays(server: Server, folder: Path) -> None:
+    good, status = server.store.read(layout.HEAD), server.status()
+    assert status["trusted_keys"] == [Signer(folder / "key").public]
+    server.store.replace(layout.HEAD, manifest.encode(manifest.decode(good, Head, layout.HEAD)))
+    status = server.wait(lambda status: status["state"] == "failed")
+    assert "SignatureError: head.json is not signed" in status["error"]
+    server.assert_serves(status["version"])
+    server.store.replace(layout.HEAD, good)
+    server.step()
+    server.assert_serves(server.publish())
+    private = (folder / "key").read_text().splitlines()[1]
+    assert private not in (folder / "server.log").read_text(errors="replace")
+
+
 def test_metrics_stand_beside_vllms_own(server: Server) -> None:
     server.step()
     version = server.publish()
@@ -172,7 +193,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)")
-def test_the_page_shows_the_replica_in_a_browser(server: Server, tmp_path: Path) -> None:
+def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, tmp_path: Path) -> None:
     address = server.url.replace("://", f"://anyone:{TOKEN}@")
 
     def browse(what: str, *arguments: str) -> str:
@@ -201,7 +222,8 @@ def test_the_page_shows_the_replica_in_a_browser(server: Server, tmp_path: Path)
 
     good = server.store.read(layout.HEAD)
     head = manifest.decode(good, Head, layout.HEAD)
-    server.store.replace(layout.HEAD, manifest.encode(dataclasses.replace(head, run_id="<b>another</b>")))
+    other = manifest.encode(dataclasses.replace(head, run_id="<b>another</b>"))
+    server.store.replace(layout.HEAD, Signer(folder / "key").seal(layout.HEAD, other))
     server.wait(lambda status: status["state"] == "failed")
     page = browse("failed", "--dump-dom")
     assert shown(page)["state"] == "failed"
