@@ -155,28 +155,37 @@ class Request(threading.Thread):
                 self.outcome = f"{type(error).__name__}: {error}"
 
 
-def _serving(folder: Path, workers: int) -> Iterator[Supervised]:
-    supervised = Supervised(folder, workers)
-    with one_thread(), contextlib.closing(supervised):
-        supervised.seconds_to_serve(supervised.server.publish())
-        yield supervised
+class OneAtATime:
+    """The server that the rows share, as long as they want as many workers."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._now: Supervised | None = None
+
+    def of(self, workers: int) -> Supervised:
+        """With so many workers, serving."""
+        if self._now is None or self._now.workers != workers:
+            self.close()
+            self._now = Supervised(self._factory.mktemp("supervised"), workers)
+            self._now.seconds_to_serve(self._now.server.publish())
+        return self._now
+
+    def close(self) -> None:
+        """End it."""
+        if self._now is not None:
+            self._now.close()
 
 
 @pytest.fixture(scope="module")
-def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    """A server of one worker, for all rows."""
-    yield from _serving(tmp_path_factory.mktemp("supervised"), 1)
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneAtATime]:
+    """Servers for all rows."""
+    with one_thread(), contextlib.closing(OneAtATime(tmp_path_factory)) as servers:
+        yield servers
 
 
-@pytest.fixture(scope="module")
-def supervised_in_parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    """A server of two tensor-parallel workers, for all rows."""
-    yield from _serving(tmp_path_factory.mktemp("supervised"), 2)
-
-
-def _dies(step: str, fixture: str, lab: Lab) -> Seen:
-    """A process dies at a step of the next version, or, of two workers, the second one as such; then it is started again."""
-    supervised: Supervised = lab.request.getfixturevalue(fixture)
+def _dies(step: str, workers: int, lab: Lab) -> Seen:
+    """A process dies at a step of the next version, or the last worker while none is taken; then all is started again."""
+    supervised: Supervised = lab.request.getfixturevalue("supervised").of(workers)
     request = Request(supervised.server.url)
     supervised.server.wait_for_requests(1)
     if step == _ANY_TIME:
@@ -200,10 +209,10 @@ _IN_WORKER = (
     "all is written, nothing confirmed",
     "the version is confirmed",
 )
-for _who, _steps, _fixture in (
-    ("vLLM's worker", _IN_WORKER, "supervised"),
-    ("vLLM's API server", DRIVER_STEPS, "supervised"),
-    ("one of two tensor-parallel workers", (_ANY_TIME, *_IN_WORKER[2:4]), "supervised_in_parallel"),
+for _who, _steps, _workers in (
+    ("one of two tensor-parallel workers", (_ANY_TIME, *_IN_WORKER[2:4]), 2),
+    ("vLLM's worker", _IN_WORKER, 1),
+    ("vLLM's API server", DRIVER_STEPS, 1),
 ):
     for _step in _steps:
         row(
@@ -212,4 +221,4 @@ for _who, _steps, _fixture in (
             noticed="the server ends, requests fail",
             back="restart",
             vllm=True,
-        )(functools.partial(_dies, _step, _fixture))
+        )(functools.partial(_dies, _step, _workers))

@@ -13,7 +13,7 @@ from tests.servers import s3, services
 
 s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
 
-supervised, supervised_in_parallel = servers.supervised, servers.supervised_in_parallel
+supervised = servers.supervised
 
 assert channel and kills and machine and stores  # whose import fills ROWS
 
