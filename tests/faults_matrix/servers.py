@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import http.client
 import os
 import re
 import signal
 import threading
 import time
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Supervised:
         before, serves = time.monotonic(), self.server.status
         while self._child.running():
             assert time.monotonic() - before < PATIENCE_S, "the server neither serves nor ends"
-            with contextlib.suppress(OSError, urllib.error.HTTPError):
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 version = serves()["version"]
                 assert version is None or version <= published
             time.sleep(0.05)
