@@ -53,7 +53,7 @@ def summarize(
     return checks | {
         "versions_published": len(published),
         "versions_committed": {host: len(commits[host]) for host in REPLICAS},
-        "bits_checked_at": {host: [proof["version"] for proof in proofs[host]] for host in REPLICAS},
+        "bits_checked_at": {host: sorted({proof["version"] for proof in proofs[host]}) for host in REPLICAS},
         "bit_exact": bit_exact(proofs, channel, trained),
         "payload_bytes_mean": _mean([line["payload_bytes"] for line in deltas]),
         "changed_fraction_mean": _mean([line["changed_fraction"] for line in deltas]),
@@ -147,7 +147,7 @@ def bars(runs: dict[str, dict[str, Any]], versions: int) -> list[tuple[str, str,
     for name, run in runs.items():
         published = run["versions_published"]
         found.append((f"{name}: at least {versions} versions", str(published), published >= versions))
-        counts = " and ".join(f"{len(set(each))}" for each in run["bits_checked_at"].values())
+        counts = " and ".join(f"{len(each)}" for each in run["bits_checked_at"].values())
         found.append(
             (f"{name}: bits of both replicas, channel and trainer equal", f"at {counts} versions", run["bit_exact"])
         )
