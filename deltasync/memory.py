@@ -412,6 +412,7 @@ def _write_of(key: int, patch: Patch, number: int, segment: Segment) -> _Swap | 
     dest = segment.flat()
     dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
     if live.device.type == "cpu":
+        cpu.warm_up(data_K.dtype, dest_index_K.dtype)
         new_K, gained, check = cpu.prepare(key, _unsigned(dest), dest_index_K, data_K, absolute, index_K)
         return _Swap(patch.name, number, dest, torch.from_numpy(dest_index_K), signed_view(new_K), gained, check)
     kernels = device_kernels(live.device)

@@ -111,12 +111,15 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterator[tu
 def streamed(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """What a checkpoint of the model holds, while TRL streams it.
 
-    TRL leaves out what is frozen, and names the rest as in memory. Its stream is read for adapters only, which it has merged
-    meanwhile; if they are sharded too, it gathers each tensor until the next one is asked for.
+    TRL leaves out what is frozen, and names the rest as in memory. Its stream is read for adapters only, which are merged
+    until it ends, and gathered, if they are sharded too, until the next tensor is asked for; so each is taken by itself.
     """
     if not is_peft(model):
         return stream_of(model)
-    return stream if is_sharded(model) else as_saved(adapter.without(model), dict(stream)).items()
+    if is_sharded(model):
+        return stream
+    base = adapter.without(model)
+    return (saved for item in stream for saved in as_saved(base, dict([item])).items())
 
 
 def loaded_from(model: torch.nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -321,6 +322,12 @@ def prepare(
     with threads(data_K.size // _SCATTER_CHUNK):
         added, check = _prepare(np.uint64(key), dest, dest_index_K, data_K, absolute, index_K, new_K)
     return new_K, int(added), int(check)
+
+
+@functools.cache
+def warm_up(bits: np.dtype, index: np.dtype) -> None:
+    """Compile `swap` for these types, or load it, so that no commit waits for it."""
+    _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
 
 
 def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
