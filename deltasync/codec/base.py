@@ -188,8 +188,8 @@ def read_metadata(data: bytes) -> dict[str, str]:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"Not a safetensors file with metadata: {error!r}.") from error
-    if not isinstance(metadata, dict):
-        raise CorruptDataError("The safetensors metadata is not an object.")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptDataError("The safetensors metadata is not an object of strings.")
     return metadata
 
 
