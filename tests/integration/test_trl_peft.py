@@ -49,7 +49,12 @@ class Recorder(TrainerCallback):
 
 @pytest.mark.parametrize(
     "lora",
-    [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": "all-linear", "lora_bias": False}],
+    [
+        {},
+        pytest.param({"use_dora": True}, marks=pytest.mark.slow),
+        pytest.param({"modules_to_save": ["lm_head"]}, marks=pytest.mark.slow),
+        {"target_modules": "all-linear", "lora_bias": False},
+    ],
     ids=["lora", "dora", "a-whole-module-too", "all-linear"],
 )
 def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[str, Any], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from deltasync import layout
 from deltasync.bits import cast
 from tests.integration.vllm_server import Server, complete, save_model, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BACKEND = ("--weight-transfer-config", '{"backend": "deltasync"}')
 EXTENSION = ("--worker-extension-cls", "tests.integration.live_bits.LiveBits")
