@@ -139,7 +139,7 @@ def test_versions_between_are_skipped_and_the_newest_is_the_default(server: Serv
 
 def test_a_push_without_a_pause_keeps_running_requests(server: Server, checkpoint: Path) -> None:
     lengths: list[int] = []
-    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 600))))
+    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 900))))
     asking.start()
     server.wait_for_requests(1)
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_push_without_a_pause_keeps_running_requests(server: Server, checkpoin
         server.json("/update_weights", {"update_info": {}})
         server.json("/finish_weight_update", {})
     asking.join()
-    assert lengths == [600]
+    assert lengths == [900]
     assert_live(server, checkpoint, server.weights)
 
 
