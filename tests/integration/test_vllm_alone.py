@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 EXTENSION = ("--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one worker", "two workers"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("vllm")
     if request.param == 1:
