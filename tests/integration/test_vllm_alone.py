@@ -20,7 +20,7 @@ from deltasync import heartbeat, layout
 from deltasync.bits import bits_of, cast
 from deltasync.demo.processes import get_json
 from deltasync.heartbeat import Heartbeat
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, serving
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, serving, tells_of_wrong_bits
 
 pytestmark = pytest.mark.vllm
 
@@ -186,7 +186,7 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_by_all_workers(ser
     server.step()
     with server.publishing_a_wrong_fingerprint():
         server.publish()
-    beat = wait(server, lambda beat: "did not give the published bits" in (beat.error or ""))
+    beat = wait(server, lambda beat: tells_of_wrong_bits(beat.error))
     assert (beat.version, beat.state) == (version, "failed")
     assert_holds(server, before)
     stream.join()

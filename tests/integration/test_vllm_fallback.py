@@ -13,7 +13,16 @@ from transformers import Qwen3MoeConfig
 
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
+from tests.integration.vllm_server import (
+    PATIENCE_S,
+    Server,
+    complete,
+    digests,
+    save_model,
+    serving,
+    start,
+    tells_of_wrong_bits,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -100,7 +109,7 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_in_packed_layers_t
         tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng)
     with server.publishing_a_wrong_fingerprint():
         server.publish()
-    status = server.wait(lambda status: "did not give the published bits" in (status["error"] or ""))
+    status = server.wait(lambda status: tells_of_wrong_bits(status["error"]))
     assert status["version"] == version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
     assert greedy(server.url) == tokens

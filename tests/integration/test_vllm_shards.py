@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from deltasync import Publisher, layout
 from deltasync.demo.processes import get_json
-from tests.integration.vllm_server import Server, complete, digests, save_model, serving
+from tests.integration.vllm_server import Server, complete, digests, save_model, serving, tells_of_wrong_bits
 
 pytestmark = pytest.mark.vllm
 
@@ -69,7 +69,7 @@ def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anc
     server.step()
     with server.publishing_a_wrong_fingerprint():
         server.publish()
-    status = server.wait(lambda status: "did not give the published bits" in (status["error"] or ""))
+    status = server.wait(lambda status: tells_of_wrong_bits(status["error"]))
     assert status["version"] == version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
     assert len(complete(server.url, 5)) == 5

@@ -163,6 +163,13 @@ class Server:
         assert self.json("/deltasync/digest") == {"version": version, "sha256": digests(self.weights)}
 
 
+def tells_of_wrong_bits(error: str | None) -> bool:
+    """Of the commit that was rolled back, or of every later look at the version."""
+    return any(
+        told in (error or "") for told in ("did not give the published bits", "does not give the bits that it promises")
+    )
+
+
 def digests(weights: Weights) -> dict[str, str]:
     return {name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest() for name, w in weights.items()}
 

@@ -176,11 +176,11 @@ def test_two_workers_follow_by_themselves_while_idle_and_during_steps(server: Se
 def test_the_load_plan_is_recorded_between_two_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def open_and_note(runner: Runner, channel: str) -> WorkerReplica:
+    def open_and_note(runner: Runner, channel: str, trusted_keys: str | None) -> WorkerReplica:
         for _ in range(2):
             counts.append([member.gate.hold(None, 0.0) for member in server.members])
             time.sleep(0.05)  # many steps, if they went on
-        return WorkerReplica(runner, channel)
+        return WorkerReplica(runner, channel, trusted_keys)
 
     monkeypatch.setattr("vllm_plugin.extension.WorkerReplica", open_and_note)
     with Steps(server):
