@@ -83,7 +83,7 @@ def test_payloads_that_contradict_each_other_are_refused(memory_url: str, codec_
     split(memory_url, codec_name, parts)
     replica = Replica(memory_url)
     replica.sync(1)
-    with pytest.raises(CorruptDataError, match="contradicts|changes more elements than"):
+    with pytest.raises(CorruptDataError, match=r"contradicts|changes more elements than"):
         replica.sync(2)
     assert replica.version == 1
     assert_same_bits(replica.state_dict(), {"w": torch.zeros(100, dtype=torch.int16)})
