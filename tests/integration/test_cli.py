@@ -108,7 +108,7 @@ def test_the_demo_ends_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "deltasync.cli", "demo", "--out", str(out)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as demo:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while not (out / "server.log").exists():
             assert time.monotonic() < deadline and demo.poll() is None
             time.sleep(0.2)
