@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+from benchmarks.learning import begin_dense, write_dense
 
 ARMS = ("dense", "deltasync")
 LAST = 10  # steps whose mean reward is compared
@@ -105,17 +106,14 @@ class DenseTransfer:
 
     def init_weight_transfer(self) -> None:
         """Make the directory."""
-        self._folder.mkdir(exist_ok=True)
-        (self._folder / "config.json").write_bytes((self._folder.parent / "model" / "config.json").read_bytes())
+        begin_dense(self._folder)
 
     def pause(self) -> None:
         """Nothing: vLLM reloads between two steps of its engine."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the checkpoint, and have it reloaded."""
-        weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in iterator}
-        save_file(weights, self._folder / "model.safetensors", metadata={"format": "pt"})
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+        body = write_dense(self._folder, iterator)
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/collective_rpc", json.dumps(body).encode(), headers)
         urllib.request.urlopen(request, timeout=300).close()

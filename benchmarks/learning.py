@@ -135,17 +135,26 @@ def pushing_client(base: type, folder: Path, arm: str) -> type:
 
     class PushingClient(base):  # type: ignore[misc,valid-type]
         def init_communicator(self, device: Any = 0) -> None:
-            folder.mkdir(exist_ok=True)
-            (folder / "config.json").write_bytes((folder.parent / "model" / "config.json").read_bytes())
+            begin_dense(folder)
 
         def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
             if arm == "dense":
-                weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in named_params}
-                save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                self._post(f"{self.base_url}/collective_rpc", json=body)
+                self._post(f"{self.base_url}/collective_rpc", json=write_dense(folder, named_params))
 
     return PushingClient
+
+
+def begin_dense(folder: Path) -> None:
+    """Make the directory of a checkpoint like the model beside it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((folder.parent / "model" / "config.json").read_bytes())
+
+
+def write_dense(folder: Path, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """Write all weights there; the body that asks vLLM's `/collective_rpc` to load them."""
+    weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in named_tensors}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:

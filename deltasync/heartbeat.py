@@ -14,13 +14,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from deltasync import layout
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ConfigError, FormatError, ObjectMissingError, TransientStoreError
+from deltasync.manifest import Count
 from deltasync.stores.base import Store
 
 LIVE_S = 60.0
@@ -33,7 +34,6 @@ _ANSWER_S = 5.0
 _MOST_BYTES = 1 << 20  # of a heartbeat or a server's answer
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Result = TypeVar("_Result")
 
 
@@ -53,9 +53,9 @@ class Heartbeat:
 
     replica_id: str
     run_id: str | None
-    version: _Number | None
+    version: Count | None
     state: str
-    head_version: _Number | None = None
+    head_version: Count | None = None
     error: str | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
 
@@ -198,7 +198,7 @@ class _Status(msgspec.Struct):
 
     state: str
     run_id: str | msgspec.UnsetType | None = msgspec.UNSET
-    version: _Number | None = None
+    version: Count | None = None
     error: str | None = None
     channel: str | None = None
 

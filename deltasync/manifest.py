@@ -28,9 +28,10 @@ DOCUMENT_BYTES = 1 << 26
 """Most bytes of a document."""
 
 _LARGEST = (1 << 63) - 1
-_Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-_Version = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
-_Shape = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Version = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+"""Numbers that fit 64 bits."""
+_Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
@@ -48,7 +49,7 @@ class FileRef:
     """One immutable object: where it is and what it must contain."""
 
     key: str
-    bytes: _Count
+    bytes: Count
     sha256: _Sha256
 
 
@@ -56,10 +57,10 @@ class FileRef:
 class Delta:
     """How to get from `base_version`, whose manifest has `base_manifest_sha256`, to the manifest's version."""
 
-    base_version: _Version
+    base_version: Version
     base_manifest_sha256: _Sha256
     codec: str
-    changed: _Count
+    changed: Count
     files: list[FileRef]
 
     @property
@@ -120,10 +121,10 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         delta_bytes: Bytes of its delta, 0 if it has none.
     """
 
-    version: _Version
+    version: Version
     manifest_sha256: _Sha256
     fingerprint: _Fingerprint
-    delta_bytes: _Count
+    delta_bytes: Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,16 +147,16 @@ class Manifest:
 
     format: str
     run_id: str
-    version: _Version
+    version: Version
     kind: str
     step: Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | None
     created_at: str
-    total: _Count
+    total: Count
     fingerprint: _Fingerprint
-    anchor_version: _Version
+    anchor_version: Version
     delta: Delta | None = None
     anchor: Anchor | None = None
-    coalesced: _Version = 1
+    coalesced: Version = 1
     chain: list[Link] = dataclasses.field(default_factory=list)
     requires: list[str] = dataclasses.field(default_factory=list)
 
@@ -189,12 +190,12 @@ class Fold:
 
     format: str
     run_id: str
-    base_version: _Version
+    base_version: Version
     base_manifest_sha256: _Sha256
-    version: _Version
+    version: Version
     manifest_sha256: _Sha256
     codec: str
-    changed: _Count
+    changed: Count
     files: list[FileRef]
     created_at: str
     requires: list[str] = dataclasses.field(default_factory=list)
@@ -211,7 +212,7 @@ class Forgotten:
 
     format: str
     run_id: str
-    versions: list[_Version]
+    versions: list[Version]
     created_at: str
     requires: list[str] = dataclasses.field(default_factory=list)
 
@@ -222,7 +223,7 @@ class Head:
 
     format: str
     run_id: str
-    version: _Version
+    version: Version
     manifest_sha256: _Sha256
     requires: list[str] = dataclasses.field(default_factory=list)
 

@@ -7,12 +7,13 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from deltasync.errors import ConfigError
+from deltasync.manifest import Version
 
 
 class WeightUpdate(msgspec.Struct, kw_only=True):
     """Body of `POST /request_weight_update`; fields of other trainers are ignored."""
 
-    version: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)] | None = None
+    version: Version | None = None
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from deltasync.config import CODECS
+from deltasync.demo import TASKS
 
 
 @click.command("demo")
@@ -25,9 +26,7 @@ from deltasync.config import CODECS
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of model, prompts and trainer.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; a free one by default.")
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the deltas.")
-@click.option(
-    "--task", type=click.Choice(("counting", "wordle")), default="counting", show_default=True, help="What the model learns."
-)
+@click.option("--task", type=click.Choice(TASKS), default="counting", show_default=True, help="What the model learns.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
 def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.

@@ -46,7 +46,7 @@ class DemoSettings:
         seed: Of model, warm-up, prompts and trainer.
         port: Of the server; 0 takes a free one.
         codec: Of the deltas.
-        task: What the model learns, one of `deltasync.demo.train.TASKS`.
+        task: What the model learns, one of `deltasync.demo.TASKS`.
     """
 
     out: Path

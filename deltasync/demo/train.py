@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from deltasync.demo import task, trl_on_cpu
+from deltasync.demo import TASKS, task, trl_on_cpu
 from deltasync.demo.wordle import player
 from deltasync.demo.wordle.client import WordleEnvironment
 from deltasync.demo.wordle.game import GUESSES
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from trl_callback import DeltaWeightTransfer
 
-TASKS = ("counting", "wordle")
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 GENERATIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 32

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from deltasync.demo import TASKS
 from deltasync.demo.model import build_checkpoint
 from deltasync.errors import DeltaSyncError
 from tests.hosts import network, summary
@@ -32,9 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", action="store_true", help="lines of 50 ms there and back, 100 Mbit/s each")
     parser.add_argument("--versions", type=int, default=50, help="versions to publish (default: 50)")
     parser.add_argument("--replicas", type=int, default=2, help="beyond 2 they are in host memory, and join at half time")
-    parser.add_argument(
-        "--task", choices=("wordle", "counting"), default="wordle", help="what the model learns (default: wordle)"
-    )
+    parser.add_argument("--task", choices=TASKS, default="wordle", help="what the model learns (default: wordle)")
     parser.add_argument("--loopback", action="store_true", help="no namespaces: all on this host, told apart by ports")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-hosts-out"), help="earlier runs in it are kept and compared with"
