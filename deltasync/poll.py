@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -13,12 +16,16 @@ from deltasync.stores.base import Store
 _FIRST_S = 0.02
 _GROWTH = 1.5
 _LIVE_S = 30.0
+_EARLIEST, _LATEST = 0.75, 1.5  # times the shortest and the longest of the last times between two versions
+_LOOKS_APART = 0.03  # of the longest
 
 
 class Poll:
     """How long to wait between two looks at head: from 20 ms, because the next version may follow soon, up to an interval.
 
-    Where the store tells of changes it is only looked at rarely, while that works.
+    Trainers publish at a rhythm. Around the time at which the next version is due by the last few, the waits are short again:
+    3 % of the time between two versions, which costs up to 50 looks for each. Where the store tells of changes it is only
+    looked at rarely, while that works.
 
     Args:
         store: The channel's store.
@@ -29,6 +36,8 @@ class Poll:
     def __init__(self, store: Store, interval_s: float, on_change: Callable[[], None]) -> None:
         self._interval_s = interval_s
         self._delay_s = _FIRST_S
+        self._moved_s: float | None = None
+        self._between_s: deque[float] = deque(maxlen=4)
         self._watch = store.watch(layout.HEAD, on_change)
 
     def delay_s(self, moved: bool, settled: bool = True) -> float:
@@ -38,14 +47,26 @@ class Poll:
             moved: Whether the last look brought a new version.
             settled: Whether nothing is left to do until head changes.
         """
+        now_s = time.monotonic()
         if moved:
-            self._delay_s = _FIRST_S
-        delay_s = min(self._delay_s, self._interval_s)
+            if self._moved_s is not None:
+                self._between_s.append(now_s - self._moved_s)
+            self._moved_s, self._delay_s = now_s, _FIRST_S
+        delay_s = min(self._delay_s, self._interval_s, self._due_s(now_s))
         self._delay_s = min(_GROWTH * self._delay_s, self._interval_s)
         if settled and not moved and self._watch is not None and self._watch.live:
             return max(_LIVE_S, self._interval_s)
         # So that many replicas do not ask at the same moment for ever.
         return delay_s * random.uniform(0.9, 1.0)
+
+    def _due_s(self, now_s: float) -> float:
+        """How long to wait at most for the version that is due by the rhythm of the last ones."""
+        if self._moved_s is None or not self._between_s:
+            return math.inf
+        since_s, longest_s = now_s - self._moved_s, max(self._between_s)
+        if since_s > _LATEST * longest_s:
+            return math.inf
+        return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, _LOOKS_APART * longest_s)
 
     def close(self) -> None:
         """Stop watching."""

@@ -7,6 +7,7 @@ signature before it is parsed. Nothing here touches weights.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -419,7 +420,8 @@ class ChannelReader:
             delta, files = fetched
         parts, changed = _Parts(), 0
         for file, data in files:
-            payload = codec.open_payload(data)
+            with _naming(file.key):
+                payload = codec.open_payload(data)
             names = (payload.codec, payload.version, payload.base_version)
             if names != (delta.codec, step.version, delta.base_version):
                 raise CorruptDataError(f"{file.key} says {names}, which is not what its manifest says.")
@@ -436,8 +438,9 @@ class ChannelReader:
         self._check_size(version.version, version.anchor)
         missing = dict(self.specs)
         for file, data in self._fetch_all(version.anchor.files):
-            fingerprints = anchor.fingerprints(data)
-            for name, tensor in load_tensors(data).items():
+            with _naming(file.key):
+                fingerprints, tensors = anchor.fingerprints(data), load_tensors(data)
+            for name, tensor in tensors.items():
                 # Not `spec_of`, for which a dtype that no channel carries is the caller's mistake.
                 spec, found = missing.pop(name, None), (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
                 if spec is None or found != (spec.dtype, spec.shape) or name not in fingerprints:
@@ -508,6 +511,15 @@ class _Parts:
         if known != expected or any(first <= end and start <= last for start, end in ranges):
             raise CorruptDataError(f"{key} contradicts another file of its version about {patch.name}.")
         ranges.append((first, last))
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Say of what is wrong within which file it is."""
+    try:
+        yield
+    except CorruptDataError as error:
+        raise CorruptDataError(f"{key}: {error}") from error
 
 
 def _not_the_named(key: str, where: str) -> CorruptDataError:

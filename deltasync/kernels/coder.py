@@ -508,7 +508,8 @@ def _room(blocks: Blocks, item_bytes: int, extra_B: np.ndarray | int = 0) -> np.
 
 def _packed_words(out: np.ndarray, first_B: np.ndarray, room_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count_B = room_B[1:] - first_B
-    word_B = np.concatenate(([0], np.cumsum(count_B)))
+    word_B = np.zeros(count_B.size + 1, np.int64)
+    np.cumsum(count_B, out=word_B[1:])
     words = np.empty(word_B[-1], np.uint32)
     with threads(words.size // _PACKED):
         _pack(out, first_B, room_B, word_B, words)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from llvmlite import ir
@@ -232,15 +231,21 @@ def _swap(chunk_CF, bits, index):
     return check
 
 
-@contextlib.contextmanager
-def threads(task_count: int) -> Iterator[None]:
+class threads:  # noqa: N801
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
-    before = get_num_threads()
-    set_num_threads(max(1, min(before, task_count)))
-    try:
-        yield
-    finally:
-        set_num_threads(before)
+
+    def __init__(self, task_count: int) -> None:
+        self._task_count = task_count
+
+    def __enter__(self) -> None:
+        self._before = get_num_threads()
+        self._fewer = max(1, self._task_count) < self._before
+        if self._fewer:
+            set_num_threads(max(1, self._task_count))
+
+    def __exit__(self, *_: object) -> None:
+        if self._fewer:
+            set_num_threads(self._before)
 
 
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
@@ -266,7 +271,8 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count_R = np.empty(min(_ROWS, -(-(old_N.size - first) // _ROW)), np.int64)
         with threads(count_R.size // 2):
             _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
-            start_R = np.concatenate(([0], np.cumsum(count_R)))
+            start_R = np.zeros(count_R.size + 1, np.int64)
+            np.cumsum(count_R, out=start_R[1:])
             index_pieces.append(np.empty(start_R[-1], index))
             step_pieces.append(np.empty(start_R[-1], old_N.dtype))
             _join(first, offset_RP, step_RP, start_R, index_pieces[-1], step_pieces[-1])
@@ -277,14 +283,13 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Rows for what `_diff` finds, kept for each thread, because memory that is new to a process is slow to write."""
-    kept = _kept.__dict__
-    if dtype.name not in kept:
+    kept: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = _kept.__dict__.setdefault("rows", {})
+    if dtype not in kept:
         # 64 more than a row has: room for what is written where nothing changed, and rows whose beginnings are a power of
         # two apart would share the same lines of a cache.
         shape = (_ROWS, _ROW + 64)
-        kept[dtype.name] = np.empty(shape, np.uint16), np.empty(shape, dtype)
-    rows: tuple[np.ndarray, np.ndarray] = kept[dtype.name]
-    return rows
+        kept[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype)
+    return kept[dtype]
 
 
 def add(

@@ -439,7 +439,7 @@ def test_an_anchor_with_a_tensor_of_another_dtype_is_a_format_error(scene: Scene
         header["a.weight"] |= {"dtype": dtype, "shape": [size]}
 
     _sign(scene.store.inner, 1, "anchor", _safetensors(_file(scene.store.inner, 1, "anchor"), change))
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=r"^anchors/.*\.safetensors"):
         Replica(scene.store).sync()
 
 
@@ -459,7 +459,7 @@ def test_an_anchor_that_is_not_of_this_channel_is_a_format_error(
 ) -> None:
     data = _safetensors(_file(scene.store.inner, 1, "anchor"), lambda header: (change(header), None)[1])
     _sign(scene.store.inner, 1, "anchor", data)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=r"^anchors/.*\.safetensors"):
         Replica(scene.store).sync()
 
 

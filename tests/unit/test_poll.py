@@ -61,6 +61,26 @@ def test_an_interval_below_the_first_wait_is_kept(store: Store) -> None:
         assert poll.delay_s(moved=False) <= 0.001
 
 
+def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("deltasync.poll.time.monotonic", lambda: now_s)
+
+    def looks_until(version_s: float) -> list[float]:
+        """Look until a version that appears then is found; when it was looked."""
+        nonlocal now_s
+        found = []
+        while not found or now_s < version_s:
+            now_s += poll.delay_s(moved=not found)
+            found.append(now_s)
+        return found
+
+    with Poll(store, 1.0, lambda: None) as poll:
+        late_s = [looks_until(4.0 * number)[-1] - 4.0 * number for number in range(1, 8)]
+        assert max(late_s[2:]) <= 0.13  # 3 % of the time between two, that between the looks at them included
+        assert len(looks_until(4.0 * 8)) < 65
+        assert len(looks_until(now_s + 100)) < 65 + 100 / 0.9  # the rhythm ended: back to the interval
+
+
 def test_a_store_that_tells_of_changes_is_hardly_looked_at(store: Store) -> None:
     watched = WatchedStore(store)
     with Poll(watched, 1.0, lambda: None) as poll:
