@@ -23,9 +23,9 @@ _LOOKS_APART = 0.03  # of the longest
 class Poll:
     """How long to wait between two looks at head: from 20 ms, because the next version may follow soon, up to an interval.
 
-    Trainers publish at a rhythm. Around the time at which the next version is due by the last few, the waits are short again:
-    3 % of the time between two versions, which costs up to 50 looks for each. Where the store tells of changes it is only
-    looked at rarely, while that works.
+    Trainers publish at a rhythm. Around the time at which the next version is due by the last few, the waits are short
+    again: 3 % of the time between two versions, which costs up to 50 looks for each. Where the store tells of changes it is
+    only looked at rarely, while that works.
 
     Args:
         store: The channel's store.

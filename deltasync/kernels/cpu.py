@@ -231,7 +231,7 @@ def _swap(chunk_CF, bits, index):
     return check
 
 
-class threads:  # noqa: N801
+class threads:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
 
     def __init__(self, task_count: int) -> None:
