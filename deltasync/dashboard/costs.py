@@ -30,13 +30,17 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the actions of a store take; `publish` is of a version of one file, a manifest and head."""
+    """What the actions of a store take; `publish` is of a version of one file, a manifest and head.
+
+    A replica looks once a second, or as often as a store asks for that tells of changes; more when a version is due (`poll`).
+    """
 
     publish: Exchange
     follow: Exchange
     look: Exchange
     heartbeat: Exchange
     looks_per_hour: int
+    looks_per_version: int = 0
 
 
 _S3 = Rates(
@@ -45,6 +49,7 @@ _S3 = Rates(
     look=Exchange(1, 451, 633),
     heartbeat=Exchange(1, 631, 345),
     looks_per_hour=3_600,
+    looks_per_version=20,
 )
 _HUB = Rates(
     publish=Exchange(26, 10_700, 10_500),
@@ -165,7 +170,7 @@ def estimate(
         had = [size for version, size in deltas.items() if beat.version is not None and version <= beat.version]
         fetches, fetched_bytes = fetches + len(had), fetched_bytes + sum(had)
         hours = max(0.0, beat.time_s - created_s) / 3600
-        looks += round(hours * rates.looks_per_hour)
+        looks += round(hours * rates.looks_per_hour) + len(had) * rates.looks_per_version
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
     add("deltas, download", fetches, rates.follow, fetches, 0, fetched_bytes, S3_GET_USD)
     if rates is not _LOCAL:

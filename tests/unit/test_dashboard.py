@@ -292,7 +292,7 @@ def test_costs_add_up() -> None:
         "folds, upload": (1, 2),
         "manifests and head, upload": (3, 6),
         "deltas, download": (4, 12),
-        "looks at head": (7200, 7200),
+        "looks at head": (7280, 7280),
         "heartbeats": (720, 720),
     }
     assert rows["deltas, upload"].up_bytes == pytest.approx(3e9, rel=1e-5)
@@ -300,7 +300,7 @@ def test_costs_add_up() -> None:
     assert costs.stored_bytes == 14 * gigabyte
     assert costs.storage_usd == pytest.approx(14 * 0.023 / 730)
     assert costs.traffic_usd == pytest.approx(4 * 0.09, rel=0.01)
-    requests_usd = (3 + 2 + 2 + 6 + 720) * 0.005 / 1000 + (12 + 7200) * 0.0004 / 1000
+    requests_usd = (3 + 2 + 2 + 6 + 720) * 0.005 / 1000 + (12 + 7280) * 0.0004 / 1000
     assert costs.usd == pytest.approx(requests_usd + 14 * 0.023 / 730)
     for url in ("file:///run", "hf://buckets/a/b/run", "s3://bucket/run?endpoint=http://localhost:1"):
         assert estimate(url, stored, 3, beats, hour_ago).usd is None
