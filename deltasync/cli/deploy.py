@@ -59,6 +59,11 @@ def space() -> None:
 @click.option("--channel", metavar="URL", required=True, help="The channel to follow; its bucket is created.")
 @click.option("--model", required=True, help="What the trainer starts from.")
 @click.option("--vllm-arguments", default="", metavar="TEXT", help="More arguments of vLLM, in one text.")
+@click.option(
+    "--trusted-keys",
+    metavar="FILE",
+    help="Public keys, one of which must have signed what the replicas take. The file is uploaded.",
+)
 @_with_common_options
 def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
     """Serve MODEL by vLLM in each of the Spaces USER/NAME, as a replica of the channel.

@@ -32,7 +32,7 @@ class Exchange:
 class Rates:
     """What the actions of a store take; `publish` is of a version of one file, a manifest and head.
 
-    A replica looks once a second, or as often as a store asks for that tells of changes; more when a version is due (`poll`).
+    A replica looks once a second, or rarely where the store tells of changes; more often when a version is due (`poll`).
     """
 
     publish: Exchange

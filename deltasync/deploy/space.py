@@ -16,11 +16,13 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from deltasync.errors import ConfigError, StoreError
+from deltasync.signing import Trusted
 from deltasync.stores import open_store
 
 KINDS = ("vllm", "wordle")
 
 _FILES = Path(__file__).with_name("spaces")
+_TRUSTED_KEYS = "trusted-keys"
 _MASK = "***"
 # The last is httpx's, of whichever version.
 _FAILURES: tuple[type[Exception], ...] = (OSError, ValueError, HfHubHTTPError.__bases__[0])
@@ -67,6 +69,7 @@ class SpaceSettings:
         hardware: Name of the Hub's, such as `l4x1`; None to leave it, which is a free CPU at first.
         sleep_s: Stop after so long without requests; only with `hardware`.
         package: What pip installs: a requirement, or the path of a wheel, which is uploaded.
+        trusted_keys: File of public keys, which is uploaded: the replicas refuse what none of them has signed.
     """
 
     kind: str
@@ -76,12 +79,15 @@ class SpaceSettings:
     hardware: str | None = None
     sleep_s: int | None = None
     package: str | None = None
+    trusted_keys: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"A Space is of kind {' or '.join(KINDS)}, not {self.kind!r}.")
         if self.package is not None and self.package.endswith(".whl") and not Path(self.package).is_file():
             raise ConfigError(f"There is no wheel {self.package}.")
+        if self.trusted_keys is not None:
+            Trusted(path=Path(self.trusted_keys))
         if self.sleep_s is not None and self.hardware is None:
             raise ConfigError("When a Space sleeps can only be set together with its hardware.")
 
@@ -147,18 +153,23 @@ def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
     of_space = {"repo_id": space, "repo_type": "space"}
     yield Call("create_repo", {**of_space, "space_sdk": "docker", "private": settings.private, "exist_ok": True})
     wheel = settings.package if settings.package is not None and settings.package.endswith(".whl") else None
+    variables, extra = dict(settings.variables), ""
+    if settings.trusted_keys is not None:
+        variables["DELTASYNC_TRUSTED_KEYS"], extra = f"/app/{_TRUSTED_KEYS}", "[signing]"
     package = settings.package
     if package is None:
-        package = f"deltasync=={importlib.metadata.version('deltasync')}"
+        package = f"deltasync{extra}=={importlib.metadata.version('deltasync')}"
     elif wheel is not None:
-        package = f"./{Path(wheel).name}"
-    for key, value in {"PACKAGE": package, **settings.variables}.items():
+        package = f"./{Path(wheel).name}{extra}"
+    for key, value in {"PACKAGE": package, **variables}.items():
         yield Call("add_space_variable", {"repo_id": space, "key": key, "value": value})
     for key, value in settings.secrets.items():
         yield Call("add_space_secret", {"repo_id": space, "key": key, "value": value})
     if settings.hardware is not None:
         sleep = {} if settings.sleep_s is None else {"sleep_time": settings.sleep_s}
         yield Call("request_space_hardware", {"repo_id": space, "hardware": settings.hardware, **sleep})
+    if settings.trusted_keys is not None:
+        yield Call("upload_file", {**of_space, "path_or_fileobj": settings.trusted_keys, "path_in_repo": _TRUSTED_KEYS})
     if wheel is not None:
         yield Call("upload_file", {**of_space, "path_or_fileobj": wheel, "path_in_repo": Path(wheel).name})
     yield Call("upload_folder", {**of_space, "folder_path": str(_FILES / settings.kind)})

@@ -123,6 +123,21 @@ def test_a_second_run_changes_what_changed(hub: HubServer, names: tuple[str, str
     }
 
 
+def test_replicas_that_require_signatures(hub: HubServer, names: tuple[str, str, str], tmp_path: Path) -> None:
+    key = tmp_path / "trainer"
+    assert CliRunner().invoke(main, ["keygen", str(key)]).exit_code == 0
+    public = tmp_path / "trainer.pub"
+    assert deploy("vllm", *replica_arguments(names), "--trusted-keys", str(public)).exit_code == 0
+    found = known(hub, names[1])
+    assert found["variables"]["DELTASYNC_TRUSTED_KEYS"] == "/app/trusted-keys"
+    assert found["variables"]["PACKAGE"] == f"deltasync[signing]=={__version__}"
+    assert found["texts"]["trusted-keys"] == public.read_text()
+
+    refused = deploy("vllm", *replica_arguments(names), "--trusted-keys", str(key))
+    assert refused.exit_code == 3 and str(key) in refused.stderr
+    assert key.read_text() not in refused.output
+
+
 def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tuple[str, str, str]) -> None:
     arguments = replica_arguments(names)
     hub.arm("hardware", status=402, message="Payment is required for l4x1")
