@@ -34,6 +34,11 @@ The number is the process exit code of the command line for that class; 2 is a u
 
 from __future__ import annotations
 
+import msgspec
+
+UNREADABLE_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for JSON that is malformed, that has other bytes than UTF-8, or that is nested too deeply."""
+
 
 class DeltaSyncError(Exception):
     """Root of all errors raised by deltasync."""

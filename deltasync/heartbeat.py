@@ -20,7 +20,14 @@ import msgspec
 
 from deltasync import layout
 from deltasync.config import ReplicaSettings
-from deltasync.errors import AckTimeoutError, ConfigError, FormatError, ObjectMissingError, TransientStoreError
+from deltasync.errors import (
+    UNREADABLE_JSON,
+    AckTimeoutError,
+    ConfigError,
+    FormatError,
+    ObjectMissingError,
+    TransientStoreError,
+)
 from deltasync.manifest import Count
 from deltasync.stores.base import Store
 
@@ -32,7 +39,6 @@ _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
 
 _MOST_BYTES = 1 << 20  # of a heartbeat or a server's answer
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Result = TypeVar("_Result")
 
@@ -69,7 +75,7 @@ def read_all(store: Store, run_id: str) -> list[Heartbeat]:
     """Heartbeats of the replicas of one run, by replica id; unreadable ones are skipped."""
     found = []
     for info in store.list(layout.REPLICAS):
-        with contextlib.suppress(*_UNREADABLE, FormatError, ObjectMissingError):
+        with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
             heartbeat = msgspec.json.decode(store.read(info.key, _MOST_BYTES), type=Heartbeat)
             if heartbeat.run_id == run_id:
                 found.append(heartbeat)
@@ -214,7 +220,7 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     """What a server's answer says; one that is none, or is about another run, serves nothing."""
     try:
         status = msgspec.json.decode(answer, type=_Status)
-    except _UNREADABLE as unreadable:
+    except UNREADABLE_JSON as unreadable:
         what = f"{url} does not answer as deltasync does: {unreadable}"
         return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=what)
     version, error, found = status.version, status.error, status.run_id

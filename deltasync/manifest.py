@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from deltasync import layout
-from deltasync.errors import ConfigError, CorruptDataError, UnsupportedFormatError
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError
 from deltasync.types import ITEM_BYTES, TensorSpec
 
 FORMAT = "deltasync/1"
@@ -280,7 +280,7 @@ def decode(data: bytes, kind: type[_Document], key: str) -> _Document:
     """
     try:
         header: dict[str, Any] = msgspec.json.decode(data, type=dict)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE_JSON as error:
         raise CorruptDataError(f"{key} is not a JSON object: {error}.") from error
     if header.get("format") != FORMAT:
         raise UnsupportedFormatError(f"{key} has format {header.get('format')!r:.50}; this version reads {FORMAT!r}.")

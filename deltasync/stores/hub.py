@@ -39,7 +39,14 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltasync import layout
-from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import (
+    UNREADABLE_JSON,
+    ConfigError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+)
 from deltasync.stores.base import Capabilities, ObjectInfo, check_size
 from deltasync.stores.events import EventWatch
 
@@ -384,7 +391,7 @@ class HubStore:
     def _decoded(self, response: httpx.Response, kind: type[_Result]) -> _Result:
         try:
             return msgspec.json.decode(response.content, type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE_JSON as error:
             raise TransientStoreError(f"{self.url}: the Hub answered something else than expected: {error}.") from error
 
 
@@ -490,7 +497,7 @@ def _told(response: httpx.Response) -> str:
     if message is None:
         try:
             message = msgspec.json.decode(response.content, type=dict[str, Any]).get("error")
-        except msgspec.DecodeError:
+        except UNREADABLE_JSON:
             message = None
     return str(message or response.reason_phrase)[:200].rstrip(".")
 

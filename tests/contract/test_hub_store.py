@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 
 from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo, Store
-from deltasync.stores.hub import _XET_CONFIG, HubStore, hub_store
+from deltasync.stores.hub import _XET_CONFIG, HubStore, _told, hub_store
 from tests.contract.store_contract import StoreContract
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
@@ -363,6 +364,15 @@ class TestFaults:
         assert "X-Signature" not in str(caught.value)
         hub.reset()
         assert store.read("large") == LARGE
+
+    @pytest.mark.parametrize(
+        "answer", [b"{", b'{"error": "\xff"}', b'{"error": ' + b"[" * 100_000], ids=["cut", "bytes", "deep"]
+    )
+    def test_an_answer_that_cannot_be_read_is_an_answer_to_ask_again_for(self, store: HubStore, answer: bytes) -> None:
+        response = httpx.Response(503, content=answer)
+        with pytest.raises(TransientStoreError, match="something else than expected"):
+            store._decoded(response, dict)
+        assert _told(response) == "Service Unavailable"
 
     def test_a_flipped_bit_comes_through(self, store: HubStore, hub: HubServer) -> None:
         """By length alone it cannot be told; readers of a channel compare digests (test_hub_faults.py)."""
