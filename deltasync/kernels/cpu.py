@@ -164,18 +164,22 @@ def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
 @njit(parallel=True, nogil=True, cache=True)
 def _add(key, bits_N, index_K, step_K, mask, largest):
     added, above = np.uint64(0), np.int64(0)
-    for chunk in prange((step_K.size + _SWAP_CHUNK - 1) // _SWAP_CHUNK):
-        part, part_above = np.uint64(0), np.int64(0)
-        last = min((chunk + 1) * _SWAP_CHUNK, step_K.size)
-        for k in range(chunk * _SWAP_CHUNK, last):
+    for chunk in prange((step_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK):
+        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, step_K.size)
+        old_C, new_C = np.empty(_SCATTER_CHUNK, bits_N.dtype), np.empty(_SCATTER_CHUNK, bits_N.dtype)
+        for k in range(first, last):
             if k + _AHEAD < last:
                 _prefetch(bits_N, np.uint64(index_K[k + _AHEAD]))
             at = np.uint64(index_K[k])
-            old = bits_N[at]
-            bits_N[at] = old + step_K[k]
-            new = np.uint64(bits_N[at])
-            part += _cell(key, at, new) - _cell(key, at, old)
-            part_above += (new & mask) > largest
+            old_C[k - first] = bits_N[at]
+            new_C[k - first] = bits_N[at] + step_K[k]
+            bits_N[at] = new_C[k - first]
+        # A loop of its own, which the compiler turns into instructions on many elements at a time.
+        part, part_above = np.uint64(0), np.int64(0)
+        for k in range(first, last):
+            old, new = old_C[k - first], new_C[k - first]
+            part += _cell(key, index_K[k], new) - _cell(key, index_K[k], old)
+            part_above += (np.uint64(new) & mask) > largest
         added += part
         above += part_above
     return added, above
@@ -309,7 +313,7 @@ def add(
         What that adds to the tensor's fingerprint, modulo 2**64; whether a new bit pattern, masked, is above the limit.
     """
     mask, largest = np.array(bounds, np.uint64)
-    with threads(step_K.size // _SWAP_CHUNK):
+    with threads(step_K.size // _SCATTER_CHUNK):
         added, above = _add(_from(key, start), bits_N, index_K, step_K, mask, largest)
     return int(added), above > 0
 
