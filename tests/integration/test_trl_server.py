@@ -148,7 +148,9 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
 
 
 @pytest.mark.parametrize(
-    ("example", "processes"), [("grpo.py", 1), ("grpo.py", 2), ("async_grpo.py", 1)], ids=["grpo", "grpo-ddp", "async-grpo"]
+    ("example", "processes"),
+    [("grpo.py", 1), pytest.param("grpo.py", 2, marks=pytest.mark.slow), ("async_grpo.py", 1)],
+    ids=["grpo", "grpo-ddp", "async-grpo"],
 )
 def test_examples(server: Server, tmp_path: Path, example: str, processes: int) -> None:
     before = server.status()["version"]

@@ -176,6 +176,7 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_and_the_next_ancho
     assert server.status()["commits"][-1]["anchor"]
 
 
+@pytest.mark.slow
 def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(checkpoint: Path, tmp_path: Path) -> None:
     channel = f"file://{tmp_path}/other"
     weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()

@@ -63,6 +63,7 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     assert "vLLM is not installed" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_everything_is_measured_in_a_real_vllm_and_bits_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "commit", "--size", "tiny", "--commits", "2", "--window", "2", "--pairs", "1", "--json"]
