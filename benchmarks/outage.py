@@ -130,7 +130,7 @@ def train(channel: str, steps_file: Path, seconds: float) -> None:
     """Train a small model on noise, publishing every step."""
     torch.manual_seed(0)
     tokenizer = demo_model.build_tokenizer()
-    rows = torch.randint(0, 64, (512, 32))
+    rows = torch.randint(0, 64, (512, 64))
     sync = DeltaSyncCallback(channel)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -138,7 +138,7 @@ def train(channel: str, steps_file: Path, seconds: float) -> None:
             args=TrainingArguments(
                 output_dir=folder,
                 max_steps=1_000_000,
-                per_device_train_batch_size=8,
+                per_device_train_batch_size=32,  # a step is long beside its upload, as in training
                 learning_rate=1e-6,
                 use_cpu=True,
                 logging_steps=50,
