@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,10 +61,11 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
     cores = sorted(os.sched_getaffinity(0))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
     rewards: dict[str, list[list[float]]] = {}
+    if not (out / "model").exists():
+        build_checkpoint(out / "model", seed=0)
     for arm in ARMS:
         folder = out / arm
-        if not (folder / "model").exists():
-            build_checkpoint(folder / "model", seed=0)
+        shutil.copytree(out / "model", folder / "model", dirs_exist_ok=True)
         rewards[arm] = []
         with vllm_server.serving(folder / "model", "--max-num-seqs", "16", cores=cores[1:]) as server:
             for seed in range(seeds):
