@@ -7,7 +7,7 @@ r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environ
     hf jobs uv run --detach --flavor l4x1 --timeout 4h \
         --secrets HF_TOKEN --secrets REPLICA_TOKEN --secrets DELTASYNC_ENVIRONMENT_TOKEN \
         deploy/jobs/train.py --model Qwen/Qwen3-0.6B --channel hf://buckets/user/run/a \
-        --replicas https://user-replica-1.hf.space https://user-replica-2.hf.space \
+        --servers https://user-replica-1.hf.space https://user-replica-2.hf.space \
         --environment https://user-wordle.hf.space
 
 TRL knows one server and no token, so the job starts a router: it shares the requests among the replicas and presents
@@ -46,7 +46,7 @@ class ScriptArguments:
 
     model: str
     environment: str = field(metadata={"help": "URL of the Wordle environment."})
-    replicas: list[str] = field(metadata={"help": "URLs of the replicas."})
+    servers: list[str] = field(metadata={"help": "URLs of the replicas, for the router."})
     router_port: int = 8080
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     sync = DeltaSyncCallback(channel)
     token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
     prompts = [[{"role": "user", "content": PROMPT}]] * 1000
-    router = start_router(script.replicas, script.router_port)
+    router = start_router(script.servers, script.router_port)
     try:
         trainer = AsyncGRPOTrainer(
             model=script.model,

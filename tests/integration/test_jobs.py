@@ -51,6 +51,14 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer) -> None:
     assert (job["flavor"], job["timeoutSeconds"]) == ("l4x1", 4 * 3600)
 
 
+@pytest.mark.trl
+def test_its_options_and_those_of_trl_and_the_callback_go_together() -> None:
+    command = [sys.executable, ROOT / "deploy/jobs/train.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert {"--servers", "--replicas", "--ack", "--learning_rate"} <= set(done.stdout.split())
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.trl
@@ -73,7 +81,7 @@ def test_the_script_trains(tmp_path: Path) -> None:
         Child("The environment", wordle, env, tmp_path / "wordle.log"),
     ):
         command = [sys.executable, ROOT / "deploy/jobs/train.py", "--model", checkpoint, "--channel", server.channel]
-        command += ["--replicas", server.url, "--router_port", str(free_port())]
+        command += ["--servers", server.url, "--router_port", str(free_port())]
         command += ["--environment", f"http://127.0.0.1:{environment_port}"]
         command += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"]
         command += ["--max_steps", "3", "--max_completion_length", "64", "--learning_rate", "1e-4"]
