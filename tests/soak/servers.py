@@ -87,8 +87,11 @@ class _Checked:
 
     def check(self) -> int:
         """Compare the bits that are live now; returns their version, 0 if there is none."""
-        found = get_json(f"{self._url}/deltasync/digest")
-        self.numbers["refused"] += get_json(f"{self._url}/deltasync/status?commits=0")["state"] == "failed"
+        found = None
+        with contextlib.suppress(DeltaSyncError):  # nothing is published yet
+            found = get_json(f"{self._url}/deltasync/digest")
+        status = get_json(f"{self._url}/deltasync/status?commits=0")
+        self.numbers["refused"] += status is not None and status["state"] == "failed"
         assert len(complete(self._url, 3)) == 3
         if found is None or found["version"] is None:
             return 0
