@@ -130,9 +130,10 @@ class Shadow:
                 at_K, step_K = self._diff(name, served, placement)
                 if not at_K.size:
                     continue
-                changes[name] = Patch.steps(seen[name], at_K, step_K, start)
+                patch = Patch.steps(seen[name], at_K, step_K, start)
                 key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
                 gained, nan = cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
+                changes[name] = patch  # what raised until here did not touch the bits
                 if nan:
                     self.with_nan.append(name)
                 self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK

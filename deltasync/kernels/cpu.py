@@ -162,24 +162,28 @@ def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _add(key, bits_N, index_K, step_K, mask, largest):
+def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
+    """`room_RP` has a row for each task; nothing is allocated here, so that nothing fails halfway."""
     added, above = np.uint64(0), np.int64(0)
-    for chunk in prange((step_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK):
-        first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, step_K.size)
-        old_C, new_C = np.empty(_SCATTER_CHUNK, bits_N.dtype), np.empty(_SCATTER_CHUNK, bits_N.dtype)
-        for k in range(first, last):
-            if k + _AHEAD < last:
-                _prefetch(bits_N, np.uint64(index_K[k + _AHEAD]))
-            at = np.uint64(index_K[k])
-            old_C[k - first] = bits_N[at]
-            new_C[k - first] = bits_N[at] + step_K[k]
-            bits_N[at] = new_C[k - first]
-        # A loop of its own, which the compiler turns into instructions on many elements at a time.
+    chunks = (step_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
+    tasks = min(chunks, room_RP.shape[0])
+    for r in prange(tasks):
+        old_C, new_C = room_RP[r, :_SCATTER_CHUNK], room_RP[r, _SCATTER_CHUNK : 2 * _SCATTER_CHUNK]
         part, part_above = np.uint64(0), np.int64(0)
-        for k in range(first, last):
-            old, new = old_C[k - first], new_C[k - first]
-            part += _cell(key, index_K[k], new) - _cell(key, index_K[k], old)
-            part_above += (np.uint64(new) & mask) > largest
+        for chunk in range(r, chunks, tasks):
+            first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, step_K.size)
+            for k in range(first, last):
+                if k + _AHEAD < last:
+                    _prefetch(bits_N, np.uint64(index_K[k + _AHEAD]))
+                at = np.uint64(index_K[k])
+                old_C[k - first] = bits_N[at]
+                new_C[k - first] = bits_N[at] + step_K[k]
+                bits_N[at] = new_C[k - first]
+            # A loop of its own, which the compiler turns into instructions on many elements at a time.
+            for k in range(first, last):
+                old, new = old_C[k - first], new_C[k - first]
+                part += _cell(key, index_K[k], new) - _cell(key, index_K[k], old)
+                part_above += (np.uint64(new) & mask) > largest
         added += part
         above += part_above
     return added, above
@@ -286,7 +290,7 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Rows for what `_diff` finds, kept for each thread, because memory that is new to a process is slow to write."""
+    """Rows for what `_diff` and `_add` find, kept for each thread: memory that is new to a process is slow to write."""
     kept: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = _kept.__dict__.setdefault("rows", {})
     if dtype not in kept:
         # 64 more than a row has: room for what is written where nothing changed, and rows whose beginnings are a power of
@@ -313,8 +317,9 @@ def add(
         What that adds to the tensor's fingerprint, modulo 2**64; whether a new bit pattern, masked, is above the limit.
     """
     mask, largest = np.array(bounds, np.uint64)
+    _, room_RP = _scratch(bits_N.dtype)
     with threads(step_K.size // _SCATTER_CHUNK):
-        added, above = _add(_from(key, start), bits_N, index_K, step_K, mask, largest)
+        added, above = _add(_from(key, start), bits_N, index_K, step_K, mask, largest, room_RP)
     return int(added), above > 0
 
 
