@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from deltasync import codec, fingerprint
 from deltasync.bits import tensor_of
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.kernels import cpu
 from deltasync.peers import Range
 from deltasync.shadow import Shadow, check_coverage
 from deltasync.sharded import TensorRange, range_of
@@ -117,3 +119,21 @@ def test_a_range_that_moves_is_refused_and_nothing_is_taken() -> None:
     with pytest.raises(ModelMismatchError):
         shadow.advance(stream(specs, new, {"w": (4, 8)}), "keep", 0)
     assert not shadow.bits["w"].any()
+
+
+def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
+    whole = {name: (0, 8) for name in "ab"}
+    specs = {name: TensorSpec(name, "int16", (8,)) for name in whole}
+    shadow = Shadow.of(stream(specs, {name: np.zeros(8, np.uint16) for name in whole}, whole), "keep", 0)
+    before, add, calls = dict(shadow.fingerprints), cpu.add, []
+
+    def add_once(*arguments: Any) -> tuple[int, bool]:
+        if calls:
+            raise MemoryError
+        calls.append(arguments)
+        return add(*arguments)
+
+    with mock.patch.object(cpu, "add", add_once), pytest.raises(MemoryError):
+        shadow.advance(stream(specs, {name: np.ones(8, np.uint16) for name in whole}, whole), "keep", 0)
+    assert shadow.fingerprints == before
+    assert not any(bits.any() for bits in shadow.bits.values())
