@@ -149,7 +149,11 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
 
 @pytest.mark.parametrize(
     ("example", "processes"),
-    [("grpo.py", 1), pytest.param("grpo.py", 2, marks=pytest.mark.slow), ("async_grpo.py", 1)],
+    [
+        ("grpo.py", 1),
+        pytest.param("grpo.py", 2, marks=pytest.mark.slow),
+        pytest.param("async_grpo.py", 1, marks=pytest.mark.slow),
+    ],
     ids=["grpo", "grpo-ddp", "async-grpo"],
 )
 def test_examples(server: Server, tmp_path: Path, example: str, processes: int) -> None:
