@@ -16,16 +16,7 @@ from deltasync import Publisher, layout, manifest
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
 from deltasync.manifest import Head
-from tests.integration.vllm_server import (
-    PATIENCE_S,
-    Server,
-    complete,
-    digests,
-    save_model,
-    serving,
-    start,
-    tells_of_wrong_bits,
-)
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
 pytestmark = pytest.mark.vllm
 
@@ -166,9 +157,7 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_and_the_next_ancho
     store = server.store
     head = manifest.decode(store.read(layout.HEAD), Head, layout.HEAD)
     server.step()
-    with server.publishing_a_wrong_fingerprint():
-        server.publish()
-    status = server.wait(lambda status: tells_of_wrong_bits(status["error"]))
+    status = server.publish_wrong_bits()
     assert status["version"] == head.version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": head.version, "sha256": digests(before)}
     assert len(complete(server.url, 5)) == 5

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from tests.integration.expected_tokens import greedy, shortfall
-from tests.integration.vllm_server import Server, Weights, digests, save_model, serving, tells_of_wrong_bits
+from tests.integration.vllm_server import Server, Weights, digests, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -184,8 +184,6 @@ def test_quantized_layers_are_loaded_again(tmp_path: Path) -> None:
         assert tokens != before
         version = server.status()["version"]
         server.step(0.05)
-        with server.publishing_a_wrong_fingerprint():
-            server.publish()
-        server.wait(lambda status: tells_of_wrong_bits(status["error"]))
+        server.publish_wrong_bits()
         assert server.status()["version"] == version
         assert greedy(server) == tokens

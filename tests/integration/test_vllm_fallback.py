@@ -13,16 +13,7 @@ from transformers import Qwen3MoeConfig
 
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from tests.integration.vllm_server import (
-    PATIENCE_S,
-    Server,
-    complete,
-    digests,
-    save_model,
-    serving,
-    start,
-    tells_of_wrong_bits,
-)
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
 pytestmark = pytest.mark.vllm
 
@@ -107,9 +98,7 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_in_packed_layers_t
     before = {name: tensor.clone() for name, tensor in server.weights.items()}
     for tensor in server.weights.values():
         tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng)
-    with server.publishing_a_wrong_fingerprint():
-        server.publish()
-    status = server.wait(lambda status: tells_of_wrong_bits(status["error"]))
+    status = server.publish_wrong_bits()
     assert status["version"] == version
     assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
     assert greedy(server.url) == tokens

@@ -11,7 +11,7 @@ import pytest
 from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.integration.expected_tokens import greedy, shortfall
-from tests.integration.vllm_server import Server, complete, digests, save_model, serving, tells_of_wrong_bits
+from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -56,9 +56,7 @@ def rolls_back_everywhere(server: Server, greedy_of: list[dict[str, str]]) -> No
     before, tokens = server.status()["version"], [greedy(server, **headers) for headers in greedy_of]
     weights = digests(server.weights)
     server.step(0.05)
-    with server.publishing_a_wrong_fingerprint():
-        server.publish()
-    status = server.wait(lambda status: tells_of_wrong_bits(status["error"]))
+    status = server.publish_wrong_bits()
     assert status["version"] == before
     assert server.json("/deltasync/digest") == {"version": before, "sha256": weights}
     assert [greedy(server, **headers) for headers in greedy_of] == tokens

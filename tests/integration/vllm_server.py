@@ -162,6 +162,12 @@ class Server:
         self.wait(lambda status: status["version"] == version)
         assert self.json("/deltasync/digest") == {"version": version, "sha256": digests(self.weights)}
 
+    def publish_wrong_bits(self) -> dict[str, Any]:
+        """Publish the weights as a version that promises other bits; the status once they were rolled back."""
+        with self.publishing_a_wrong_fingerprint():
+            self.publish()
+        return self.wait(lambda status: tells_of_wrong_bits(status["error"]))
+
 
 def tells_of_wrong_bits(error: str | None) -> bool:
     """Of the commit that was rolled back, or of every later look at the version."""
