@@ -322,18 +322,22 @@ class LiveMemory:
             for copy in staged.copies:
                 overwritten.append(copy.live.clone())
                 copy.live.copy_(copy.source)
+            scatter_s = time.perf_counter() - before
+            new = self._parts_after(staged)
         except BaseException:
             self._undo(staged, overwritten)
             raise
-        scatter_s = time.perf_counter() - before
+        self.parts |= new
+        return CommitReport(new, scatter_s, staged, tuple(overwritten))
+
+    def _parts_after(self, staged: Staged) -> Parts:
+        """Fingerprints of the segments of the tensors that it names, once all of it is written."""
         parts = {name: list(self.parts[name]) for name in staged.fingerprints}
         for swap in staged.swaps:
             parts[swap.name][swap.segment] += swap.gained
         for copy in staged.copies:
             parts[copy.name][copy.segment] = self._part(copy.name, copy.segment)
-        new = {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
-        self.parts |= new
-        return CommitReport(new, scatter_s, staged, tuple(overwritten))
+        return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
 
     def rollback(self, report: CommitReport, parts: Parts) -> None:
         """Write the old values of a commit back.

@@ -203,9 +203,9 @@ def _client(folder: str, store: Store) -> Iterator[Client | None]:
     elif folder.startswith("hf:"):
         from huggingface_hub import HfApi
 
-        bucket, _, prefix = folder.removeprefix("hf://buckets/").partition("/")
-        name, _, prefix = prefix.partition("/")
-        api, bucket = HfApi(), f"{bucket}/{name}"
+        from deltasync.stores.hub import bucket_of
+
+        api, (bucket, prefix) = HfApi(), bucket_of(folder)
         with tempfile.TemporaryDirectory() as directory:
             target = Path(directory, "object")
 

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from deltasync.errors import ConfigError, StoreError
 from deltasync.signing import Trusted
 from deltasync.stores import open_store
+from deltasync.stores.hub import bucket_of
 
 KINDS = ("vllm", "wordle")
 
@@ -144,9 +145,8 @@ def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:
 
 
 def _bucket(channel: str) -> Iterator[Call]:
-    if channel.startswith("hf://buckets/"):
-        namespace, name = channel.split("/")[3:5]
-        yield Call("create_bucket", {"bucket_id": f"{namespace}/{name}", "private": True, "exist_ok": True})
+    if channel.startswith("hf://"):
+        yield Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True})
 
 
 def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:

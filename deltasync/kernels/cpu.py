@@ -353,8 +353,13 @@ def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
         for first in range(0, value_K.size, _SWAP_CHUNK):
             part = indices + first * dest_index_K.itemsize, values + first * value_K.itemsize
             chunks.append((memory, *part, min(_SWAP_CHUNK, value_K.size - first)))
+    # All that it takes is there before the first value is exchanged: with no memory left, none is.
+    calls = [
+        (np.array(chunks, np.int64).reshape(-1, 4), np.empty(0, bits), np.empty(0, index))
+        for (bits, index), chunks in alike.items()
+    ]
     check = 0
-    for (bits, index), chunks in alike.items():
-        with threads(len(chunks)):
-            check += int(_swap(np.array(chunks, np.int64).reshape(-1, 4), np.empty(0, bits), np.empty(0, index)))
+    for call in calls:
+        with threads(len(call[0])):
+            check += int(_swap(*call))
     return check % (1 << 64)

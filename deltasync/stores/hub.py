@@ -135,8 +135,8 @@ class _Small:
     agreed: bool
 
 
-def hub_store(url: str) -> HubStore:
-    """The store at `hf://buckets/namespace/name` or below a prefix of that bucket.
+def bucket_of(url: str) -> tuple[str, str]:
+    """The bucket, `namespace/name`, and the prefix, which may be empty, of `hf://buckets/namespace/name/prefix`.
 
     Raises:
         ConfigError: the URL is not of that form.
@@ -144,7 +144,16 @@ def hub_store(url: str) -> HubStore:
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"A bucket of the Hub is written hf://buckets/namespace/name/prefix, not {url!r}.")
-    return HubStore(match[1], "" if match[2] is None else layout.check_key(match[2]))
+    return match[1], "" if match[2] is None else layout.check_key(match[2])
+
+
+def hub_store(url: str) -> HubStore:
+    """The store at `hf://buckets/namespace/name` or below a prefix of that bucket.
+
+    Raises:
+        ConfigError: as `bucket_of`.
+    """
+    return HubStore(*bucket_of(url))
 
 
 class HubStore:

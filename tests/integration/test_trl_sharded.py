@@ -13,7 +13,6 @@ from deltasync import Replica
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
 from tests.integration.test_sharded import expected, manifests, torchrun
-from tests.integration.vllm_server import Server
 from trl_callback import gather
 
 pytestmark = [
@@ -122,20 +121,17 @@ def test_all_ranks_hear_that_no_replica_acknowledges(slow: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_grpo_generates_with_the_weights_that_two_processes_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_completions_are_of_the_weights_that_two_processes_hold(method: str, tmp_path: Path) -> None:
     checkpoint = vllm_server.save_model(tmp_path)
     with vllm_server.serving(checkpoint) as server:
-        found = grpo(server, checkpoint, tmp_path)
+        where = {"url": server.url, "channel": server.channel, "model": str(checkpoint)}
+        (tmp_path / "server.json").write_text(json.dumps(where))
+        torchrun(2, tmp_path, method, script="trl_ranks.py")
+        found = [json.loads((tmp_path / f"{method}.{rank}.json").read_text()) for rank in range(2)]
         assert [row[:2] for row in found[0]["history"]] == [[1, 0], [2, 1], [3, 2], [4, 3]]
         server.wait(lambda status: status["version"] == found[0]["history"][-1][0])
         assert server.json("/deltasync/digest")["sha256"] == found[0]["final"] == found[1]["final"]
     for rank in found:
         assert rank["compared"] == [True] * 3
         assert max(rank["moved_bytes"]) < 20_000
-
-
-def grpo(server: Server, checkpoint: Path, folder: Path) -> list[dict[str, Any]]:
-    where = {"url": server.url, "channel": server.channel, "model": str(checkpoint)}
-    (folder / "server.json").write_text(json.dumps(where))
-    torchrun(2, folder, "grpo", script="trl_ranks.py")
-    return [json.loads((folder / f"grpo.{rank}.json").read_text()) for rank in range(2)]

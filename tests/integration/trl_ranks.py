@@ -211,8 +211,16 @@ def unheard() -> None:
 
 
 def grpo() -> None:
+    on_server("GRPO")
+
+
+def rloo() -> None:
+    on_server("RLOO")
+
+
+def on_server(method: str) -> None:
     """On a real server, which FOLDER/server.json tells of; each batch is held to what it serves."""
-    from trl import GRPOConfig, GRPOTrainer
+    import trl
 
     server = json.loads((FOLDER / "server.json").read_text())
     AcceleratorState._reset_state()
@@ -227,7 +235,7 @@ def grpo() -> None:
         return [float(len(set(ids))) for ids in completion_ids]
 
     sync = DeltaSyncCallback(server["channel"], initial=server["model"])
-    config = GRPOConfig(
+    config = getattr(trl, f"{method}Config")(
         output_dir=str(FOLDER / "out"),
         use_vllm=True,
         vllm_mode="server",
@@ -246,7 +254,9 @@ def grpo() -> None:
         **fsdp2(),
     )
     dataset = task.prompt_dataset(0, 8)
-    trainer = GRPOTrainer(model=server["model"], reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[sync])
+    trainer = getattr(trl, f"{method}Trainer")(
+        model=server["model"], reward_funcs=reward, args=config, train_dataset=dataset, callbacks=[sync]
+    )
     generation = trainer.vllm_generation
     moved = []
     sync_weights = generation.sync_weights
@@ -264,7 +274,7 @@ def grpo() -> None:
         "moved_bytes": moved,
         "final": vllm_server.digests(whole(trainer.model)),
     }
-    (FOLDER / f"grpo.{dist.get_rank()}.json").write_text(json.dumps(told))
+    (FOLDER / f"{method.lower()}.{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -290,6 +291,26 @@ def test_a_commit_that_fails_half_way_leaves_the_old_bits() -> None:
         memory.commit(dataclasses.replace(staged, copies=(broken,)))
     assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
     assert memory.fingerprints == before
+
+
+@pytest.mark.parametrize("lacking", ["tables of the second exchange", "fingerprints of what was copied"])
+def test_a_commit_without_memory_leaves_the_old_bits(lacking: str) -> None:
+    specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "bfloat16"), ("b", "float32"), ("c", "uint8"))}
+    memory, tensors = LiveMemory.on_host(specs)
+    memory.audit()
+    one = np.zeros(1, np.int32)
+    few = [(Patch(name, one, np.ones(1, specs[name].bits_dtype), absolute=True), 0) for name in ("a", "b")]
+    staged = memory.stage([*few, (Patch("c", None, np.ones(3, np.uint8), absolute=True), 0)])
+    assert len(staged.swaps) == 2 and len(staged.copies) == 1
+    if lacking == "tables of the second exchange":
+        failing = mock.patch.object(cpu.np, "array", wraps=np.array, side_effect=[mock.DEFAULT, MemoryError])
+    else:
+        failing = mock.patch.object(cpu, "fingerprint_runs", side_effect=MemoryError)
+    with failing, pytest.raises(MemoryError):
+        memory.commit(staged)
+    assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
+    assert memory.commit(staged).parts.keys() == specs.keys()
+    assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[1, 0, 0], [1, 0, 0], [1, 1, 1]]
 
 
 def test_live_memory_that_changed_since_staging_is_left_alone() -> None:
