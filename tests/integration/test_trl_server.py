@@ -157,7 +157,7 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
     ids=["grpo", "grpo-ddp", "async-grpo"],
 )
 def test_examples(server: Server, tmp_path: Path, example: str, processes: int) -> None:
-    before = server.status()["version"]
+    before = server.status()["version"] or 0
     checkpoint = Path(server.channel.removeprefix("file://")).parent / "model"
     run_example(
         example,

@@ -150,7 +150,9 @@ class Server:
         del self.publisher._fingerprints["no such tensor"]
 
     def publish_anchor(self) -> None:
-        """Publish a version with full weights, and see it served."""
+        """Publish a version with full weights, after a first one, and see it served."""
+        if self.publisher is None:
+            self.assert_serves(self.publish())
         assert self.publisher is not None
         settings = self.publisher.settings
         self.publisher.settings = dataclasses.replace(settings, anchor_every=1)
