@@ -91,13 +91,13 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The oldest versions that pyproject.toml allows of what the core needs, but of torch, of which older CPU builds are not on
-# every index. Without what needs vLLM, TRL or transformers. Old libraries warn of each other;
-# the old clients of the Hub make other requests, some of which the stand-in of the tests does not answer.
+# every index. Without what needs vLLM, TRL or transformers. Old libraries warn of each other; the old clients of the Hub make
+# other requests, some of which the stand-in of the tests does not answer.
 test-lowest: .venv-lowest/.ready
 	NUMBA_CACHE_DIR=.venv-lowest/kernels .venv-lowest/bin/pytest -p no:cacheprovider -W default \
 	  --deselect tests/contract/test_hub_store.py::TestRequests::test_of_every_verb \
 	  --deselect tests/contract/test_hub_store.py::TestBucket::test_the_official_client_reads_and_writes_the_same_objects $$(grep -rLE --include='test_*.py' \
-	  '^ *(from|import) (vllm|trl|transformers|peft|starlette|fastapi|yaml|matplotlib)' tests/unit tests/property tests/contract tests/fuzz)
+	  '^ *(from|import) (vllm|trl|transformers|peft|starlette|fastapi|yaml)' tests/unit tests/property tests/contract tests/fuzz)
 
 .venv-lowest/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv --clear .venv-lowest
