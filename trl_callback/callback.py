@@ -150,13 +150,16 @@ class DeltaSyncCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Publish every `publish_steps` steps, if the store keeps up. TRL's own sync comes after this."""
+        """Publish every `publish_steps` steps, if the store keeps up, and the last one. TRL's own sync comes after this."""
         transfer = self._transfer
         transfer.step = state.global_step
         if transfer.publisher is None:
             return
-        if self._publishes and state.global_step % self.config.publish_steps == 0 and not transfer.is_behind():
-            self._publish(model)
+        if self._publishes:
+            # The final weights are published now rather than in `on_train_end`, which no logs follow.
+            is_due = state.global_step % self.config.publish_steps == 0
+            if control.should_training_stop or (is_due and not transfer.is_behind()):
+                self._publish(model)
         if transfer.publisher.run_id is not None:
             state.stateful_callbacks[_STATE] = {"run_id": transfer.publisher.run_id}
 

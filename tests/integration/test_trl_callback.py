@@ -67,6 +67,19 @@ def test_every_step_is_published_bit_for_bit(make_model: Callable[[], Any], tmp_
     assert "delta_sync/ack_s" not in last
 
 
+def test_the_final_weights_are_in_the_logs_though_the_store_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl_callback.patience.Backlog.is_full", lambda self: True)
+    url = f"file://{tmp_path}/channel"
+    sync = DeltaSyncCallback(url)
+    trainer = make_trainer(tiny_model(), tmp_path / "out", sync)
+    trainer.train()
+    assert [record.step for record in sync.history] in ([0, 4], [4])  # the first joins the last if its upload had not begun
+    assert trainer.state.log_history[-2]["delta_sync/version"] == sync.history[-1].version
+    assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
+
+
 @pytest.mark.parametrize("make_model", [tiny_model, tiny_moe], ids=["tied", "moe"])
 def test_an_anchor_is_a_checkpoint_with_a_tokenizer(make_model: Callable[[], Any], tmp_path: Path) -> None:
     sync = DeltaSyncCallback(f"file://{tmp_path}/channel", anchor_every=1)
