@@ -270,9 +270,10 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
             time.sleep(0.1)
 
     first = [sync] if added == "to the constructor" else []
-    trainer = make_trainer(tiny_model(), tmp_path / "out", *first, Replicas(), max_steps=4, report_to=["tensorboard"])
+    trainer = make_trainer(tiny_model(), tmp_path / "out", *first, max_steps=4, report_to=["tensorboard"])
     if not first:
         trainer.add_callback(sync)
+    trainer.add_callback(Replicas())  # after what it waits for
     trainer.train()
 
     logs = [line for line in Integration.logs if "loss" in line]
