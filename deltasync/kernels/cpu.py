@@ -239,6 +239,18 @@ def _swap(chunk_CF, bits, index):
     return check
 
 
+@functools.cache
+def _launch() -> None:
+    """Let numba start its pool, from a thread that ends.
+
+    numba's OpenMP layer sets the calling thread's count of threads, and nesting, which torch's kernels then obey there:
+    `torch.set_num_threads` is undone, or, called later, makes MKL start threads inside of threads (28 times as slow).
+    """
+    thread = threading.Thread(target=get_num_threads, name="deltasync-launch")
+    thread.start()
+    thread.join()
+
+
 class threads:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
 
@@ -246,6 +258,7 @@ class threads:
         self._task_count = task_count
 
     def __enter__(self) -> None:
+        _launch()
         self._before = get_num_threads()
         self._fewer = max(1, self._task_count) < self._before
         if self._fewer:
@@ -341,7 +354,8 @@ def prepare(
 @functools.cache
 def warm_up(bits: np.dtype, index: np.dtype) -> None:
     """Compile `swap` for these types, or load it, so that no commit waits for it."""
-    _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
+    with threads(1):
+        _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
 
 
 def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -26,6 +25,7 @@ from deltasync.bits import bits_of, cast
 from deltasync.demo import model as demo_model
 from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import free_port
+from deltasync.kernels.cpu import threads
 from deltasync.stores import Store, open_store
 
 Weights = dict[str, torch.Tensor]
@@ -201,14 +201,13 @@ def complete(url: str, token_count: int) -> list[int]:
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """No thread here waits at a barrier for another: a server's steps may keep every core busy."""
-    threads = torch.get_num_threads(), numba.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    numba.set_num_threads(1)
     try:
-        yield
+        with threads(1):
+            yield
     finally:
-        torch.set_num_threads(threads[0])
-        numba.set_num_threads(threads[1])
+        torch.set_num_threads(before)
 
 
 def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fields: object) -> Path:

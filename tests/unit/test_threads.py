@@ -1,0 +1,38 @@
+"""The kernels beside torch's: in a process of their own, as numba starts its threads once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PUBLISH_AND_FOLLOW = """
+import ctypes
+
+import numba
+import torch
+from numba.np.ufunc import omppool
+
+from deltasync import Publisher, Replica
+
+openmp = ctypes.CDLL(omppool.__file__)
+torch.set_num_threads(1)
+with Publisher("memory://threads") as publisher:
+    publisher.publish({"w": torch.zeros(2000, 1000, dtype=torch.bfloat16)}.items()).wait(60)
+    publisher.publish({"w": torch.ones(2000, 1000, dtype=torch.bfloat16)}.items()).wait(60)
+replica = Replica("memory://threads")
+assert replica.sync() == 2
+print(numba.threading_layer(), torch.get_num_threads(), openmp.omp_get_nested())
+"""
+
+
+def test_torch_keeps_its_threads_and_starts_none_inside_of_others() -> None:
+    """Not so, a trainer that calls `torch.set_num_threads` is 28 times as slow after its first publish."""
+    pytest.importorskip("numba.np.ufunc.omppool", exc_type=ImportError)
+    environ = {**os.environ, "NUMBA_THREADING_LAYER": "omp", "NUMBA_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", PUBLISH_AND_FOLLOW]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["omp", "1", "0"]
