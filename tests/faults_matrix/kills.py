@@ -23,7 +23,8 @@ from deltasync.stores.local import LocalStore
 from tests.faults_matrix import steps
 from tests.faults_matrix.matrix import PATIENCE_S, REPEATS, Lab, Seen, row, weights
 from tests.integration import test_kill_publisher as publishing
-from tests.integration.test_kill_publisher import PROCESSES, Warned
+from tests.integration.test_kill_publisher import Warned
+from tests.processes import in_a_process
 
 _CACHE_BYTES = 1 << 20
 _VERSIONS = 6
@@ -105,14 +106,8 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def _follow(follower: Follower) -> tuple[str, list[str]] | None:
     """What it has in the end; None if it was killed."""
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    child = PROCESSES.Process(target=follower.run, args=(sender,))
-    child.start()
-    sender.close()
-    child.join(PATIENCE_S)
-    assert child.exitcode == (0 if follower.step is None else -signal.SIGKILL), f"{follower}: {child.exitcode}"
-    told = None if follower.step is not None else receiver.recv()
-    receiver.close()
+    exitcode, told = in_a_process(follower.run)
+    assert exitcode == (0 if follower.step is None else -signal.SIGKILL), f"{follower}: {exitcode}"
     return told
 
 

@@ -36,7 +36,7 @@ from tests.faults_matrix.matrix import (
     row,
     timed,
 )
-from tests.integration.test_kill_publisher import PROCESSES
+from tests.processes import in_a_process
 
 _DISK_BYTES = 1 << 20
 _LARGE = 4_000_000  # elements
@@ -214,13 +214,9 @@ def _limited(lab: Lab) -> Seen:
     with Publisher(url) as publisher:
         for seed in (1, 2):
             publisher.publish(_large(seed).items()).wait(PATIENCE_S)
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    child = PROCESSES.Process(target=_short_of_memory, args=(url, sender))
-    child.start()
-    sender.close()
-    errors, slowest_s = receiver.recv()
-    child.join(PATIENCE_S)
-    assert child.exitcode == 0
+    exitcode, told = in_a_process(_short_of_memory, url)
+    assert exitcode == 0
+    errors, slowest_s = told
     return Seen(errors[0], slowest_s, len(errors))
 
 

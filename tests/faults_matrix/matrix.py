@@ -18,7 +18,8 @@ import torch
 
 from deltasync import Publisher, Replica
 from tests.conftest import assert_same_bits
-from tests.integration.test_kill_publisher import PATIENCE_S, Warned
+from tests.integration.test_kill_publisher import Warned
+from tests.processes import PATIENCE_S
 
 Weights = dict[str, torch.Tensor]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
 import os
 import re
 import shutil
@@ -36,12 +35,10 @@ from deltasync.manifest import Manifest
 from deltasync.reader import ChannelReader
 from deltasync.stores.local import LocalStore
 from tests.conftest import assert_same_bits
+from tests.processes import PATIENCE_S, PROCESSES, in_a_process
 
 Weights = dict[str, torch.Tensor]
 
-PATIENCE_S = 300.0  # for what takes half a second: a busy machine is no failure
-# Forks processes that have imported everything already, so that each takes a fraction of a second.
-PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 for _context in (cpu_target.target_context, cpu_target.typing_context):
     _context.refresh()  # half of what loading the first kernel takes
@@ -165,15 +162,9 @@ class Warned(logging.Handler):
 
 def process(trainer: Trainer, root: Path, kill: Point | None = None) -> tuple[list[Point], list[str]]:
     """Publish in a process of its own. Returns the points that it passed and what it warned of; nothing if it was killed."""
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    child = PROCESSES.Process(target=trainer.run, args=(root, kill, sender))
-    child.start()
-    sender.close()
-    child.join(PATIENCE_S)
-    assert child.exitcode == (0 if kill is None else -signal.SIGKILL), f"{kill}: {child.exitcode}"
-    passed: tuple[list[Point], list[str]] = receiver.recv() if kill is None else ([], [])
-    receiver.close()
-    return passed
+    exitcode, told = in_a_process(trainer.run, root, kill)
+    assert exitcode == (0 if kill is None else -signal.SIGKILL), f"{kill}: {exitcode}"
+    return told or ([], [])
 
 
 def manifests(root: Path) -> dict[int, bytes]:
