@@ -25,7 +25,6 @@ from unittest import mock
 
 import pytest
 import torch
-from numba.core.registry import cpu_target
 from safetensors.torch import save_file
 
 from deltasync import Publisher, Replica, housekeeping, layout, manifest, open_store
@@ -38,10 +37,6 @@ from tests.conftest import assert_same_bits
 from tests.processes import PATIENCE_S, PROCESSES, in_a_process
 
 Weights = dict[str, torch.Tensor]
-
-PROCESSES.set_forkserver_preload([__name__])
-for _context in (cpu_target.target_context, cpu_target.typing_context):
-    _context.refresh()  # half of what loading the first kernel takes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,12 @@ from deltasync.reader import ChannelReader
 from tests import http_faults as faults
 from tests.http_faults import FaultProxy
 from tests.integration.vllm_server import complete, save_model, start
+from tests.processes import PROCESSES
 from tests.servers.reverse_proxy import Action, Exchange, Handler, Reply
 from tests.servers.s3 import KEYS, MotoServer
 from tests.soak import ends
 from tests.soak.run import Say, attend, problems
-from tests.soak.settings import CACHE_BYTES, FAULT_RATE, PROCESSES, Soak, told
+from tests.soak.settings import CACHE_BYTES, FAULT_RATE, Soak, told
 from tests.soak.watch import Watch
 
 _PATIENCE_S = 600.0

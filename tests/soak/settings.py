@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 from deltasync.config import Retention
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.soak.ends"])
 
 ELEMENTS = 200_000
 FAULT_RATE = 0.01
