@@ -15,7 +15,7 @@ from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXPERTS, LAYERS = 4, 2
 
@@ -68,7 +68,6 @@ def test_versions_are_committed(server: Server) -> None:
     assert greedy(server.url) != before
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_a_server_that_loaded_the_weights(server: Server, checkpoint: Path, tmp_path: Path) -> None:
     """What the fingerprint cannot see: packed weights that do what the published ones do."""
     server.publish_anchor()

@@ -1,4 +1,4 @@
-"""100,000 random mutations of a payload: a typed error, a wrong fingerprint or the right bits, and nothing else."""
+"""Random mutations of a payload: a typed error, a wrong fingerprint or the right bits, and nothing else."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def applied(payload: bytes, old_N: np.ndarray) -> np.ndarray:
     return live_N
 
 
+@pytest.mark.parametrize("times", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CODECS)
-def test_no_mutation_gives_wrong_bits_under_the_right_fingerprint(name: str) -> None:
+def test_no_mutation_gives_wrong_bits_under_the_right_fingerprint(name: str, times: int) -> None:
     old_N, new_N = simulate.delta(0.02, 1 << 15)[:2]
     index_K, step_K = cpu.diff(old_N, new_N)
     encoder = codec.get(name).encoder()
@@ -53,11 +54,11 @@ def test_no_mutation_gives_wrong_bits_under_the_right_fingerprint(name: str) -> 
     wanted = cpu.fingerprint(KEY, new_N)
     rng = random.Random(0)
     errors = 0
-    for _ in range(100_000):
+    for _ in range(times):
         try:
             live_N = applied(mutated(payload, rng), old_N)
         except DeltaSyncError:
             errors += 1
             continue
         assert cpu.fingerprint(KEY, live_N) != wanted or np.array_equal(live_N, new_N)
-    assert errors > 50_000
+    assert errors > times / 2
