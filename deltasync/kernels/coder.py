@@ -56,7 +56,8 @@ def _high_product(_context, _left, _right):
     return types.uint64(types.uint64, types.uint64), generate
 
 
-@njit(inline="always")
+# LLVM inlines these, not numba: `_encode_packed` holds dozens of them, and would take six times as long to compile.
+@njit(forceinline=True)
 def _bucket(value):
     if value < _U16:
         return value, _U0
@@ -65,7 +66,7 @@ def _bucket(value):
     return _U4 * exponent + ((value >> extra) & _U3), extra
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _zigzag(step, top):
     """`top` is 2**(width - 1) as uint64."""
     value = np.uint64(step)
@@ -74,21 +75,21 @@ def _zigzag(step, top):
     return (value << _U1) - _U1
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _flush(out, at, x, full):
     """Move the lower word of the state out if it is full; without a branch, which would be mispredicted often."""
     out[at - 1] = np.uint32(x & _WORD)
     return at - np.int64(full), x >> (np.uint64(full) * _U32)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _push(out, at, x, start, freq, bits):
     at, x = _flush(out, at, x, (x >> (_U64 - bits)) >= freq)
     quotient = x // freq
     return at, (quotient << bits) + (x - quotient * freq) + start
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _push_symbol(out, at, x, symbol, freq_S, start_S, inverse_S):
     """As `_push` by a table, whose inverses of the frequencies make the quotient, or one less."""
     freq = np.uint64(freq_S[symbol])
@@ -99,13 +100,13 @@ def _push_symbol(out, at, x, symbol, freq_S, start_S, inverse_S):
     return at, ((quotient + more) << _TABLE_BITS) + (rest - more * freq) + np.uint64(start_S[symbol])
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _push_bits(out, at, x, value, bits):
     at, x = _flush(out, at, x, ((x >> _U1) >> (_U63 - bits)) != _U0)
     return at, (x << bits) | (value & ((_U1 << bits) - _U1))
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _push_number(out, at, x, value, freq_S, start_S, inverse_S):
     symbol, extra = _bucket(value)
     # Groups of 24 bits from the top, in decoding order: the last one is the shortest.
@@ -122,14 +123,14 @@ def _push_number(out, at, x, value, freq_S, start_S, inverse_S):
     return _push_symbol(out, at, x, symbol, freq_S, start_S, inverse_S)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _push_state(out, at, x):
     out[at - 1] = np.uint32(x >> _U32)
     out[at - 2] = np.uint32(x & _WORD)
     return at - 2
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _pull(words, at, end, x):
     """Renormalise; beyond the end of the stream `at` goes on without reading, so that it ends up wrong."""
     if x < _STATE_MIN:
@@ -139,7 +140,7 @@ def _pull(words, at, end, x):
     return at, x
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
     slot = x & ((_U1 << _TABLE_BITS) - _U1)
     symbol = np.uint64(symbol_L[slot])
@@ -158,13 +159,13 @@ def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
     return at, x, value
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _unzigzag(value):
     magnitude = (value >> _U1) + _U1
     return magnitude if value & _U1 else _U0 - magnitude
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _time_slot(time):
     segment = time >> _SEGMENT_BITS
     if time >= _TIME_END:
@@ -174,7 +175,7 @@ def _time_slot(time):
     return start + ((inside * (_TIME_START[segment + 1] - start)) >> _SEGMENT_BITS)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _time_after(slot):
     """The least time that has more than `slot` slots below it; `slot` is below _LAST_SLOT."""
     segment = _SEGMENT_AT[slot >> _LOOKUP_BITS]
@@ -198,7 +199,7 @@ def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
             before = np.int64(index_K[k])
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _push_change(out, at, x, gap, step, freq_TS, start_TS, inverse_TS):
     at, x = _push_number(out, at, x, step, freq_TS[1], start_TS[1], inverse_TS[1])
     return _push_number(out, at, x, np.uint64(gap), freq_TS[0], start_TS[0], inverse_TS[0])
