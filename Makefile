@@ -48,8 +48,8 @@ demo-hosts: setup
 test: setup
 	$(BIN)/pytest
 
-# 10,000 cases of each round trip of the codecs, 200 commits under load with one worker and with two, and servers with rarer
-# options of vLLM: twenty minutes. Then each TRL that is supported, from the package index.
+# 10,000 cases of each round trip of the codecs (ten minutes), 200 commits under load with one worker and with two, and what is
+# marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package index, and the fault matrix.
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
