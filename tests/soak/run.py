@@ -124,12 +124,13 @@ def _trouble(soak: Soak, chance: random.Random, pids: Sequence[int]) -> str:
     return "stopped"
 
 
-def failures(result: dict[str, Any], versions: int) -> list[str]:
+def failures(result: dict[str, Any], versions: int, growth: float = 0.05) -> list[str]:
     """What is not as it should be.
 
     Args:
-        result: Of a run. After its warm-up, memory of processes may grow by 5 %, all else by a quarter.
+        result: Of a run. After its warm-up, what is no memory may grow by a quarter.
         versions: Least number of them.
+        growth: Most growth of a process's memory.
     """
     found: list[str] = list(result["problems"])
     if result["versions"] < versions:
@@ -138,7 +139,7 @@ def failures(result: dict[str, Any], versions: int) -> list[str]:
         if replica["wrong"] or not replica["checked"]:
             found.append(f"replica {number}: {replica['wrong']} of {replica['checked']} versions had wrong bits")
     for what, numbers in result["summary"].items():
-        limit = 0.05 if what.endswith("memory") else 0.25
+        limit = growth if what.endswith("memory") else 0.25
         if numbers["growth"] > limit and numbers["end"] - numbers["begin"] > 3:
             found.append(
                 f"{what} grew by {100 * numbers['growth']:.1f} %, from {numbers['begin']:.0f} to {numbers['end']:.0f}"
