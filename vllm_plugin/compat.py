@@ -13,6 +13,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 VERSIONS = ("0.31", "0.32", "0.33")
@@ -28,12 +29,14 @@ class Use:
         name: Dotted name within the module.
         arguments: Names of the first parameters of a function after `self`, in order; None for what is no function.
         since: First minor version that has it.
+        on_instance: An attribute that only objects have: checked in sources, not at start.
     """
 
     module: str
     name: str
     arguments: tuple[str, ...] | None = None
     since: str = VERSIONS[0]
+    on_instance: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}" + ("" if self.arguments is None else f"({', '.join(self.arguments)})")
@@ -60,15 +63,20 @@ USES = (
     # versions.py: which weights made which token
     Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
-    # load_plan.py, as_loaded.py, reload.py: the model as its loader knows it
+    # load_plan.py, as_loaded.py, reload.py: the model as its loader knows it, held by either of vLLM's model runners
+    *(
+        Use(f"vllm.v1.worker.{runner}", f"GPUModelRunner.{name}", on_instance=True)
+        for runner in ("gpu.model_runner", "gpu_model_runner")
+        for name in ("get_model", "load_config", "model_config", "device")
+    ),
     Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
     Use(
         "vllm.model_executor.model_loader.default_loader",
         "DefaultModelLoader.get_all_weights",
         ("model_config", "model"),
     ),
-    Use(_RELOAD, "initialize_layerwise_reload", ("model",)),
-    Use(_RELOAD, "finalize_layerwise_reload", ("args", "kwargs")),
+    Use(f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
+    Use(f"{_RELOAD}.layerwise", "finalize_layerwise_reload", ("args", "kwargs")),
     Use(f"{_RELOAD}.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
     Use(f"{_RELOAD}.layerwise", "LAYERWISE_INFO"),
     Use(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
@@ -82,7 +90,7 @@ USES = (
     Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.unload_lora_adapter", ("request",)),
     Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.is_base_model", ("model_name",)),
     # backend.py: vLLM's own weight-transfer routes
-    Use("vllm.distributed.weight_transfer", "WeightTransferEngineFactory.register_engine", ("name",)),
+    Use("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine", ("name",)),
     Use("vllm.distributed.parallel_state", "get_world_group", ()),
 )
 
@@ -116,7 +124,7 @@ def _wrong(minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> l
             continue
         try:
             found = arguments_of(use)
-        except (ImportError, AttributeError, LookupError, TypeError, ValueError):
+        except (ImportError, OSError, AttributeError, LookupError, TypeError, ValueError):
             wrong.append(use)
             continue
         if use.arguments is not None:
@@ -127,6 +135,8 @@ def _wrong(minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> l
 
 
 def _live_arguments(use: Use) -> Sequence[str] | None:
+    if use.on_instance:
+        return None
     found: Any = importlib.import_module(use.module)
     for part in use.name.split("."):
         found = getattr(found, part)
@@ -136,11 +146,10 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
 def _source_arguments(folder: str) -> Callable[[Use], Sequence[str] | None]:
     import griffe  # a dependency of the documentation, not of a server
 
-    package = griffe.load("vllm", search_paths=[folder], resolve_aliases=True)
-
     def arguments_of(use: Use) -> Sequence[str] | None:
-        found = package[f"{use.module}.{use.name}".removeprefix("vllm.")]
-        found = found.final_target if found.is_alias else found
+        place = Path(folder, *use.module.split("."))
+        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        found = griffe.visit(use.module, path, path.read_text("utf-8"))[use.name]
         return [parameter.name for parameter in found.parameters] if found.is_function else None
 
     return arguments_of

@@ -57,10 +57,11 @@ class Workers:
     async def salted(self) -> bool:
         """Whether all engines keep their prefix cache apart by version, see `vllm_plugin.salt`."""
         try:
-            return all(await self._ask_engines("deltasync_salts"))
+            salted = await self._ask_engines("deltasync_salts")
         except Exception:  # of any class: vLLM's for an engine that has no such method
             logger.exception("deltasync asked an engine about its prefix cache")
             return False
+        return bool(salted) and all(salted)
 
     async def call(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
         """Call a method of every `WorkerReplica`; errors as in `rpc`."""
