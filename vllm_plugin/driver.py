@@ -244,9 +244,10 @@ class Driver:
         assert self._head is not None
         total = model_fingerprint(self._fingerprints)
         replies = await self._workers.call("settle", dataclasses.asdict(self._head), total, first)
-        version = replies[0]["version"]
+        version, before = replies[0]["version"], self._version
+        if version != before:
+            await self._engine.update_weight_version("unknown" if version is None else str(version))
         if first and version is not None:
-            await self._engine.update_weight_version(str(version))
             logger.info("deltasync serves version=%d, which the loaded weights already were", version)
         self._version = version
         if version is not None:

@@ -147,6 +147,9 @@ class DeltaSyncEndpoints:
             return "There is no engine in this process."
         found = compat.outside(vllm.__version__) or compat.changed(vllm.__version__)
         found = found or compat.refusal(engine.vllm_config, args)
+        transfer = engine.vllm_config.weight_transfer_config
+        if found is None and transfer is not None and transfer.backend == "deltasync":
+            return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if found is None and self._settings.adapter is not None:
             return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
         if found is None and not args.worker_extension_cls:

@@ -529,6 +529,10 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
             ),
             "prefetch offloading",
         ),
+        (
+            lambda e: setattr(e.vllm_config, "weight_transfer_config", SimpleNamespace(backend="deltasync")),
+            "A trainer pushes versions here",
+        ),
         (lambda e: setattr(e, "salted", False), "prefix cache would mix versions"),
         (lambda e: delattr(e, "engine_core"), "prefix cache would mix versions"),
         (lambda e: delattr(e, "vllm_config"), "deltasync could not start: AttributeError"),
