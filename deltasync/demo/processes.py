@@ -108,8 +108,8 @@ class Child:
         assert self._process is not None
         return self._process.poll() is None
 
-    def wait(self, timeout_s: float, what: str = "to end") -> int:
-        """Wait for its end.
+    def wait(self, timeout_s: float | None = None, what: str = "to end") -> int:
+        """Wait for its end, without a limit by default.
 
         Returns:
             Its exit code; the negative number of the signal that ended it.
@@ -120,8 +120,8 @@ class Child:
         assert self._process is not None
         try:
             return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise self._late(timeout_s, what) from None
+        except subprocess.TimeoutExpired as late:
+            raise self._late(late.timeout, what) from None
 
     def check(self) -> None:
         """Raise DeltaSyncError if it has ended badly."""
