@@ -39,7 +39,7 @@ def command_line(pid: int) -> bytes:
 def leaves_nothing(command: list[str], title: bytes, number: signal.Signals, folder: Path) -> None:
     """Start a command with temporary files in a folder, and send it a signal once a process below it has this title."""
     words = [sys.executable, "-m", *command]
-    environ = os.environ | {"TMPDIR": str(folder)}
+    environ = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # a busy machine is no reason to wait
     with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as process:
         tree = tree_with(title, process)
         process.send_signal(number)
