@@ -34,6 +34,9 @@ from deltasync.stores.base import Store
 LIVE_S = 60.0
 """A replica whose heartbeat is older than this no longer counts as live."""
 
+STOPPED = "stopped"
+"""State of the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
+
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
@@ -51,7 +54,7 @@ class Heartbeat:
         replica_id: Its name.
         run_id: The run it follows, None before it knows.
         version: Version it serves, None before the first.
-        state: `waiting`, `staging`, `committing`, `serving`, `sleeping` or `failed`.
+        state: `waiting`, `staging`, `committing`, `serving`, `sleeping`, `failed` or `stopped`.
         head_version: Newest version it has seen.
         error: What is wrong, None if nothing is.
         time_s: Seconds since the epoch, by the replica's clock.
@@ -157,12 +160,12 @@ def wait_for(
 
 
 def is_live(heartbeat: Heartbeat) -> bool:
-    """Whether it is recent, by our clock; a replica whose clock is ahead is taken as live."""
-    return _age_s(heartbeat) < LIVE_S
+    """Whether it is recent, by our clock, and not the last one; a replica whose clock is ahead is taken as live."""
+    return heartbeat.state != STOPPED and _age_s(heartbeat) < LIVE_S
 
 
 def _serves(heartbeat: Heartbeat, version: int) -> bool:
-    return heartbeat.state != "failed" and heartbeat.version is not None and heartbeat.version >= version
+    return heartbeat.state not in ("failed", STOPPED) and heartbeat.version is not None and heartbeat.version >= version
 
 
 def _age_s(heartbeat: Heartbeat) -> float:
@@ -189,7 +192,9 @@ def _explain(
     if needed is not None and serving:
         names = ", ".join(beat.replica_id for beat in serving)
         return f"{published} {len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live."
-    ages = ", ".join(f"{beat.replica_id} ({_age_s(beat):.0f} s ago)" for beat in heartbeats)
+    ages = ", ".join(
+        f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago)" for beat in heartbeats
+    )
     return f"{published} no replica is live. Last heard of: {ages}. Restart them, or set their clocks right."
 
 
@@ -229,7 +234,10 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
         found = None
     elif found is not None and found != run_id:
         version, error = None, f"it follows run {found} of {status.channel}"
-    return Heartbeat(replica_id=url, run_id=found, version=version, state=status.state, error=error)
+    state = status.state
+    if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
+        version, state, error = None, "unreachable", f"{url} is stopping"
+    return Heartbeat(replica_id=url, run_id=found, version=version, state=state, error=error)
 
 
 def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None]:

@@ -140,7 +140,9 @@ def commit_command(size: str, changed_fraction: float, commits: int, window_s: f
     minutes. Nothing else should run on the machine.
     """
     from deltasync.bench import commit
+    from deltasync.demo.processes import interrupt_on_sigterm
 
+    interrupt_on_sigterm()
     settings = commit.CommitSettings(
         size=size, changed_fraction=changed_fraction, commits=commits, window_s=window_s, pairs=pairs
     )
