@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.model2 import others, writer
-from tests.model2.state import Reader, Record, Rules, Step, World, Writer, get, newest, readable, slot, start
+from tests.model2.state import (
+    Node,
+    Reader,
+    Record,
+    Rules,
+    Step,
+    World,
+    Writer,
+    get,
+    newest,
+    readable,
+    records,
+    slot,
+    start,
+)
 from tests.statespace import Result, search
 
 _LONGEST = 100  # steps of a replica or publisher that is alone
@@ -46,13 +60,18 @@ def explore(rules: Rules) -> Result:
 def _follows(rules: Rules, world: World) -> str:
     """Why a replica that is connected does not get to the newest version although intact objects lead there; empty if it does."""
     last = newest(world)
+    have = world.reader.have
     if not isinstance(get(world.objects, slot(rules, last.version, last.epoch)), Record):
         return ""  # the newest record is the damaged one: the next version tells its digest
-    if not readable(world, last.node, world.reader.have):
-        return "" if world.damages != rules.damages or world.restored else f"nothing leads to {last.digest}"
+    if not readable(world, last.node, have):
+        whole = world.damages == rules.damages and not world.restored
+        return f"nothing leads to {last.digest}" if whole else ""
+    if world.restored and not readable(world, _told(world), have):
+        return ""  # the log goes on from what was lost: the next version has full weights
     been = set()
     for _ in range(_LONGEST):
-        if world.reader.have == last.node:
+        have = world.reader.have
+        if have == last.node or (world.restored and have is not None and (have[1], have[0]) > (last.epoch, last.version)):
             return ""
         if world.reader in been:
             return f"a replica goes round in circles and never gets to {last.digest}"
@@ -65,6 +84,12 @@ def _follows(rules: Rules, world: World) -> str:
             return after.wrong
         world = after
     return f"a replica takes more than {_LONGEST} steps to {last.digest}"
+
+
+def _told(world: World) -> Node:
+    """The version that the newest name of the log tells of."""
+    last = max(records(world), key=lambda record: (record.epoch, record.version))
+    return last.node if last.seal is None else last.base
 
 
 def _goes_on(rules: Rules, world: World) -> str:

@@ -29,16 +29,20 @@ from tests.model2.state import (
 
 
 def reader_steps(rules: Rules, world: World) -> Iterator[Step]:
-    """What a replica does. While it is idle it may poll or look; what it plans and fetches follows from what it finds."""
+    """What a replica does. While it is idle it polls or looks; what it plans and fetches follows from what it finds.
+
+    It may look at any time. After a way that led nowhere it must, so that it does not try that one for ever.
+    """
     r = world.reader
     if r.path and r.todo is None:
         yield _fetch(rules, world)
     elif r.todo is not None:
         yield _plan(rules, world)
     else:
-        if r.have is not None:
+        if r.have is not None and r.tried < 1:
             yield _poll(rules, world)
-        yield _look_at_head(rules, world)
+        if r.tried < 2:
+            yield _look_at_head(rules, world)
         if rules.list_when_lost:
             yield _list(rules, world)
 
@@ -82,9 +86,9 @@ def _fetch(rules: Rules, world: World) -> Step:
     if get(world.objects, key) == bits:
         return _apply(rules, world)
     avoid = r.avoid | {edge.named} if rules.detour else frozenset()
-    again = r._replace(path=(), avoid=avoid, todo=r.target, full=r.target is not None and r.full)
-    if r.target is None and rules.detour:
-        again = again._replace(target=edge.node, todo=edge.node)
+    again = r._replace(path=(), staged=None, avoid=avoid, todo=r.target, full=r.target is not None and r.full)
+    if r.target is None:
+        again = again._replace(tried=1)  # it polled: look
     return f"reader: {shown(key)} is missing or damaged", world._replace(reader=again)
 
 
@@ -93,18 +97,17 @@ def _apply(rules: Rules, world: World) -> Step:
     r = world.reader
     edge, have = r.path[-1], r.have
     start, end = edge.payload[1]
-    what = f"reader: applies {end}"
-    node = edge.node
-    if start not in ("", "" if have is None else have[2]):
-        return what, world._replace(wrong=f"a delta from {start} meets {have and have[2]}")
+    node, before = edge.node, r.have if r.staged is None else r.staged
+    if start not in ("", "" if before is None else before[2]):
+        return f"reader: applies {end}", world._replace(wrong=f"a delta from {start} meets {before and before[2]}")
+    if len(r.path) > 1:
+        return f"reader: stages {end}", _read(world, r, path=r.path[:-1], staged=node)
+    what = f"reader: serves {end}"
     if end != node[2] or all(record.node != node for record in world.history):
         return what, world._replace(wrong=f"a reader has {end} as {node}, which nobody published as that")
     if have is not None and (node[1], node[0]) <= (have[1], have[0]):
         return what, world._replace(wrong=f"a reader goes back from {have} to {node}")
-    path = r.path[:-1]
-    after = r._replace(have=node, epoch=max(r.epoch, node[1]), path=path, missed=None)
-    if not path:
-        after = after._replace(target=None, full=False, avoid=frozenset())
+    after = Reader(have=node, epoch=max(r.epoch, node[1]))
     return what, _acknowledged(rules, world._replace(reader=after))
 
 
@@ -137,7 +140,7 @@ def _look_at_head(rules: Rules, world: World) -> Step:
     r, head = world.reader, world.head
     if head is None:
         return "reader: head cannot be read", world
-    return f"reader: head names {head[2]}", _go_to(rules, world, head)
+    return f"reader: head names {head[2]}", _go_to(rules, world, head, tried=1)
 
 
 def _list(rules: Rules, world: World) -> Step:
@@ -158,13 +161,12 @@ def _knows(r: Reader, base: Node) -> bool:
     return r.have == base
 
 
-def _go_to(rules: Rules, world: World, node: Node) -> World:
+def _go_to(rules: Rules, world: World, node: Node, tried: int = 2) -> World:
     r = world.reader
-    at = (r.epoch, r.have[0] if r.have is not None else 0)
-    forward = node[1] > at[0] or (node[1] == at[0] and node[0] > at[1])
+    forward = r.have is None or (node[1], node[0]) > (r.have[1], r.have[0])
     if r.have is not None and not forward and (rules.never_back or (node[0], node[2]) == (r.have[0], r.have[2])):
         return world
-    return _read(world, r, target=node, todo=node, path=(), full=r.have is None, avoid=frozenset())
+    return _read(world, r, target=node, todo=node, path=(), full=r.have is None, avoid=frozenset(), tried=tried)
 
 
 def _plan(rules: Rules, world: World) -> Step:
@@ -174,19 +176,25 @@ def _plan(rules: Rules, world: World) -> Step:
     assert todo is not None
     if todo[2] and _is_there(rules, r, todo):
         return "reader: has a way", _read(world, r, todo=None)
-    fold_key = _listed_fold(r, world, todo)
-    if fold_key is not None:
-        return _plan_fold(rules, world, todo, fold_key)
+    best = 0 if r.full or r.have is None else r.have[0]
+    folds = [key for key, _ in world.objects if key[0] == "folds" and key[2] == todo[0] and key not in r.avoid]
+    first = next((key for key in folds if key[1] == best), None)
     key = slot(rules, todo[0], todo[1])
+    if first is not None and todo[2]:
+        return _plan_fold(world, todo, first)
     found = None if key in r.avoid else get(world.objects, key)
     if not isinstance(found, Record) or todo[2] not in ("", found.digest) or found.seal is not None:
+        other = next((key for key in folds if key[1] > best), None)
+        if other is not None and todo[2] and rules.detour:
+            return _plan_fold(world, todo, other)
         return _no_way(rules, world, f"{shown(key)} does not help")
-    r = r._replace(target=found.node if r.target == todo else r.target)
+    if not todo[2]:  # now its digest is known, and with it which folds lead to it
+        return f"reader: reads {found.digest}", _read(world, r, todo=found.node, target=found.node)
     if found.anchor is not None:
         path = (*r.path, Edge(found.node, found.anchor, key))
         return f"reader: reads {found.digest}, full weights", _read(world, r, path=path, todo=None)
     assert found.delta is not None
-    if not r.full and r.have is not None and rules.plan_by_digest and found.base[0] < r.have[0]:
+    if found.base[0] < best and rules.plan_by_digest:
         return _no_way(rules, world, "its version is not on the way")
     path = (*r.path, Edge(found.node, found.delta, key))
     return f"reader: reads {found.digest}", _read(world, r, path=path, todo=found.base)
@@ -198,35 +206,25 @@ def _is_there(rules: Rules, r: Reader, node: Node) -> bool:
     return r.have == node if rules.plan_by_digest else r.have[0] == node[0]
 
 
-def _listed_fold(r: Reader, world: World, todo: Node) -> Key | None:
-    """A fold of the version that may help: from what it has, or full weights."""
-    base = 0 if r.full else (r.have[0] if r.have is not None else 0)
-    names = [key for key, _ in world.objects if key[0] == "folds" and key[2] == todo[0] and key[1] == base]
-    return next((key for key in names if key not in r.avoid), None)
-
-
-def _plan_fold(rules: Rules, world: World, todo: Node, key: Key) -> Step:
+def _plan_fold(world: World, todo: Node, key: Key) -> Step:
+    """By a fold of the version, if it is of the same digest: from full weights, or from an older version."""
     r = world.reader
     fold = get(world.objects, key)
-    base = None if r.full or r.have is None else (r.have[0], r.have[2])
-    if not todo[2]:  # only its record tells which version this is
-        found = get(world.objects, slot(rules, todo[0], todo[1]))
-        if isinstance(found, Record) and found.seal is None:
-            named = r._replace(todo=found.node, target=found.node if r.target == todo else r.target)
-            return f"reader: reads {found.digest}", world._replace(reader=named)
-        return _no_way(rules, world, f"{shown(slot(rules, todo[0], todo[1]))} does not help")
-    if not isinstance(fold, Fold) or (fold.version, fold.digest) != (todo[0], todo[2]) or fold.base != base:
+    if not isinstance(fold, Fold) or (fold.version, fold.digest) != (todo[0], todo[2]):
         return f"reader: {shown(key)} does not help", _read(world, r, avoid=r.avoid | {key})
     path = (*r.path, Edge(todo, fold.payload, key))
-    return f"reader: reads {shown(key)}", _read(world, r, path=path, todo=None)
+    return f"reader: reads {shown(key)}", _read(world, r, path=path, todo=fold.base)
 
 
 def _no_way(rules: Rules, world: World, why: str) -> Step:
-    """Plan from full weights if not done yet; otherwise wait for what comes."""
+    """Plan without the step that led here; then from full weights; then wait for what comes."""
     r = world.reader
+    if r.path and rules.detour:
+        return f"reader: {why}, plans anew", _read(world, r, todo=r.target, path=(), avoid=r.avoid | {r.path[-1].named})
     if not r.full and rules.detour:
-        return f"reader: {why}, plans from full weights", _read(world, r, todo=r.target, path=(), full=True)
-    idle = r._replace(target=None, todo=None, path=(), full=False, avoid=frozenset())
+        full = r._replace(todo=r.target, path=(), full=True, avoid=frozenset())
+        return f"reader: {why}, plans from full weights", world._replace(reader=full)
+    idle = r._replace(target=None, todo=None, path=(), staged=None, full=False, avoid=frozenset(), tried=(r.tried + 1) % 3)
     return f"reader: {why}, waits", world._replace(reader=idle)
 
 
@@ -293,7 +291,7 @@ def prune_steps(rules: Rules, world: World) -> Iterator[Step]:
         return
     first, second = (s.seen, world.objects) if rules.objects_first else (world.objects, s.seen)
     data = [key for key, _ in first if key[0] in ("parts", "anchors")]
-    gone = {key for key in data if not _referred(key, second) and not (rules.spare_under_way and _under_way(key, second))}
+    gone = {key for key in data if not _referred(key, second) and not _spared(rules, world, key, second)}
     after = world._replace(objects=without(world.objects, gone), sweep=s._replace(seen=None))
     yield f"prune: deletes {', '.join(map(shown, sorted(gone))) or 'nothing'}", after
 
@@ -308,12 +306,18 @@ def _referred(key: Key, objects: Objects) -> bool:
     return any(payload is not None and payload[0] == key for payload in payloads)
 
 
+def _spared(rules: Rules, world: World, key: Key, objects: Objects) -> bool:
+    """While its epoch goes on, by what is listed; afterwards by its age, which is below the time of grace for what is in use."""
+    stored = [content for _, content in objects if isinstance(content, Record) and content.seal is None]
+    if not any(record.epoch > key[2] for record in stored):
+        return rules.spare_under_way and _under_way(key, objects)
+    return rules.grace and any(w.epoch == key[2] and w.at in ("anchor", "fold", "look", "record") for w in world.writers)
+
+
 def _under_way(key: Key, objects: Objects) -> bool:
     """Whether the writer of an object may still be about to refer to it."""
     folder, version, epoch = key[:3]
     stored = [content for _, content in objects if isinstance(content, Record) and content.seal is None]
-    if any(record.epoch > epoch for record in stored):
-        return False
     own = [record for record in stored if record.epoch == epoch]
     if folder == "anchors":
         last = [record.version for record in own if record.anchor is not None]
@@ -331,7 +335,7 @@ def fold_steps(rules: Rules, world: World) -> Iterator[Step]:
     for record in by_node.values():
         before = by_node.get(record.base)
         if before is not None:
-            fold = Fold((before.base[0], before.base[2]), record.version, record.digest, (None, (before.base[2], record.digest)))
+            fold = Fold(before.base, record.version, record.digest, (None, (before.base[2], record.digest)))
             key = ("folds", before.base[0], record.version, (0, "f"))
             swept = world._replace(sweep=world.sweep._replace(folds=world.sweep.folds + 1))
             yield f"stores {shown(key)}", store(rules, swept, key, fold)

@@ -60,6 +60,7 @@ class Rules(NamedTuple):
     linear: bool = True
 
     seal: bool = True
+    list_after_seal: bool = True
     probe: bool = True
     epoch_in_key: bool = True
     token: bool = True
@@ -82,6 +83,7 @@ class Rules(NamedTuple):
     newest_first: bool = True
     objects_first: bool = True
     spare_under_way: bool = True
+    grace: bool = True
 
     @property
     def seals(self) -> bool:
@@ -108,7 +110,7 @@ class Record(NamedTuple):
 class Fold(NamedTuple):
     """Another way to a version: from an older one, or from nothing (`base` None), which is an anchor."""
 
-    base: tuple[int, str] | None
+    base: Node | None
     version: int
     digest: str
     payload: Payload
@@ -172,11 +174,13 @@ class Reader(NamedTuple):
         have: What is live.
         epoch: The epoch that it polls, the greatest it knows to be in force.
         target: What it is planning to get to, while it is lost. The digest is "" where only a key was listed.
-        todo: The version that it needs a way to.
+        todo: The version that it needs a way to, back to what it has.
         path: Planned steps, newest first.
+        staged: What it has staged of the plan; nobody sees it.
         full: Whether it plans from full weights, because no deltas lead on from what it has.
         avoid: Objects that failed it while it plans.
         missed: The key that an edge remembers as missing.
+        tried: What led nowhere since it last got on: 0 nothing, 1 polling, so that it looks at head, 2 head, so that it lists.
     """
 
     have: Node | None = None
@@ -184,9 +188,11 @@ class Reader(NamedTuple):
     target: Node | None = None
     todo: Node | None = None
     path: tuple[Edge, ...] = ()
+    staged: Node | None = None
     full: bool = False
     avoid: frozenset[Key] = frozenset()
     missed: Key | None = None
+    tried: int = 0
 
 
 class Sweep(NamedTuple):
@@ -290,8 +296,7 @@ def readable(world: World, node: Node, have: Node | None = None) -> bool:
         if isinstance(content, Fold) and (content.version, content.digest) == (node[0], node[2]) and stored(content.payload):
             if content.base is None:
                 return True
-            base = next((r.node for r in world.history if (r.version, r.digest) == content.base), None)
-            if base is not None and readable(world, base, have):
+            if readable(world, content.base, have):
                 return True
         if isinstance(content, Record) and content.node == node:
             if stored(content.anchor):
@@ -310,12 +315,12 @@ def store(rules: Rules, world: World, key: Key, content: Any) -> World:
     if not isinstance(content, Record) or content in world.history:
         return after
     after = after._replace(history=(*world.history, content))
-    if not rules.linear or world.restored:
+    guessed = any(record.base[2] == "damaged" for record in after.history)  # went on from what it could not read
+    if not rules.linear or world.restored or content.seal is not None or guessed:
         return after
     last = next(r for r in reversed(world.history) if r.seal is None)
+    if content.epoch < last.epoch:
+        return after._replace(wrong=f"a fenced writer becomes visible: {content.digest} after {last.digest}")
     if content.base != last.node:
-        what = content.digest or "a seal"
-        return after._replace(wrong=f"a fork: {what} follows {content.base[2] or 'nothing'}, and {last.digest} was there")
-    if content.epoch < max(r.seal or r.epoch for r in world.history):
-        return after._replace(wrong=f"a fenced writer becomes visible: {content.digest} of epoch {content.epoch}")
+        return after._replace(wrong=f"a fork: {content.digest} follows {content.base[2]}, and {last.digest} was there")
     return after

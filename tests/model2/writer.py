@@ -34,6 +34,7 @@ def steps(rules: Rules, world: World, number: int) -> Iterator[Step]:
     act = {
         "closed": _open,
         "seal": _seal,
+        "sealed": _sealed,
         "claim": _claim,
         "settle": _settle,
         "read back": _read_back,
@@ -131,7 +132,19 @@ def _seal(rules: Rules, world: World, number: int) -> Iterator[Step]:
         return w._replace(at="closed", opens=w.opens - 1)
 
     key = slot(rules, version, w.log)
-    yield from _create(rules, world, number, key, seal, lambda w: w._replace(at="announce"), taken)
+    sealed = "sealed" if rules.list_after_seal else "announce"
+    yield from _create(rules, world, number, key, seal, lambda w: w._replace(at=sealed), taken)
+
+
+def _sealed(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """The seal counts if nothing lies after it: it may have taken the place of a version that was forgotten."""
+    w = world.writers[number]
+    after = [key for key, _ in world.objects if key[0] == "versions" and key[2] == w.log and key[1] > w.tip[0] + 1]
+    if after:
+        again = w._replace(at="closed", opens=w.opens - 1)
+        yield f"its seal does not count: {shown(after[0])} is there", _with(world, number, again)
+    else:
+        yield "its seal counts", _with(world, number, w._replace(at="announce"))
 
 
 def _announce(rules: Rules, world: World, number: int) -> Iterator[Step]:
