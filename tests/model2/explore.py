@@ -43,6 +43,9 @@ def explore(rules: Rules) -> Result:
     checked: set[object] = set()
 
     def problem(world: World) -> str:
+        wrong = others.false_ack(rules, world)
+        if wrong:
+            return wrong
         stored = (world.objects, world.head)
         if (stored, world.reader) not in checked:
             checked.add((stored, world.reader))

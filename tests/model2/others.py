@@ -108,20 +108,19 @@ def _apply(rules: Rules, world: World) -> Step:
     if have is not None and (node[1], node[0]) <= (have[1], have[0]):
         return what, world._replace(wrong=f"a reader goes back from {have} to {node}")
     after = Reader(have=node, epoch=max(r.epoch, node[1]))
-    return what, _acknowledged(rules, world._replace(reader=after))
+    return what, world._replace(reader=after)
 
 
-def _acknowledged(rules: Rules, world: World) -> World:
-    """What publishers believe of the replica by its heartbeat."""
+def false_ack(rules: Rules, world: World) -> str:
+    """Which publisher takes the replica's heartbeat for an acknowledgement that it is not; empty if none does."""
     have = world.reader.have
-    assert have is not None
     for w in world.writers:
-        if not w.published or w.at in ("closed", "stopped"):
+        if have is None or not w.published or w.at in ("closed", "stopped"):
             continue
-        counts = have[2] in w.published if rules.ack_by_digest else True
+        counts = have[2] in w.published or not rules.ack_by_digest
         if counts and have[0] >= w.tip[0] and not _descends(world, have, w.tip):
-            return world._replace(wrong=f"{w.name} takes {have} for an acknowledgement of {w.tip}")
-    return world
+            return f"{w.name} takes {have} for an acknowledgement of {w.tip}"
+    return ""
 
 
 def _descends(world: World, node: Node, from_: Node) -> bool:
@@ -271,9 +270,7 @@ def forget_steps(rules: Rules, world: World) -> Iterator[Step]:
             if keys:
                 yield "forget: lists", world._replace(sweep=s._replace(forget=tuple(keys), forgets=s.forgets + 1))
         return
-    after = world._replace(
-        objects=without(world.objects, s.forget[:1]), sweep=s._replace(forget=s.forget[1:] or None)
-    )
+    after = world._replace(objects=without(world.objects, s.forget[:1]), sweep=s._replace(forget=s.forget[1:] or None))
     if not rules.damages:
         for record in records(after):
             if record.seal is None and readable(world, record.node) and not readable(after, record.node):
@@ -283,11 +280,11 @@ def forget_steps(rules: Rules, world: World) -> Iterator[Step]:
 
 
 def prune_steps(rules: Rules, world: World) -> Iterator[Step]:
-    """List objects; then read what refers to them, and delete the rest, unless it may be on its way."""
+    """List objects, then read what refers to them; delete the rest, unless it may be on its way."""
     s = world.sweep
     if s.seen is None:
         if s.prunes < rules.prunes:
-            yield "prune: lists objects", world._replace(sweep=s._replace(seen=world.objects, prunes=s.prunes + 1))
+            yield "prune: lists the channel", world._replace(sweep=s._replace(seen=world.objects, prunes=s.prunes + 1))
         return
     first, second = (s.seen, world.objects) if rules.objects_first else (world.objects, s.seen)
     data = [key for key, _ in first if key[0] in ("parts", "anchors")]
@@ -321,7 +318,9 @@ def _under_way(key: Key, objects: Objects) -> bool:
     own = [record for record in stored if record.epoch == epoch]
     if folder == "anchors":
         last = [record.version for record in own if record.anchor is not None]
-        last += [key[2] for key, content in objects if isinstance(content, Fold) and content.base is None and key[3] == epoch]
+        last += [
+            key[2] for key, content in objects if isinstance(content, Fold) and content.base is None and key[3] == epoch
+        ]
     else:
         last = [record.version for record in own]
     return bool(version > max(last, default=0))
@@ -354,8 +353,8 @@ def misfortunes(rules: Rules, world: World) -> Iterator[Step]:
             yield "head is damaged", hurt._replace(head=None)
         for key, content in world.objects:
             yield f"{shown(key)} is damaged", hurt._replace(objects=put(world.objects, key, Damaged(content)))
-    if rules.restores and world.backup is None:
+    if rules.backup == "any" and world.backup is None:
         yield "a backup is taken", world._replace(backup=(world.objects, world.head))
-    if rules.restores and world.backup and not world.restored and world.backup[0] != world.objects:
+    if world.backup and not world.restored and world.backup[0] != world.objects:
         objects, head = world.backup
         yield "the backup is restored", world._replace(objects=objects, head=head, backup=(), restored=True)

@@ -34,9 +34,10 @@ class Rules(NamedTuple):
         sticky: Whether an edge remembers for ever that a key was missing. Listings and reads of listed objects pass it.
         forgets, prunes, folds: How often each runs, in all. No time of grace: they run at the worst moment.
         damages: Objects that turn bad for ever.
-        restores: Backups, of any moment, that are restored at any later one.
+        backup: The moment of a backup that may be restored once, at any later one: `start`, `any`, or "" for none.
         timely: Whether, on a store that does not decide, what rests on a look lands before who came later has settled.
-        linear: Whether a fork counts as wrong. After a restored backup it cannot.
+        linear: Whether a fork counts as wrong.
+        forks_after_restore: Whether it does not once a backup was restored, which nothing can prevent.
     """
 
     store: str = "decides"
@@ -55,12 +56,14 @@ class Rules(NamedTuple):
     prunes: int = 0
     folds: int = 0
     damages: int = 0
-    restores: int = 0
+    backup: str = ""
     timely: bool = True
     linear: bool = True
+    forks_after_restore: bool = True
 
     seal: bool = True
     list_after_seal: bool = True
+    count_sealed: bool = True
     probe: bool = True
     epoch_in_key: bool = True
     token: bool = True
@@ -69,9 +72,7 @@ class Rules(NamedTuple):
     attempt: bool = True
     full_after_loss: bool = True
     settle: bool = True
-    read_back: bool = True
     look: bool = True
-    look_on_retry: bool = True
     suspend_counts: bool = True
     poll_base: bool = True
     plan_by_digest: bool = True
@@ -233,7 +234,7 @@ def start(rules: Rules) -> World:
     weights = ("anchors", 1, epoch, 0)
     first = Record(call, 1, epoch, (0, epoch, ""), anchor=(weights, ("", call)))
     writers = tuple(Writer(name) for name in "AB"[: rules.writers])
-    opened = Writer("A", "idle", 1, rules.opens, epoch, tip=first.node, shadow=call, published=(call,))
+    opened = Writer("A", "idle", 1, 1, epoch, tip=first.node, shadow=call, published=(call,))
     objects = {("epochs", epoch): (0, epoch, ""), weights: ("", call), slot(rules, 1, epoch): first}
     return World(
         objects=tuple(sorted(objects.items())),
@@ -244,6 +245,7 @@ def start(rules: Rules) -> World:
         faults=rules.faults,
         damages=rules.damages,
         joins=rules.joins,
+        backup=(tuple(sorted(objects.items())), first.node) if rules.backup == "start" else None,
     )
 
 
@@ -266,7 +268,9 @@ def without(pairs: tuple[tuple[Any, Any], ...], keys: Any) -> tuple[tuple[Any, A
 
 def shown(key: Key) -> str:
     """A key as in the store."""
-    return "/".join([key[0], ".".join("".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in key[1:])])
+    return "/".join(
+        [key[0], ".".join("".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in key[1:])]
+    )
 
 
 def records(world: World, damaged: bool = True) -> Iterator[Record]:
@@ -316,7 +320,7 @@ def store(rules: Rules, world: World, key: Key, content: Any) -> World:
         return after
     after = after._replace(history=(*world.history, content))
     guessed = any(record.base[2] == "damaged" for record in after.history)  # went on from what it could not read
-    if not rules.linear or world.restored or content.seal is not None or guessed:
+    if not rules.linear or (world.restored and rules.forks_after_restore) or content.seal is not None or guessed:
         return after
     last = next(r for r in reversed(world.history) if r.seal is None)
     if content.epoch < last.epoch:

@@ -37,7 +37,7 @@ def steps(rules: Rules, world: World, number: int) -> Iterator[Step]:
         "sealed": _sealed,
         "claim": _claim,
         "settle": _settle,
-        "read back": _read_back,
+        "settled": _settled,
         "announce": _announce,
         "idle": _publish,
         "payload": _payload,
@@ -90,7 +90,8 @@ def _end(rules: Rules, world: World, below: Epoch | None = None) -> tuple[Node, 
     for epoch in sorted(set(_names(world)), reverse=True):
         if below is not None and epoch >= below:
             continue
-        last = max((key[1] for key, _ in world.objects if key[0] == "versions" and key[2] == epoch), default=None)
+        log = slot(rules, 0, epoch)[2]
+        last = max((key[1] for key, _ in world.objects if key[0] == "versions" and key[2] == log), default=None)
         if last is None:
             continues = get(world.objects, ("epochs", epoch))
             if continues is None or isinstance(continues, Damaged):
@@ -107,14 +108,14 @@ def _open(rules: Rules, world: World, number: int) -> Iterator[Step]:
     w = world.writers[number]
     if w.opens >= rules.opens or w.calls >= rules.calls:
         return
-    token = f"{w.name}{w.opens + 1}" if rules.token else ""
-    # Numbers only look at what is listed: two that open at once may take the same one, and the token tells them apart.
-    epoch = (max(_names(world))[0] + 1, token)
+    tip, log = _end(rules, world)
+    # The number is from what is there now: two that open at once may take the same one, and the token tells them apart.
+    known = [*_names(world), log] if rules.count_sealed else _names(world)
+    epoch = (max(known)[0] + 1, f"{w.name}{w.opens + 1}" if rules.token else "")
     opened = w._replace(opens=w.opens + 1, epoch=epoch)
     if not rules.seals:
         yield f"opens, will claim {epoch}", _with(world, number, opened._replace(at="claim"))
         return
-    tip, log = _end(rules, world)
     at = "seal" if rules.seal else "announce"
     yield f"opens, reads the log to {tip[2] or tip[0]}", _with(world, number, opened._replace(at=at, tip=tip, log=log))
 
@@ -160,10 +161,10 @@ def _adopted(world: World, w: Writer) -> Writer:
 
 def _claim(rules: Rules, world: World, number: int) -> Iterator[Step]:
     def claimed(w: Writer) -> Writer:
-        return w._replace(at="settle" if rules.settle else "read back")
+        return w._replace(at="settle" if rules.settle else "settled")
 
     w = world.writers[number]
-    yield from _create(rules, world, number, ("epochs", w.epoch), None, claimed, lambda world, w: w, optional=False)
+    yield from _create(rules, world, number, ("epochs", w.epoch), None, claimed, lambda world, w: w)
 
 
 def _settle(rules: Rules, world: World, number: int) -> Iterator[Step]:
@@ -174,15 +175,12 @@ def _settle(rules: Rules, world: World, number: int) -> Iterator[Step]:
     others = world.writers
     if rules.timely and rules.suspend_counts:
         others = tuple(o._replace(looked=False) for o in world.writers)
-    yield "has settled", _with(world._replace(writers=others), number, w._replace(at="read back"))
+    yield "has settled", _with(world._replace(writers=others), number, w._replace(at="settled"))
 
 
-def _read_back(rules: Rules, world: World, number: int) -> Iterator[Step]:
+def _settled(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """Read the log. Whether somebody claimed a greater epoch meanwhile shows in the look before the first record."""
     w = world.writers[number]
-    rival = max(_names(world))
-    if rival > w.epoch and rules.read_back:
-        yield f"sees the claim {rival}", _stopped(rules, world, number)
-        return
     tip, _ = _end(rules, world, below=w.epoch)
     yield f"reads the log to {tip[2]}", _with(world, number, _adopted(world, w._replace(tip=tip)))
 
@@ -261,7 +259,10 @@ def _record(rules: Rules, world: World, number: int) -> Iterator[Step]:
 
     yield from _create(rules, world, number, slot(rules, record.version, w.epoch), record, stored, taken)
     if world.faults and not rules.same_bytes:
-        for what, after in (("done, reply lost", store(rules, world, slot(rules, record.version, w.epoch), record)), ("", world)):
+        for what, after in (
+            ("done, reply lost", store(rules, world, slot(rules, record.version, w.epoch), record)),
+            ("", world),
+        ):
             lost = w._replace(at="idle", job=None, shadow="", attempt=w.attempt + 1)
             yield f"gives the record up {what}", _with(after, number, lost)._replace(faults=world.faults - 1)
 
@@ -307,7 +308,6 @@ def _create(
     content: Any,
     stored: Change,
     taken: Callable[[World, Writer], Writer],
-    optional: bool = True,
 ) -> Iterator[Step]:
     """A put of the same bytes, again and again until there is an answer. Where the store decides, only one content wins."""
     w = world.writers[number]
@@ -323,12 +323,8 @@ def _create(
     yield what, _with(done, number, stored(w))
     if not world.faults:
         return
-    again = w
-    if w.at == "record" and rules.look_on_retry and not rules.seals:
-        again = w._replace(at="look", looked=False)
     outcomes = [("done, reply lost", done), ("fails", world)]
     if rules.late and world.late is None:
         outcomes.append(("times out, is still on its way", world._replace(late=(key, content))))
     for outcome, reached in outcomes:
-        after = _with(reached, number, again)._replace(faults=world.faults - 1)
-        yield f"{what}: {outcome}", after
+        yield f"{what}: {outcome}", reached._replace(faults=world.faults - 1)
