@@ -61,7 +61,7 @@ def explore(rules: Rules) -> Result:
 
 
 def _follows(rules: Rules, world: World) -> str:
-    """Why a replica that is connected does not get to the newest version although intact objects lead there; empty if it does."""
+    """Why a replica that is connected does not get to the newest version, to which intact objects lead; empty if it does."""
     last = newest(world)
     have = world.reader.have
     if not isinstance(get(world.objects, slot(rules, last.version, last.epoch)), Record):

@@ -136,7 +136,7 @@ def _descends(world: World, node: Node, from_: Node) -> bool:
 
 def _look_at_head(rules: Rules, world: World) -> Step:
     """Head names a version with its digest, right or wrong."""
-    r, head = world.reader, world.head
+    head = world.head
     if head is None:
         return "reader: head cannot be read", world
     return f"reader: head names {head[2]}", _go_to(rules, world, head, tried=1)
@@ -304,7 +304,7 @@ def _referred(key: Key, objects: Objects) -> bool:
 
 
 def _spared(rules: Rules, world: World, key: Key, objects: Objects) -> bool:
-    """While its epoch goes on, by what is listed; afterwards by its age, which is below the time of grace for what is in use."""
+    """While its epoch goes on, by what is listed; afterwards by age: what is in use is younger than the time of grace."""
     stored = [content for _, content in objects if isinstance(content, Record) and content.seal is None]
     if not any(record.epoch > key[2] for record in stored):
         return rules.spare_under_way and _under_way(key, objects)

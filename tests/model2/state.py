@@ -181,7 +181,7 @@ class Reader(NamedTuple):
         full: Whether it plans from full weights, because no deltas lead on from what it has.
         avoid: Objects that failed it while it plans.
         missed: The key that an edge remembers as missing.
-        tried: What led nowhere since it last got on: 0 nothing, 1 polling, so that it looks at head, 2 head, so that it lists.
+        tried: What led nowhere since it last got on: 0 nothing; 1 polling, so it looks at head; 2 head, so it lists.
     """
 
     have: Node | None = None

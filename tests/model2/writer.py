@@ -86,7 +86,7 @@ def _names(world: World) -> list[Epoch]:
 
 
 def _end(rules: Rules, world: World, below: Epoch | None = None) -> tuple[Node, Epoch]:
-    """The newest version, and the epoch whose log goes on from it. What cannot be read is named by the bytes that are there."""
+    """The newest version, and the epoch whose log goes on from it. Damaged bytes name what cannot be read."""
     for epoch in sorted(set(_names(world)), reverse=True):
         if below is not None and epoch >= below:
             continue
