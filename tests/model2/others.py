@@ -271,7 +271,7 @@ def forget_steps(rules: Rules, world: World) -> Iterator[Step]:
                 yield "forget: lists", world._replace(sweep=s._replace(forget=tuple(keys), forgets=s.forgets + 1))
         return
     after = world._replace(objects=without(world.objects, s.forget[:1]), sweep=s._replace(forget=s.forget[1:] or None))
-    if not rules.damages:
+    if not rules.damages and not rules.late:  # a late put may bring a forgotten record back, which nobody needs
         for record in records(after):
             if record.seal is None and readable(world, record.node) and not readable(after, record.node):
                 after = after._replace(wrong=f"{record.digest} is left and cannot be read")
@@ -305,8 +305,9 @@ def _referred(key: Key, objects: Objects) -> bool:
 
 def _spared(rules: Rules, world: World, key: Key, objects: Objects) -> bool:
     """While its epoch goes on, by what is listed; afterwards by age: what is in use is younger than the time of grace."""
-    stored = [content for _, content in objects if isinstance(content, Record) and content.seal is None]
-    if not any(record.epoch > key[2] for record in stored):
+    stored = [content.epoch for _, content in objects if isinstance(content, Record) and content.seal is None]
+    later = stored if rules.ends_by_version else [k[-1] for k, _ in objects if k[0] in ("epochs", "versions")]
+    if not any(epoch > key[2] for epoch in later):
         return rules.spare_under_way and _under_way(key, objects)
     return rules.grace and any(w.epoch == key[2] and w.at in ("anchor", "fold", "look", "record") for w in world.writers)
 

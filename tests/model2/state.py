@@ -84,6 +84,7 @@ class Rules(NamedTuple):
     newest_first: bool = True
     objects_first: bool = True
     spare_under_way: bool = True
+    ends_by_version: bool = True
     grace: bool = True
 
     @property

@@ -23,6 +23,7 @@ SMALL = {
     "two writers, requests that arrive late": BOTH._replace(faults=1, late=True),
     "two writers, a crash, requests that arrive late": UNREAD._replace(crashes=1, opens=2, faults=1, late=True),
     "two writers, forget": BOTH._replace(forgets=1, anchor_every=3),
+    "two writers, forget, requests that arrive late": UNREAD._replace(forgets=1, faults=1, late=True),
     "two writers, forget and prune": UNREAD._replace(forgets=1, prunes=1, parts=True),
     "two writers, a damaged object": BOTH._replace(damages=1, anchor_every=9),
     "two writers, a new replica, an edge that remembers": BOTH._replace(joins=1, sticky=True, anchor_every=9),
@@ -31,6 +32,10 @@ SMALL = {
     "lease": LEASE,
     "lease, requests that arrive late": LEASE._replace(faults=1, late=True),
     "lease, a crash, requests that arrive late": LEASE._replace(crashes=1, opens=2, faults=1, late=True, reader=False),
+    "lease, a crash, prune, requests that arrive late": LEASE._replace(
+        crashes=1, faults=1, late=True, prunes=1, parts=True, reader=False
+    ),
+    "lease, forget, requests that arrive late": LEASE._replace(forgets=1, faults=1, late=True, reader=False),
     "lease, forget and prune": LEASE._replace(forgets=1, prunes=1, parts=True, reader=False),
     "lease, a new replica, an edge that remembers": LEASE._replace(joins=1, sticky=True, anchor_every=9),
     "lease, a restored backup": LEASE._replace(backup="start", anchor_every=9),
@@ -48,6 +53,12 @@ LARGE = {
     "two writers, a backup of any moment": BOTH._replace(backup="any"),
     "lease, a crash, requests that arrive late": LEASE._replace(crashes=1, opens=2, faults=1, late=True),
     "lease, forget and prune": LEASE._replace(forgets=1, prunes=1, parts=True),
+    "two writers, forget and prune, requests that arrive late": UNREAD._replace(
+        forgets=1, prunes=1, parts=True, faults=1, late=True
+    ),
+    "lease, forget and prune, requests that arrive late": LEASE._replace(
+        forgets=1, prunes=1, parts=True, faults=1, late=True, reader=False
+    ),
     "lease, a damaged object": LEASE._replace(damages=1),
     "lease, a backup of any moment": LEASE._replace(backup="any"),
     "lease that does not hold, a fault": LEASE._replace(timely=False, linear=False, faults=1),
@@ -78,6 +89,10 @@ MUTATIONS = {
     "newest_first": (ONE._replace(calls=3, anchor_every=3, forgets=1), "is left and cannot be read"),
     "objects_first": (UNREAD._replace(forgets=1, prunes=1, parts=True), "is left and cannot be read"),
     "spare_under_way": (ONE._replace(prunes=1, parts=True), "nothing leads to"),
+    "ends_by_version": (
+        LEASE._replace(crashes=1, faults=1, late=True, prunes=1, parts=True, reader=False),
+        "nothing leads to",
+    ),
     "grace": (UNREAD._replace(forgets=1, prunes=1, parts=True), "is left and cannot be read"),
 }
 
