@@ -95,10 +95,9 @@ def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> Non
     command += ["--metrics", str(folder / f"metrics-{seed}.jsonl"), "--published", os.devnull, "--seed", str(seed)]
     arguments = train.parse_args(command)
     if arm == "dense":
-        train.build_trainer(arguments, DenseTransfer(folder / "dense", server_url), []).train()
+        train.build_trainer(arguments, [], DenseTransfer(folder / "dense", server_url)).train()
     else:
-        sync = DeltaSyncCallback(channel, ack="all", resume=True)
-        train.build_trainer(arguments, sync.weight_transfer, [sync]).train()
+        train.build_trainer(arguments, [DeltaSyncCallback(channel, ack="all", resume=True)]).train()
 
 
 class DenseTransfer:

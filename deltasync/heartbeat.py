@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -91,6 +91,21 @@ def ask(urls: Sequence[str], run_id: str) -> list[Heartbeat]:
     Sends `DELTASYNC_HTTP_TOKEN` if it is set.
     """
     return _each(urls, lambda url: _ask_one(url, run_id))
+
+
+def ask_status(url: str) -> dict[str, Any] | None:
+    """A server's status as it tells it to who has `DELTASYNC_HTTP_TOKEN`, without its commits.
+
+    Empty if it has none for us; None if it does not answer, or is not up.
+    """
+    answer, _, code = _call(f"{url}/deltasync/status?commits=0")
+    if code is None or code >= 500:
+        return None
+    try:
+        status: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
+    except UNREADABLE_JSON:
+        return {}
+    return status
 
 
 def wake(urls: Sequence[str], version: int) -> None:
@@ -215,7 +230,7 @@ class _Status(msgspec.Struct):
 
 
 def _ask_one(url: str, run_id: str) -> Heartbeat:
-    answer, error = _call(f"{url}/deltasync/status?commits=0")
+    answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
     if error is None:
         return heartbeat_of(url, answer, run_id)
     return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
@@ -240,17 +255,17 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     return Heartbeat(replica_id=url, run_id=found, version=version, state=state, error=error)
 
 
-def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None]:
-    """What a GET, or with a body a POST, returns; or what went wrong."""
+def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:
+    """What a GET, or with a body a POST, returns; what went wrong; the HTTP status of the answer, if there was one."""
     token = ReplicaSettings.from_env().http_token
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
-            return reply.read(_MOST_BYTES), None
+            return reply.read(_MOST_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
-        return b"", f"{url} answered {error.code}"
+        return b"", f"{url} answered {error.code}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return b"", f"{url} does not answer: {error}"
+        return b"", f"{url} does not answer: {error}", None
 
 
 def _each(urls: Sequence[str], action: Callable[[str], _Result]) -> list[_Result]:

@@ -50,14 +50,12 @@ def main() -> None:
     script, training, channel = parser.parse_args_and_config()
     if training.use_cpu:
         trl_on_cpu.prepare()  # TRL supposes a GPU in two places
-    sync = DeltaSyncCallback(channel)
     trainer = AsyncGRPOTrainer(
         model=script.model,
         reward_funcs=task.counting_reward,
         args=training,
         train_dataset=task.prompt_dataset(training.seed),
-        weight_transfer=sync.weight_transfer,
-        callbacks=[sync],
+        callbacks=[DeltaSyncCallback(channel)],
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 

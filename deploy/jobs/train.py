@@ -90,7 +90,6 @@ def main() -> None:
     if training.use_cpu:
         trl_on_cpu.prepare()  # TRL supposes a GPU in two places
     training.vllm_server_base_url = f"http://127.0.0.1:{script.router_port}"
-    sync = DeltaSyncCallback(channel)
     token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
     prompts = [[{"role": "user", "content": PROMPT}]] * 1000
     with prepare_router(script.servers, script.router_port) as router:
@@ -100,8 +99,7 @@ def main() -> None:
             args=training,
             environment_factory=functools.partial(WordleEnvironment, script.environment, token),
             train_dataset=Dataset.from_dict({"prompt": prompts, "seed": list(range(1000))}),
-            weight_transfer=sync.weight_transfer,
-            callbacks=[sync],
+            callbacks=[DeltaSyncCallback(channel)],
         )
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 

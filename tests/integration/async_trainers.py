@@ -119,8 +119,10 @@ def make_async_trainer(
     events: list[str],
     on_version: Callable[[int], None] = lambda version: None,
     peft_config: Any = None,
+    weight_transfer: Any = None,
     **settings: Any,
 ) -> Any:
+    """By the callback alone, unless a `weight_transfer` is given."""
     from deltasync.demo import trl_on_cpu
 
     trl_on_cpu.prepare()
@@ -134,7 +136,7 @@ def make_async_trainer(
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
         processing_class=tokenizer,
         rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample),
-        weight_transfer=sync.weight_transfer,
+        weight_transfer=weight_transfer,
         callbacks=[sync],
         peft_config=peft_config,
     )
@@ -166,6 +168,5 @@ def make_distillation_trainer(
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
         processing_class=tokenizer,
         rollout_worker=StubWorker(tokenizer, events, on_version, distillation_sample),
-        weight_transfer=sync.weight_transfer,
         callbacks=[sync],
     )

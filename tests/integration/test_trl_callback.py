@@ -259,7 +259,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
         """One that keeps up and one that stays at version 1; waits for the upload and for the last look at them."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            publisher = sync._transfer.publisher
+            publisher = sync.weight_transfer.publisher
             assert publisher is not None
             publisher.flush()
             for replica_id, version in (("quick", publisher.version), ("slow", 1)):
@@ -297,7 +297,7 @@ class Outage(TrainerCallback):
     """The store is down from one step to another one; the step after the first waits until that was noticed."""
 
     def __init__(self, proxy: FaultProxy, sync: DeltaSyncCallback, first: int, last: int) -> None:
-        self._proxy, self._transfer, self._first, self._last = proxy, sync._transfer, first, last
+        self._proxy, self._transfer, self._first, self._last = proxy, sync.weight_transfer, first, last
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._transfer.publisher is not None
@@ -349,7 +349,7 @@ def test_a_store_that_is_away_at_the_end_is_given_up_and_reported(s3: tuple[str,
     with pytest.raises(PublishError, match=r"1 s after the end of training, and was given up\. Last error: .*503"):
         trainer.train()
     before = time.monotonic()
-    publisher = sync._transfer.publisher
+    publisher = sync.weight_transfer.publisher
     assert publisher is not None
     with contextlib.suppress(PublishError):
         publisher.close()
