@@ -120,9 +120,10 @@ def make_async_trainer(
     on_version: Callable[[int], None] = lambda version: None,
     peft_config: Any = None,
     weight_transfer: Any = None,
+    stub: bool = True,
     **settings: Any,
 ) -> Any:
-    """By the callback alone, unless a `weight_transfer` is given."""
+    """By the callback alone, unless a `weight_transfer` is given; with TRL's own rollout worker, if not with a stub."""
     from deltasync.demo import trl_on_cpu
 
     trl_on_cpu.prepare()
@@ -135,7 +136,7 @@ def make_async_trainer(
         args=AsyncGRPOConfig(output_dir=str(checkpoint.parent / "out"), num_generations=3, **(SHARED | settings)),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
         processing_class=tokenizer,
-        rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample),
+        rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample) if stub else None,
         weight_transfer=weight_transfer,
         callbacks=[sync],
         peft_config=peft_config,

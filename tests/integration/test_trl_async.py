@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import LoraConfig
@@ -31,7 +32,8 @@ from tests.integration.trainers import (
     tiny_model,
     tiny_moe,
 )
-from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, gather
+from tests.unit.test_logprobs import Status
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 
 pytestmark = pytest.mark.trl
 
@@ -303,3 +305,54 @@ def test_the_adapter_alone_is_not_for_a_trainer_that_streams_merged_weights(chec
             [],
             peft_config=LoraConfig(target_modules=["q_proj"]),
         )
+
+
+def test_log_probabilities_of_another_distribution_are_refused_before_training(checkpoint: Path, memory_url: str) -> None:
+    server = Status()
+    server.answer = {"state": "waiting", "logprobs_mode": "raw_logprobs"}
+    sync = DeltaSyncCallback(memory_url)
+    settings: dict[str, Any] = {"vllm_server_base_url": server.url, "stub": False, "temperature": 0.7}
+    trainer = make_async_trainer(checkpoint, sync, [], **settings)
+    with pytest.raises(
+        ConfigError, match=r"gives raw_logprobs, .* with temperature=0\.7: .* --logprobs-mode processed_l"
+    ):
+        trainer.train()
+    assert sync.history == []  # not even published
+
+    server.answer = 503  # it starts to answer once it serves a version
+    sync = DeltaSyncCallback(memory_url, ack="none")
+    trainer = make_async_trainer(checkpoint, sync, [], **settings)
+    publish = sync.weight_transfer.publish
+
+    def publish_and_start(stream: Any) -> None:
+        publish(stream)
+        server.answer = {"state": "serving", "logprobs_mode": "raw_logprobs"}
+
+    sync.weight_transfer.publish = publish_and_start  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="gives raw_logprobs"):
+        trainer.train()
+    assert [record.version for record in sync.history] == [1]
+    assert trainer.state.global_step == 0
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "compares"),
+    [
+        ("AsyncGRPOConfig", True),
+        ("AsyncDistillationConfig", False),
+        ("GRPOConfig", True),
+        ("RLOOConfig", False),
+    ],
+)
+def test_who_compares_log_probabilities(settings: str, compares: bool, tmp_path: Path) -> None:
+    import trl
+    from trl.experimental import async_distillation, async_grpo
+
+    (kind,) = (getattr(place, settings) for place in (trl, async_distillation, async_grpo) if settings in dir(place))
+    args = kind(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert compat.compares_logprobs(args) is compares
+    assert compat.streams_weights(args) is settings.startswith("Async")
+    if settings == "GRPOConfig":
+        args.vllm_importance_sampling_correction = False
+        assert not compat.compares_logprobs(args)

@@ -438,18 +438,6 @@ def test_a_trainer_without_a_stream_of_weights_cannot_leave_out_gathering(tmp_pa
 
 
 @pytest.mark.trl
-def test_a_trl_that_takes_no_weight_transfer_is_refused(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trl.experimental.async_grpo
-
-    class Trainer:
-        def __init__(self, model: str) -> None: ...
-
-    monkeypatch.setattr(trl.experimental.async_grpo, "AsyncGRPOTrainer", Trainer)
-    with pytest.raises(ConfigError, match=r"1\.9 to 1\.16"):
-        DeltaSyncCallback(memory_url).weight_transfer  # noqa: B018 - a property that checks
-
-
-@pytest.mark.trl
 def test_trl_parses_both_configs(tmp_path: Path) -> None:
     from trl import TrlParser
     from trl.experimental.async_grpo import AsyncGRPOConfig
