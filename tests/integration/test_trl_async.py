@@ -313,9 +313,7 @@ def test_log_probabilities_of_another_distribution_are_refused_before_training(c
     sync = DeltaSyncCallback(memory_url)
     settings: dict[str, Any] = {"vllm_server_base_url": server.url, "stub": False, "temperature": 0.7}
     trainer = make_async_trainer(checkpoint, sync, [], **settings)
-    with pytest.raises(
-        ConfigError, match=r"gives raw_logprobs, .* with temperature=0\.7: .* --logprobs-mode processed_l"
-    ):
+    with pytest.raises(ConfigError, match=r"gives raw_logprobs, .* with temperature=0\.7: .* --logprobs-mode processed_l"):
         trainer.train()
     assert sync.history == []  # not even published
 
