@@ -1,6 +1,6 @@
 r"""AsyncGRPO: the rollout worker keeps the server busy while the trainer trains, and new weights arrive between two tokens.
 
-    deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve Qwen/Qwen3-0.6B --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
     python examples/async_grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
 
 Without a GPU, with vLLM for CPU:

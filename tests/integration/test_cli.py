@@ -15,9 +15,9 @@ import torch
 from deltasync import Publisher
 
 
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deltasync.cli", *arguments]
-    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120, check=False)
+def run(*arguments: str, timeout_s: float = 120, **environ: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", "deltasync.cli", *arguments], {**os.environ, **environ}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +98,20 @@ def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "choose another directory" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.vllm
+@pytest.mark.trl
+def test_the_demo_proves_its_bits(tmp_path: Path) -> None:
+    out, steps = tmp_path / "demo", 8
+    done = run("demo", "--out", str(out), "--steps", str(steps), "--json", timeout_s=500, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert summary["bit_exact"] is True
+    assert summary["versions_published"] == steps + 1
+    assert summary["versions_committed"] == steps  # the first version is what the server had loaded
+    assert summary["bit_exact_versions"][-1] == steps + 1 and len(summary["bit_exact_versions"]) > 1
+    lines = [json.loads(line) for line in (out / "published.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines] == [*range(1, steps + 2)]
+    assert len({line["sha256"]["lm_head.weight"] for line in lines}) == steps + 1  # each version has weights of its own
