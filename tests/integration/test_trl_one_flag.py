@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ pytestmark = [
 STEPS = 8
 SAMPLES = 8
 LEARNING_RATE = 5e-4
-LONG_PROMPT = "count from 17 " * 40  # more than two blocks of vLLM's KV cache
+LONG_PROMPT = "count from 17 " * 40  # of 280 tokens, more than two blocks of vLLM's KV cache
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,21 @@ def prompts() -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in questions]})
 
 
+@contextlib.contextmanager
+def prefixes_found(server: Server) -> Iterator[None]:
+    """Most of the prompts' tokens are found in the prefix cache, as the samples of a prompt share them."""
+    queried, found = (counter(server, f"prefix_cache_{name}") for name in ("queries", "hits"))
+    yield
+    queried = counter(server, "prefix_cache_queries") - queried
+    found = counter(server, "prefix_cache_hits") - found
+    assert found > queried / 2, (found, queried)
+
+
 def counter(server: Server, name: str) -> float:
     with server.open("/metrics") as reply:
-        found = re.search(rf"^vllm:{name}_total{{.*}} (.*)$", reply.read().decode(), re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+        value = re.search(rf"^vllm:{name}_total{{.*}} (.*)$", reply.read().decode(), re.MULTILINE)
+    assert value is not None
+    return float(value[1])
 
 
 class LiveBits(TrainerCallback):
@@ -73,7 +84,6 @@ class LiveBits(TrainerCallback):
 
 def assert_learned(trainer: Any, sync: DeltaSyncCallback) -> None:
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    print("REWARD", rewards)
     assert len(rewards) == STEPS
     assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.1, rewards
     assert [record.step for record in sync.history] == [*range(STEPS + 1)]
@@ -82,7 +92,6 @@ def assert_learned(trainer: Any, sync: DeltaSyncCallback) -> None:
 
 def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
     assert server.status()["logprobs_mode"] == "raw_logprobs"
-    before = counter(server, "prefix_cache_hits")
     sync = DeltaSyncCallback(server.channel, ack="all", ack_timeout_s=120)
     bits = LiveBits(server, sync)
     trainer = make_async_trainer(
@@ -102,19 +111,15 @@ def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> Non
         max_steps=STEPS,
         learning_rate=LEARNING_RATE,
     )
-    trainer.train()
+    with prefixes_found(server):
+        trainer.train()
     assert_learned(trainer, sync)
     assert bits.versions == [record.version for record in sync.history[:-1]]
-    # Each prompt was prefilled once for its samples of one version, or nearly so.
-    hits = counter(server, "prefix_cache_hits") - before
-    print("HITS", hits)
-    assert hits > 0.3 * STEPS * 2 * SAMPLES * 256, hits
 
 
 def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
-    before = counter(server, "prefix_cache_hits")
     sync = DeltaSyncCallback(server.channel, resume=True, ack_timeout_s=120)
     bits = LiveBits(server, sync)
 
@@ -129,14 +134,13 @@ def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
         train_dataset=prompts(),
         callbacks=[sync],
     )
-    trainer.train()
+    with prefixes_found(server):
+        trainer.train()
     assert_learned(trainer, sync)
     assert bits.versions == [record.version for record in sync.history[:-1]]
-    assert counter(server, "prefix_cache_hits") - before > 0.3 * STEPS * 2 * SAMPLES * 256
-    # Keys of another version in the prefix cache would give other log probabilities than the trainer's.
-    differences = [line["sampling/sampling_logp_difference/max"] for line in trainer.state.log_history if "reward" in line]
-    print("DIFF", differences)
-    assert max(differences) < 0.5, differences
+    # Blocks of another version in the prefix cache would give other log probabilities than the trainer's: about 0.4 apart.
+    apart = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history if "reward" in line]
+    assert statistics.median(apart) < 0.1, apart
 
 
 def test_another_temperature_needs_processed_log_probabilities(server: Server, tmp_path: Path) -> None:
