@@ -41,7 +41,8 @@ def server(checkpoint: Path) -> Iterator[Server]:
     scratch = checkpoint.parent / "scratch"
     scratch.mkdir()
     environ = {"TMPDIR": str(scratch), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with serving(checkpoint, "--adapter", "policy", **environ) as server:
+    environ["DELTASYNC_ADAPTER"] = "policy"
+    with serving(checkpoint, "--enable-lora", "--max-loras", "4", **environ) as server:
         yield server
     assert not list(scratch.glob("deltasync-adapter-*"))
 
