@@ -1,4 +1,4 @@
-"""Preparing and swapping in torch operations: any device, and the fallback where no kernel of its own exists.
+"""Preparing, swapping and comparing in torch operations: any device, and the fallback where no kernel of its own exists.
 
 torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as the reference's unsigned one;
 only shifts need a mask. The fingerprint's sum leaves the device as one number.
@@ -69,15 +69,33 @@ def _checksum(dest_index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
     return ((2 * dest_index_K.to(torch.int64) + 1) * _widened(bits_K)).sum()
 
 
-def diff_and_update(shadow_N: torch.Tensor, new_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.diff`, on signed views; `shadow_N` is mutated and then equals `new_N`."""
-    index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
-    new_K = new_N[index_K]
-    step_K = new_K - shadow_N[index_K]
-    shadow_N[index_K] = new_K
-    index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
-    return index_K.to(index), step_K
-
-
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Nothing to compile."""
+
+
+class Diff:
+    """As `gpu_diff.Diff`, tensor by tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was added and not finished."""
+        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
+        """Compare a tensor with its shadow, which is mutated and then holds the new bits."""
+        if new_N.dtype == torch.float32:
+            new_N = new_N.to(torch.bfloat16).view(torch.int16)
+        index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
+        new_K = new_N[index_K]
+        step_K = new_K - shadow_N[index_K]
+        shadow_N[index_K] = new_K
+        index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
+        self._found[name] = index_K.to(index), step_K
+
+    def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By name, of the tensors that changed, `reference.diff` of the shadow before and after."""
+        found = {name: (at.cpu().numpy(), step.cpu().numpy()) for name, (at, step) in self._found.items() if at.numel()}
+        self.drop()
+        return {name: (at_K, step_K.view(f"u{step_K.itemsize}")) for name, (at_K, step_K) in found.items()}
