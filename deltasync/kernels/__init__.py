@@ -51,12 +51,12 @@ class DeviceDiff(Protocol):
         """Forget what was added and not finished; the shadows of that hold neither old nor new bits."""
 
 
-_TRITON_DEVICES = {"cuda"}
-"""Types of devices that Triton's kernels serve; tests add the CPU, where they are interpreted."""
+ACCELERATORS = {"cuda"}
+"""Types of devices that Triton's kernels serve. Tests add the CPU: there the same code runs, and the kernels are interpreted."""
 
 
 def _has_triton(device: torch.device) -> bool:
-    return device.type in _TRITON_DEVICES and importlib.util.find_spec("triton") is not None
+    return device.type in ACCELERATORS and importlib.util.find_spec("triton") is not None
 
 
 def device_kernels(device: torch.device) -> DeviceKernels:

@@ -1,6 +1,6 @@
 """Which elements of many tensors on a GPU differ from their shadows there, brought to the host: Triton over tables.
 
-Tensors are compared in groups of up to `_GROUP` elements, each with the same few launches, whatever the number of its tensors:
+Tensors are compared in groups of up to `_GROUP` elements, each with the same few launches however many tensors it has:
 
     _mark      reads both tensors of each row of a table once; a bit for each element that differs, a count for each block
     cumsum     where the changes of each block go
@@ -159,7 +159,7 @@ class _Launched:
     host: torch.Tensor
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Changes up to the end of each row, int64[T]; index_K and step_K of those that were taken, in memory of their own."""
+        """Changes up to the end of each row, int64[T]; index_K and step_K of those that were taken, copied."""
         ends, index_bytes, step_bytes = _layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
         last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
         taken = min(int(last_T[-1]), self.capacity)
@@ -178,7 +178,7 @@ class Diff:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if self._on_gpu else None
+        self._copies = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self.drop()
 
     def drop(self) -> None:
@@ -266,7 +266,7 @@ class Diff:
         count_B = shadow.new_empty(blocks, dtype=torch.int32)
         host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_gpu)
         number, buffer = self._buffer(sum(sizes))
-        ends, index, step = torch.split(buffer, sizes)
+        ends, index, step = torch.split(buffer, list(sizes))
         types = _UNSIGNED[width], _UNSIGNED[new.element_size()]
         aligned = all((row.shadow.data_ptr() | row.new.data_ptr()) % _ALIGNED_BYTES == 0 for row in rows)
         mark = mark_W.view(torch.uint32)
@@ -315,7 +315,9 @@ class Diff:
 
 def _layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
     """Bytes of a buffer's ends, indices and steps, each rounded up to what any view of them needs."""
-    ends, index, step = (-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in (4 * blocks, 4 * capacity, width * capacity))
+    ends, index, step = (
+        -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in (4 * blocks, 4 * capacity, width * capacity)
+    )
     return ends, index, step
 
 

@@ -37,7 +37,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors have several, and groups several tensors; the interpreter takes milliseconds per program."""
     if INTERPRETED:
-        monkeypatch.setattr(kernels, "_TRITON_DEVICES", {"cuda", "cpu"})
+        monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
         for name, value in {"_BLOCK": 128, "_WORDS": 16, "_GROUP": 1024}.items():
             monkeypatch.setattr(gpu_diff, name, value)
 
@@ -95,7 +95,9 @@ def test_all_tensors_of_all_widths_at_once_are_the_reference(pairs: list[Pair]) 
 @on_gpu
 @pytest.mark.parametrize("expected", [0, 100, 10_000])
 @pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
-def test_tensors_of_several_groups_and_groups_of_several_tensors(density: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_several_groups_and_groups_of_several_tensors(
+    density: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More changes than were expected, and than the buffer holds, are found by comparing again."""
     monkeypatch.setattr(gpu_diff, "_LEAST", 16)
     monkeypatch.setattr(gpu_diff, "_BUFFER_BYTES", 2048)
@@ -160,7 +162,9 @@ def test_blocks_of_their_real_size(density: float, width: int, monkeypatch: pyte
 
 @on_gpu
 @pytest.mark.parametrize("tensor_count", [3, 300])
-def test_launches_and_waits_do_not_depend_on_the_number_of_tensors(tensor_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_and_waits_do_not_depend_on_the_number_of_tensors(
+    tensor_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_diff, "_GROUP", 1 << 28)
     launched = []
     for name in ("_mark", "_compact"):
