@@ -14,7 +14,7 @@ from deltasync.kernels import ACCELERATORS, DeviceDiff, cpu, device_diff
 logger = logging.getLogger(__name__)
 
 LEFT_FREE = 0.1
-"""Part of a device's memory that `auto` leaves free when it takes copies; it gives them up where less than half of that is left."""
+"""Part of a device's memory that `auto` leaves free when it takes copies. With less than half of it, it gives them up."""
 
 HELD_BYTES = 512 << 20
 """Bytes of converted tensors that wait for a comparison. Tensors that are compared as they are take no memory."""
@@ -30,8 +30,8 @@ class DeviceCopies:
     """Copies of the shadow's ranges on the devices that their tensors come from.
 
     A tensor that has a copy is compared there, and only what changed crosses to the host; `DeviceDiff` says how. Copies are
-    taken as long as there is room. They are given up, for good, when the device runs out of memory: in a comparison, in the
-    trainer, where PyTorch's allocator has had to free what it kept, or because of other processes.
+    taken as long as there is room. They are given up, for good, when the device runs out of memory in a comparison, and with
+    `auto` also where PyTorch's allocator has had to free what it kept, or others took the memory.
 
     Args:
         bits: The shadow's ranges on the host, by name. Only read.
@@ -53,12 +53,13 @@ class DeviceCopies:
         """Bytes of the copies."""
         return sum(copy.nbytes for copy in self._held.values())
 
-    def begin(self) -> None:
-        """Look at the devices' memory again. Before each stream."""
+    def begin(self, placement: str) -> None:
+        """Before each stream: with `auto`, look at the memory of the devices again."""
         self._room = {}
-        for device in {copy.device for copy in self._held.values()}:
-            if device.type in ACCELERATORS and self._is_short(device):
-                self._give_up(device, "its memory is short")
+        if placement == "auto":
+            for device in {copy.device for copy in self._held.values()}:
+                if self._is_short(device):
+                    self._give_up(device, "its memory is short")
 
     def clear(self) -> None:
         """Drop all copies, because they may hold other bits than the host; they are made again."""
@@ -133,10 +134,10 @@ class DeviceCopies:
         if placement == "host" or device in self._full or (placement == "auto" and device.type not in ACCELERATORS):
             return None
         bits = self._bits[name]
-        if device.type in ACCELERATORS:
+        if placement == "auto":
             if device not in self._room:
                 self._room[device] = room_bytes(device)
-            if placement == "auto" and self._room[device] < bits.nbytes:
+            if self._room[device] < bits.nbytes:
                 return None
             self._room[device] -= bits.nbytes
         try:

@@ -147,7 +147,7 @@ class Shadow:
         """What differs from the shadow, tensor by tensor, of the same specs and ranges; fills `seen`."""
         tensors, dtype = _tensors(stream, dtype)
         lasting = isinstance(tensors, ItemsView | Sequence)
-        self._copies.begin()
+        self._copies.begin(placement)
         for name, part in _parts(tensors, dtype, rank, seen):
             if seen[name] != self.specs.get(name):
                 continue  # reported by the caller, after the stream has been drained

@@ -52,7 +52,7 @@ class DeviceDiff(Protocol):
 
 
 ACCELERATORS = {"cuda"}
-"""Types of devices that Triton's kernels serve. Tests add the CPU: there the same code runs, and the kernels are interpreted."""
+"""Types of devices that Triton's kernels serve. Tests add the CPU, so that the same code runs on it, kernels interpreted."""
 
 
 def _has_triton(device: torch.device) -> bool:

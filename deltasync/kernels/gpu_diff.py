@@ -178,7 +178,7 @@ class Diff:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(device) if self._on_gpu else None
         self.drop()
 
     def drop(self) -> None:
