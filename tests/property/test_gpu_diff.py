@@ -29,7 +29,7 @@ if HAS_TRITON:
 
 on_gpu = pytest.mark.skipif(not RUNS, reason="no GPU, and not through Triton's interpreter")
 pytestmark = pytest.mark.gpu
-some = settings(max_examples=50 if INTERPRETED else 200)
+some = settings(max_examples=25 if INTERPRETED else 200)
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -96,7 +96,7 @@ def test_all_tensors_of_all_widths_at_once_are_the_reference(pairs: list[Pair]) 
 
 
 @on_gpu
-@pytest.mark.parametrize("expected", [0, 100, 10_000])
+@pytest.mark.parametrize("expected", [0, 10_000])
 @pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
 def test_tensors_of_several_groups_and_groups_of_several_tensors(
     density: float, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +105,7 @@ def test_tensors_of_several_groups_and_groups_of_several_tensors(
     monkeypatch.setattr(gpu_diff, "_LEAST", 16)
     monkeypatch.setattr(gpu_diff, "_BUFFER_BYTES", 2048)
     random = np.random.default_rng(0)
-    _assert_finds([_random_pair(random, size, 2, density) for size in (0, 1200, 1, 128, 1024, 77)], expected)
+    _assert_finds([_random_pair(random, size, 2, density) for size in (0, 700, 1, 128, 1024, 77)], expected)
 
 
 @on_gpu
