@@ -1,6 +1,6 @@
 """Which elements of many tensors on a GPU differ from their shadows there, brought to the host: Triton over tables.
 
-Tensors are compared in groups of up to `_GROUP` elements, each with the same few launches however many tensors it has:
+Tensors are compared in groups of up to `groups.GROUP` elements, each with the same few launches however many tensors it has:
 
     _mark      reads both tensors of each row of a table once; a bit for each element that differs, a count for each block
     cumsum     where the changes of each block go
@@ -9,7 +9,7 @@ Tensors are compared in groups of up to `_GROUP` elements, each with the same fe
 
 Nothing waits for the device before `Diff.finish`, which waits once. A buffer holds as many changes as were expected; what
 does not fit is found by comparing that group once more, because the shadow already has what did fit. So the memory that all
-this takes beside the shadows is bounded (`_GROUP` / 8 bytes of marks and twice `_BUFFER_BYTES`), however much changed.
+this takes beside the shadows is bounded, however much changed (`groups.GROUP` / 8 bytes of marks, two `groups.BUFFER_BYTES`).
 
 Kernels see the bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
 """
@@ -25,18 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
+from deltasync.kernels import groups
 from deltasync.types import index_dtype
 
-# Elements per program of `_mark`: enough loads in flight for streaming. Words per program of `_compact`.
-_BLOCK = 4096
-_WORDS = 1024
-_GROUP = 1 << 28
-_BUFFER_BYTES = 48 << 20
-
-_ROW_FIELDS = 4  # addresses of shadow and new bits, first block, elements
+_WORDS = 1024  # of marks per program of `_compact`
 _ALIGNED_BYTES = 16
-_SPARE = 1.25  # more changes than expected that still fit
-_LEAST = 4096
 
 _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
@@ -145,7 +138,23 @@ class _Row:
 
     @property
     def blocks(self) -> int:
-        return triton.cdiv(self.shadow.numel(), _BLOCK)
+        return triton.cdiv(self.shadow.numel(), groups.BLOCK)
+
+
+_Kind = tuple[int, int, bool]
+"""Bytes of an element of the shadow and of the new tensor, and whether all are aligned: what is compared by the same kernel."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    """Rows that wait, of one kind."""
+
+    rows: list[_Row] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+
+    def add(self, row: _Row) -> None:
+        self.rows.append(row)
+        self.blocks += row.blocks
 
 
 @dataclasses.dataclass(slots=True)
@@ -153,6 +162,7 @@ class _Launched:
     """A group under way: its rows, where each ends in blocks, and, once the copy is done, what changed, in pinned memory."""
 
     rows: Sequence[_Row]
+    aligned: bool
     end_T: np.ndarray
     block_count: int
     capacity: int
@@ -160,7 +170,7 @@ class _Launched:
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Changes up to the end of each row, int64[T]; index_K and step_K of those that were taken, copied."""
-        ends, index_bytes, step_bytes = _layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
+        ends, index_bytes, step_bytes = groups.layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
         last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
         taken = min(int(last_T[-1]), self.capacity)
         index = self.host[ends : ends + index_bytes].view(torch.int32)
@@ -183,7 +193,7 @@ class Diff:
 
     def drop(self) -> None:
         """Forget what was added and not finished; the shadows of that hold neither old nor new bits."""
-        self._open: dict[tuple[int, int, bool], list[_Row]] = {}
+        self._open: dict[_Kind, _Group] = {}
         self._launched: list[_Launched] = []
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._free: list[torch.cuda.Event | None] = [None, None]
@@ -210,13 +220,13 @@ class Diff:
         kind = shadow_N.element_size(), new_N.element_size(), aligned
         start = 0
         while start < shadow_N.numel():
-            rows = self._open.setdefault(kind, [])
-            room = _GROUP // _BLOCK - sum(row.blocks for row in rows)
-            stop = min(start + room * _BLOCK, shadow_N.numel())
+            group = self._open.setdefault(kind, _Group())
+            room = groups.GROUP // groups.BLOCK - group.blocks
+            stop = min(start + room * groups.BLOCK, shadow_N.numel())
             share = expected * (stop - start) / shadow_N.numel()
-            rows.append(_Row(name, start, shadow_N[start:stop], new_N[start:stop], share))
-            if rows[-1].blocks == room:
-                self._launch(self._open.pop(kind))
+            group.add(_Row(name, start, shadow_N[start:stop], new_N[start:stop], share))
+            if group.blocks * groups.BLOCK >= groups.GROUP:
+                self._launch(self._open.pop(kind).rows, aligned)
             start = stop
 
     def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -229,7 +239,8 @@ class Diff:
             torch.OutOfMemoryError: as `add`.
         """
         while self._open:
-            self._launch(self._open.popitem()[1])
+            (*_, aligned), group = self._open.popitem()
+            self._launch(group.rows, aligned)
         found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
         while self._launched:
             if self._copies is not None:
@@ -241,44 +252,40 @@ class Diff:
                     if min(last, index_K.size) > first:
                         found.setdefault(row.name, []).append((row.start, index_K[first:last], step_K[first:last]))
                 if last_T[-1] > group.capacity:
-                    self._launch(group.rows, int(last_T[-1]) - group.capacity)
+                    self._launch(group.rows, group.aligned, int(last_T[-1]) - group.capacity)
         joined = {name: _join(pieces, self._names[name]) for name, pieces in found.items()}
         self.drop()
         return joined
 
-    def _launch(self, rows: Sequence[_Row], wanted: int | None = None) -> None:
+    def _launch(self, rows: Sequence[_Row], aligned: bool, wanted: int | None = None) -> None:
         """Compare a group. Everything is allocated before the first write to a shadow."""
         with torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext():
-            self._launch_here(rows, wanted)
+            self._launch_here(rows, aligned, wanted)
 
-    def _launch_here(self, rows: Sequence[_Row], wanted: int | None) -> None:
+    def _launch_here(self, rows: Sequence[_Row], aligned: bool, wanted: int | None) -> None:
         shadow, new = rows[0].shadow, rows[0].new
         end_T = np.cumsum([row.blocks for row in rows])
         blocks, width = int(end_T[-1]), shadow.element_size()
-        if wanted is None:
-            wanted = int(_SPARE * sum(row.expected for row in rows)) + _LEAST
-        elements = sum(row.shadow.numel() for row in rows)
-        ends_bytes, _, _ = _layout(blocks, 0, width)
-        capacity = max(1, min(wanted, elements, (_BUFFER_BYTES - ends_bytes) // (4 + width)))
-        sizes = _layout(blocks, capacity, width)
+        wanted = groups.may_come(sum(row.expected for row in rows)) if wanted is None else wanted
+        capacity = groups.capacity(sum(row.shadow.numel() for row in rows), blocks, wanted, width)
+        sizes = groups.layout(blocks, capacity, width)
         table, row_B = self._tables(rows, end_T)
-        mark_W = shadow.new_empty(blocks * (_BLOCK // 32), dtype=torch.int32)
+        mark_W = shadow.new_empty(blocks * (groups.BLOCK // 32), dtype=torch.int32)
         count_B = shadow.new_empty(blocks, dtype=torch.int32)
         host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_gpu)
         number, buffer = self._buffer(sum(sizes))
         ends, index, step = torch.split(buffer, list(sizes))
         types = _UNSIGNED[width], _UNSIGNED[new.element_size()]
-        aligned = all((row.shadow.data_ptr() | row.new.data_ptr()) % _ALIGNED_BYTES == 0 for row in rows)
         mark = mark_W.view(torch.uint32)
-        _mark[(blocks,)](table, row_B, mark, count_B, *types, aligned, _BLOCK, num_warps=8)
+        _mark[(blocks,)](table, row_B, mark, count_B, *types, aligned, groups.BLOCK, num_warps=8)
         end_B = ends.view(torch.int32)[:blocks]
         torch.cumsum(count_B, 0, dtype=torch.int32, out=end_B)
         changes = index.view(torch.int32), step.view(getattr(torch, f"uint{8 * width}"))
         _compact[(triton.cdiv(mark.numel(), _WORDS),)](
-            table, row_B, mark, end_B, *changes, mark.numel(), capacity, *types, _BLOCK, _WORDS, num_warps=8
+            table, row_B, mark, end_B, *changes, mark.numel(), capacity, *types, groups.BLOCK, _WORDS, num_warps=8
         )
         self._copy(number, host, buffer)
-        self._launched.append(_Launched(rows, end_T, blocks, capacity, host))
+        self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host))
 
     def _tables(self, rows: Sequence[_Row], end_T: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The table of the rows, int64[T, 4], and the row of each block, int32[B], by one copy to the device."""
@@ -311,14 +318,6 @@ class Diff:
         with torch.cuda.stream(self._copies):
             host.copy_(buffer, non_blocking=True)
             self._free[number] = self._copies.record_event()
-
-
-def _layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
-    """Bytes of a buffer's ends, indices and steps, each rounded up to what any view of them needs."""
-    ends, index, step = (
-        -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in (4 * blocks, 4 * capacity, width * capacity)
-    )
-    return ends, index, step
 
 
 def _join(pieces: list[tuple[int, np.ndarray, np.ndarray]], element_count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -35,7 +35,7 @@ def _check(found: list[Compiled]) -> None:
 @compiled_only
 @pytest.mark.parametrize("target", TARGETS)
 def test_comparing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All widths, and float32 rounded to bfloat16; what is aligned, as nearly all tensors are, is read 16 bytes at a time."""
+    """All widths, and float32 rounded to bfloat16; what is aligned, as nearly all tensors are, is read many at a time."""
     nothing = np.empty(0, np.int32)
     monkeypatch.setattr(gpu_diff._Launched, "results", lambda group: (np.zeros(len(group.rows), np.int64), nothing, nothing))
     kinds = [(dtype, dtype) for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)]
@@ -51,7 +51,8 @@ def test_comparing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(found)
     assert sorted(kernel.name for kernel in found) == ["_compact"] * 5 + ["_mark"] * 10
     marks = [kernel.code for kernel in found if kernel.name == "_mark"]
-    assert sum(re.search(r"ld\.global\.(v4\.b32|v2\.b64)|_load_dwordx4", code) is not None for code in marks) == 5
+    wide = sum(re.search(r"ld\.global\.(v4\.b32|v2\.b64)|_load_dwordx4", code) is not None for code in marks)
+    assert wide == (5 if target.startswith("sm") else 4)  # a thread of AMD's reads 8 of the elements of one byte
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")

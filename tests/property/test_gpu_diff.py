@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync import Publisher, Replica
-from deltasync.kernels import ACCELERATORS, device_diff, reference, torch_ops
+from deltasync.kernels import ACCELERATORS, device_diff, groups, reference, torch_ops
 from tests import strategies as our
 from tests.conftest import assert_same_bits
 from tests.triton_beside import run_here
@@ -39,10 +39,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that small tensors have several, and groups several tensors; the interpreter takes milliseconds per program."""
     if INTERPRETED:
         ACCELERATORS.add("cpu")
-        for name, value in {"_BLOCK": 128, "_WORDS": 16, "_GROUP": 1024}.items():
-            monkeypatch.setattr(gpu_diff, name, value)
+        _set_sizes(monkeypatch, 128, 16, 1024)
     yield
     ACCELERATORS.discard("cpu")
+
+
+def _set_sizes(monkeypatch: pytest.MonkeyPatch, block: int, words: int, group: int) -> None:
+    monkeypatch.setattr(groups, "BLOCK", block)
+    monkeypatch.setattr(gpu_diff, "_WORDS", words)
+    monkeypatch.setattr(groups, "GROUP", group)
 
 
 def _signed(bits: np.ndarray) -> torch.Tensor:
@@ -102,8 +107,8 @@ def test_tensors_of_several_groups_and_groups_of_several_tensors(
     density: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More changes than were expected, and than the buffer holds, are found by comparing again."""
-    monkeypatch.setattr(gpu_diff, "_LEAST", 16)
-    monkeypatch.setattr(gpu_diff, "_BUFFER_BYTES", 2048)
+    monkeypatch.setattr(groups, "LEAST", 16)
+    monkeypatch.setattr(groups, "BUFFER_BYTES", 2048)
     random = np.random.default_rng(0)
     _assert_finds([_random_pair(random, size, 2, density) for size in (0, 700, 1, 128, 1024, 77)], expected)
 
@@ -157,8 +162,7 @@ def test_ties_carries_and_the_step_to_infinity_round_as_in_torch() -> None:
 @pytest.mark.parametrize("density", [0.0, 0.001, 1.0])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_blocks_of_their_real_size(density: float, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_BLOCK": 4096, "_WORDS": 1024, "_GROUP": 1 << 28}.items():
-        monkeypatch.setattr(gpu_diff, name, value)
+    _set_sizes(monkeypatch, 4096, 1024, 1 << 28)
     random = np.random.default_rng(0)
     _assert_finds([_random_pair(random, size, width, density) for size in (9 * 4096 + 5, 3, 4096)])
 
@@ -168,7 +172,7 @@ def test_blocks_of_their_real_size(density: float, width: int, monkeypatch: pyte
 def test_launches_and_waits_do_not_depend_on_the_number_of_tensors(
     tensor_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_diff, "_GROUP", 1 << 28)
+    monkeypatch.setattr(groups, "GROUP", 1 << 28)
     launched = []
     for name in ("_mark", "_compact"):
         monkeypatch.setattr(gpu_diff, name, _Counted(getattr(gpu_diff, name), launched))
