@@ -9,7 +9,7 @@ Tensors are compared in groups of up to `groups.GROUP` elements, each with the s
 
 Nothing waits for the device before `Diff.finish`, which waits once. A buffer holds as many changes as were expected; what
 does not fit is found by comparing that group once more, because the shadow already has what did fit. So the memory that all
-this takes beside the shadows is bounded, however much changed (`groups.GROUP` / 8 bytes of marks, two `groups.BUFFER_BYTES`).
+this takes beside the shadows is bounded, whatever changed (`groups.GROUP` / 8 bytes of marks, two `groups.BUFFER_BYTES`).
 
 Kernels see the bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
 """
@@ -142,7 +142,7 @@ class _Row:
 
 
 _Kind = tuple[int, int, bool]
-"""Bytes of an element of the shadow and of the new tensor, and whether all are aligned: what is compared by the same kernel."""
+"""Bytes of an element of the shadow and of the new tensor, and whether both are aligned: one kernel compares one kind."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -246,13 +246,13 @@ class Diff:
             if self._copies is not None:
                 self._copies.synchronize()
             launched, self._launched = self._launched, []
-            for group in launched:
-                last_T, index_K, step_K = group.results()
-                for row, first, last in zip(group.rows, [0, *last_T[:-1]], last_T, strict=True):
+            for done in launched:
+                last_T, index_K, step_K = done.results()
+                for row, first, last in zip(done.rows, [0, *last_T[:-1]], last_T, strict=True):
                     if min(last, index_K.size) > first:
                         found.setdefault(row.name, []).append((row.start, index_K[first:last], step_K[first:last]))
-                if last_T[-1] > group.capacity:
-                    self._launch(group.rows, group.aligned, int(last_T[-1]) - group.capacity)
+                if last_T[-1] > done.capacity:
+                    self._launch(done.rows, done.aligned, int(last_T[-1]) - done.capacity)
         joined = {name: _join(pieces, self._names[name]) for name, pieces in found.items()}
         self.drop()
         return joined
