@@ -12,7 +12,7 @@ from deltasync.bits import bits_of, cast, dtype_name, has_nan, int_view, nan_bou
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
 from deltasync.kernels import cpu, device_kernels
-from deltasync.memory import LiveMemory, Segment
+from deltasync.live import LiveMemory, Segment
 from deltasync.peers import Range
 from deltasync.quantize import fp8_blocks
 from deltasync.reader import ChannelReader

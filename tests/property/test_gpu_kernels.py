@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from deltasync.fingerprint import MASK, tensor_key
 from deltasync.kernels import device_kernels, reference, torch_ops
-from deltasync.memory import LiveMemory, Segment
+from deltasync.live import LiveMemory, Segment
 from deltasync.types import Patch, TensorSpec, index_dtype
 from tests import strategies as our
 

@@ -14,7 +14,7 @@ from deltasync import fingerprint
 from deltasync.bits import bits_of, int_view, tensor_of
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, reference
-from deltasync.memory import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.types import Patch, TensorSpec
 from tests import strategies as our
 
