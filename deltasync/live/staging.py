@@ -182,14 +182,16 @@ class DeviceStaging:
         segment = target.segment
         pieces: Pieces = []
         found: list[tuple[np.ndarray, np.ndarray]] | None = []
+        most = segment.live.numel() // _FEW
         for piece in segment.pieces(_DEVICE_PIECE_BYTES // segment.live.element_size()):
             source = self._device.pinned(piece.live.nbytes).view(piece.live.dtype)
             source.view(piece.live.shape).copy_(piece.source(whole))
             pieces.append((piece.live, source))
             at = None if found is None else self._differing(piece.live, source)
-            if at is None:
+            if at is None or at.size > most:
                 found = None
             elif found is not None:
+                most -= at.size
                 gap = piece.live.storage_offset() - segment.live.storage_offset()
                 found.append((_places(piece, at)[0] + gap, unsigned(source)[at]))
         if found is not None:
@@ -209,7 +211,7 @@ class DeviceStaging:
         differs = self._room[2, : live.numel()].view(torch.bool).view(live.shape)
         came.copy_(source.view(live.shape), non_blocking=True)
         torch.ne(live, came, out=differs)
-        if int(torch.count_nonzero(differs)) > live.numel() // _FEW:
+        if int(torch.count_nonzero(differs)) > live.numel() // 4:  # to name them would take as much memory again
             return None
         at: np.ndarray = torch.nonzero(differs.view(-1)).view(-1).cpu().numpy()
         return at
