@@ -29,8 +29,8 @@ from deltasync.errors import (
     StageError,
 )
 from deltasync.fold import fold_all
+from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.manifest import Head, Manifest
-from deltasync.memory import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.poll import Poll
 from deltasync.reader import ChannelReader, FetchedStep, ahead
 from deltasync.stores import Store, open_store

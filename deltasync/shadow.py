@@ -13,7 +13,7 @@ from deltasync.device_copies import DeviceCopies, Difference
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
 from deltasync.kernels import cpu
-from deltasync.memory import LiveMemory, Segment
+from deltasync.live import LiveMemory, Segment
 from deltasync.peers import Range
 from deltasync.quantize import fp8_blocks
 from deltasync.reader import ChannelReader

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltasync.bits import bits_of, cast, int_view
 from deltasync.errors import ModelMismatchError
-from deltasync.memory import LiveMemory, Region, Segment
+from deltasync.live import LiveMemory, Region, Segment
 from deltasync.types import TensorSpec
 from vllm_plugin.as_loaded import as_loaded, computed_parameters
 

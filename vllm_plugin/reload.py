@@ -15,7 +15,7 @@ import torch
 
 from deltasync.bits import int_view
 from deltasync.errors import ModelMismatchError
-from deltasync.memory import Segment
+from deltasync.live import Segment
 from vllm_plugin.as_loaded import as_loaded
 from vllm_plugin.cpu import prepare_reload
 

@@ -21,8 +21,8 @@ from deltasync import manifest
 from deltasync.chain import Step
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError, SleepingError
+from deltasync.live import LiveMemory
 from deltasync.manifest import Head
-from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
 from deltasync.replica import CommittedVersion, Follower, StagedVersion
 from deltasync.stores import Store, open_store

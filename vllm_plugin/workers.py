@@ -10,7 +10,7 @@ import torch
 
 from deltasync.bits import signed_view
 from deltasync.errors import ApplyError, SleepingError
-from deltasync.memory import Region
+from deltasync.live import Region
 from deltasync.types import TensorSpec
 
 # Between two looks at work in the background: each is an RPC that runs between two engine steps.

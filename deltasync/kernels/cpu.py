@@ -358,8 +358,12 @@ def warm_up(bits: np.dtype, index: np.dtype) -> None:
         _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
 
 
-def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    """As `reference.swap`, one call of a kernel for all writes of the same types."""
+SwapTable = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""Calls of `_swap`, one for all writes of the same types."""
+
+
+def swap_table(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> SwapTable:
+    """What `swap_by` needs to exchange the values of these writes, as `reference.swap` has them; they must outlive it."""
     alike: dict[tuple[np.dtype, np.dtype], list[tuple[int, int, int, int]]] = {}
     for dest, dest_index_K, value_K in writes:
         chunks = alike.setdefault((value_K.dtype, dest_index_K.dtype), [])
@@ -367,13 +371,21 @@ def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
         for first in range(0, value_K.size, _SWAP_CHUNK):
             part = indices + first * dest_index_K.itemsize, values + first * value_K.itemsize
             chunks.append((memory, *part, min(_SWAP_CHUNK, value_K.size - first)))
-    # All that it takes is there before the first value is exchanged: with no memory left, none is.
-    calls = [
+    return [
         (np.array(chunks, np.int64).reshape(-1, 4), np.empty(0, bits), np.empty(0, index))
         for (bits, index), chunks in alike.items()
     ]
+
+
+def swap_by(table: SwapTable) -> int:
+    """As `reference.swap`; nothing is allocated here, so that nothing fails halfway."""
     check = 0
-    for call in calls:
+    for call in table:
         with threads(len(call[0])):
             check += int(_swap(*call))
     return check % (1 << 64)
+
+
+def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
+    """As `reference.swap`, one call of a kernel for all writes of the same types."""
+    return swap_by(swap_table(writes))

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from deltasync import memory
-from deltasync.memory import LiveMemory
+from deltasync.live import LiveMemory, memory
 from deltasync.reader import ChannelReader
 from deltasync.replica import Follower
 from deltasync.stores import cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import dataclasses
 import re
 from pathlib import Path
 
@@ -11,18 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.triton_beside import run_here
+from deltasync.kernels.table import Entry, Table
+from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-COMPILES = HAS_TRITON and os.environ.get("TRITON_INTERPRET") != "1"
+COMPILES = HAS_TRITON and not INTERPRETED
 
 if COMPILES:
-    from deltasync.kernels import gpu_diff
+    from deltasync.kernels import gpu_diff, gpu_segments
     from tests.triton_compiled import TARGETS, Compiled, compiling
 else:
     TARGETS = {}
 
 compiled_only = pytest.mark.skipif(not COMPILES, reason="no triton that compiles")
+_KERNELS = (gpu_segments._fingerprint, gpu_segments._prepare, gpu_segments._swap) if COMPILES else ()
 MOST_REGISTERS = 128
 """Of a thread: eight warps are then resident twice, on each of these GPUs."""
 
@@ -55,6 +55,38 @@ def test_comparing(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wide == (5 if target.startswith("sm") else 4)  # a thread of AMD's reads 8 of the elements of one byte
 
 
+@compiled_only
+@pytest.mark.parametrize("target", TARGETS)
+def test_commits(target: str) -> None:
+    """All widths of elements and positions; what a commit or an audit launches, warming up has compiled."""
+    with compiling(target, gpu_segments) as found:
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            gpu_segments.warm_up.__wrapped__(torch.device("cpu"), dtype)
+        warm = sum(len(cache) for kernel in _KERNELS for cache, *_ in kernel.device_caches.values())
+        entries = [
+            Entry(
+                key,
+                torch.zeros(300, dtype=dtype)[first:],
+                5,
+                ((20, 3, 7), (1, 9, 3)),
+                at_K,
+                at_K.astype(f"u{width}"),
+                absolute,
+            )
+            for width, dtype in ((1, torch.int8), (2, torch.int16), (4, torch.int32), (8, torch.int64))
+            for key, first, absolute in ((1, 0, True), ((1 << 64) - 1, 1, False))
+            for at_K in (np.arange(16, dtype=np.int32), np.arange(3))
+        ]
+        of = Table(entries, gpu_segments._Anywhere(torch.device("cpu")), "test")
+        gpu_segments.prepare(of)
+        gpu_segments.swap(of)
+        whole = [dataclasses.replace(entry, at_K=None, value_K=None) for entry in entries]
+        gpu_segments.fingerprint(Table(whole, gpu_segments._Anywhere(torch.device("cpu")), "test"))
+    _check(found)
+    assert sorted(kernel.name for kernel in found) == ["_fingerprint"] * 4 + ["_prepare"] * 8 + ["_swap"] * 8
+    assert len(found) == warm
+
+
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")
 def test_through_tritons_compiler(tmp_path: Path) -> None:
-    run_here(__file__, tmp_path, [])
+    run_again(__file__, tmp_path)

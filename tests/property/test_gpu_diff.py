@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,14 +13,10 @@ from hypothesis import strategies as st
 
 from deltasync import Publisher, Replica
 from deltasync.kernels import ACCELERATORS, device_diff, groups, reference, torch_ops
+from deltasync.types import index_dtype
 from tests import strategies as our
 from tests.conftest import assert_same_bits
-from tests.triton_beside import run_here
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-RUNS = INTERPRETED or (HAS_TRITON and torch.cuda.is_available())
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED, RUNS, run_again
 
 if HAS_TRITON:
     from deltasync.kernels import gpu_diff
@@ -61,7 +55,7 @@ def _bits(view: torch.Tensor) -> np.ndarray:
 
 def _assert_finds(pairs: Sequence[Pair], expected: int = 8) -> None:
     """Compare them all at once; the shadows then hold the new bits."""
-    diff = device_diff(DEVICE)
+    diff = device_diff(torch.device(DEVICE))
     shadows, news = ([_signed(bits) for bits in side] for side in zip(*pairs, strict=True))
     for number, (shadow, new) in enumerate(zip(shadows, news, strict=True)):
         diff.add(str(number), shadow, new, expected)
@@ -117,7 +111,7 @@ def test_tensors_of_several_groups_and_groups_of_several_tensors(
 def test_a_tensor_that_is_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(1)
     old_N, new_N = _random_pair(random, 1025, 2, 0.1)
-    diff = device_diff(DEVICE)
+    diff = device_diff(torch.device(DEVICE))
     shadow, new = _signed(old_N), _signed(new_N)
     diff.add("aligned", shadow[:512], new[:512], 0)
     diff.add("not", shadow[513:], new[513:], 0)
@@ -134,7 +128,7 @@ def test_a_tensor_that_is_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_float32_master_is_rounded_to_nearest_even(pair: Pair) -> None:
     shadow_N, served_N = (_bfloat16_of(master_N) for master_N in pair)
     shadow = _signed(shadow_N)
-    diff = device_diff(DEVICE)
+    diff = device_diff(torch.device(DEVICE))
     diff.add("w", shadow, _signed(pair[1]).view(torch.float32), 8)
     found = diff.finish()
     index_K, step_K = reference.diff(shadow_N, served_N)
@@ -152,7 +146,7 @@ def test_ties_carries_and_the_step_to_infinity_round_as_in_torch() -> None:
         master_N = np.concatenate([master_N[::29], master_N[master_N >> 16 == 0x7F7F], np.array([0x7F7FFFFF], np.uint32)])
     served_N = _bfloat16_of(master_N)
     shadow = _signed(np.zeros_like(served_N))
-    diff = device_diff(DEVICE)
+    diff = device_diff(torch.device(DEVICE))
     diff.add("w", shadow, _signed(master_N).view(torch.float32), served_N.size)
     diff.finish()
     np.testing.assert_array_equal(_bits(shadow), served_N)
@@ -217,10 +211,15 @@ def test_a_publisher_with_copies_on_the_device(dtype: str, lasting: bool, memory
 
 @on_gpu
 def test_what_was_dropped_is_not_found() -> None:
-    diff = device_diff(DEVICE)
+    diff = device_diff(torch.device(DEVICE))
     diff.add("w", _signed(np.zeros(2000, np.uint16)), _signed(np.ones(2000, np.uint16)), 8)
     diff.drop()
     assert diff.finish() == {}
+
+
+def test_int32_indices_end_where_int64_ones_begin() -> None:
+    assert index_dtype((1 << 31) - 1) == np.int32
+    assert index_dtype(1 << 31) == np.int64
 
 
 def test_positions_are_int64_where_the_tensor_needs_them() -> None:
@@ -242,7 +241,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
     new_N = old_N.clone()
     at = torch.tensor([0, (1 << 31) - 1, 1 << 31, size - 1], device=DEVICE)
     new_N[at] = 7
-    diff = device_diff(DEVICE)
+    diff = device_diff(torch.device(DEVICE))
     diff.add("w", old_N, new_N, 0)
     index_K, step_K = diff.finish()["w"]
     assert index_K.dtype == np.int64
@@ -267,4 +266,4 @@ def test_torch_alone_is_the_reference(dtype: type) -> None:
 
 @pytest.mark.skipif(RUNS, reason="the tests above run as they are")
 def test_through_tritons_interpreter(tmp_path: Path) -> None:
-    run_here(__file__, tmp_path, [], TRITON_INTERPRET="1")
+    run_again(__file__, tmp_path, TRITON_INTERPRET="1")

@@ -18,7 +18,7 @@ from deltasync import Publisher, heartbeat
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
 from deltasync.heartbeat import Heartbeat
-from deltasync.memory import LiveMemory
+from deltasync.live import LiveMemory
 from deltasync.stores import open_store
 from vllm_plugin import alone
 from vllm_plugin.alone import Member, Members

@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"signing", "stores", "heartbeat", "poll", "peers"}),
-    frozenset({"memory", "reader", "writer"}),
+    frozenset({"live", "reader", "writer"}),
     frozenset(
         {
             "replica",
