@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from deltasync import kernels
 from deltasync.bits import bits_of, cast, int_view, served_dtype, signed_view
-from deltasync.kernels import ACCELERATORS, DeviceDiff, cpu, device_diff
+from deltasync.kernels import ACCELERATORS, DeviceDiff, device_diff
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class DeviceCopies:
         if copy is None or copy.device != held.device:
             self._held.pop(name, None)
             if held.numel():
-                yield name, *cpu.diff(self._bits[name], bits_of(cast(held, dtype)))
+                yield name, *kernels.cpu.diff(self._bits[name], bits_of(cast(held, dtype)))
             return
         try:
             new = _as_compared(held, dtype)
@@ -127,7 +128,7 @@ class DeviceCopies:
         if device in self._diffs:
             self._diffs[device].drop()
         for name in [name for name, tensor in self._waiting.items() if tensor.device == device]:
-            yield name, *cpu.diff(self._bits[name], bits_of(cast(self._waiting.pop(name), dtype)))
+            yield name, *kernels.cpu.diff(self._bits[name], bits_of(cast(self._waiting.pop(name), dtype)))
 
     def _copy_to(self, device: torch.device, name: str, placement: str) -> torch.Tensor | None:
         """A new copy on a device, if it goes there. Asked for each tensor, so that what fits goes there."""

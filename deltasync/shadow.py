@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from deltasync import chain, fingerprint
+from deltasync import fingerprint, kernels
 from deltasync.bits import bits_of, cast, dtype_name, has_nan, nan_bounds, served_dtype, signed_view, spec_of, tensor_of
 from deltasync.device_copies import DeviceCopies, Difference
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
-from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Segment
-from deltasync.peers import Range
 from deltasync.quantize import fp8_blocks
-from deltasync.reader import ChannelReader
 from deltasync.sharded import TensorRange, range_of
 from deltasync.types import Patch, TensorSpec, check_specs
+
+if TYPE_CHECKING:
+    from deltasync import chain
+    from deltasync.peers import Range
+    from deltasync.reader import ChannelReader
 
 Tensors = Iterable[tuple[str, torch.Tensor | TensorRange]]
 Stream = Tensors | Callable[[], Tensors]
@@ -50,7 +53,8 @@ class Shadow:
         self.with_nan: list[str] = []
         self._copies = DeviceCopies(self.bits)
         self.fingerprints = {
-            name: cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0]) for name, held in self.bits.items()
+            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0])
+            for name, held in self.bits.items()
         }
 
     @classmethod
@@ -130,7 +134,7 @@ class Shadow:
                 start = self.ranges[name][0]
                 patch = Patch.steps(seen[name], at_K, step_K, start)
                 key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
-                gained, nan = cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
+                gained, nan = kernels.cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
                 changes[name] = patch  # what raised until here did not touch the bits
                 if nan:
                     self.with_nan.append(name)

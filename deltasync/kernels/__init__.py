@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from deltasync.kernels import cpu as cpu
     from deltasync.kernels.table import Table
+
+
+def __getattr__(name: str) -> object:
+    """`cpu`, imported when it is first used as `kernels.cpu`: what happens on a GPU alone needs no numba."""
+    if name != "cpu":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.cpu")
 
 
 class SegmentKernels(Protocol):

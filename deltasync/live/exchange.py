@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from deltasync import kernels
 from deltasync.errors import CommitError
-from deltasync.kernels import cpu
 from deltasync.kernels.table import Table
 from deltasync.live.devices import Device
 from deltasync.live.segments import unsigned
@@ -64,12 +64,14 @@ class HostSwap:
         self.check = check
         self.changed = sum(value_K.numel() for _, _, value_K in writes)
         self.nbytes = sum(at_K.nbytes + value_K.nbytes for _, at_K, value_K in writes)
-        self._table = cpu.swap_table([(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in writes])
+        self._table = kernels.cpu.swap_table(
+            [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in writes]
+        )
         self._found = 0
 
     def exchange(self) -> None:
         """Exchange all values; mutates live memory."""
-        self._found = cpu.swap_by(self._table)
+        self._found = kernels.cpu.swap_by(self._table)
 
     def found(self) -> int:
         """Checksum of what the last exchange found in live memory."""

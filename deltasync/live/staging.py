@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from deltasync import fingerprint
+from deltasync import fingerprint, kernels
 from deltasync.bits import signed_view
-from deltasync.kernels import cpu
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Part, Swap
@@ -71,7 +70,7 @@ class HostReadout:
 
     def read(self) -> list[Part]:
         """Their fingerprints."""
-        return [Part(of.name, of.number, cpu.fingerprint_runs(of.key, *of.segment.runs())) for of in self._targets]
+        return [Part(of.name, of.number, kernels.cpu.fingerprint_runs(of.key, *of.segment.runs())) for of in self._targets]
 
 
 class HostStaging:
@@ -94,7 +93,7 @@ class HostStaging:
         whole = signed_view(patch.data)
         source = segment.source(whole).contiguous()
         new_N, old_N = (unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous()))
-        at, _ = cpu.diff(old_N, new_N)
+        at, _ = kernels.cpu.diff(old_N, new_N)
         if at.size <= new_N.size // _FEW:
             self._elements(target, *_places(segment, at), new_N[at], absolute=True)
             return
@@ -108,8 +107,8 @@ class HostStaging:
             return
         dest = target.segment.flat()
         dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(dest.numel()))
-        cpu.warm_up(data_K.dtype, dest_index_K.dtype)
-        new_K, gained, check = cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, absolute, index_K)
+        kernels.cpu.warm_up(data_K.dtype, dest_index_K.dtype)
+        new_K, gained, check = kernels.cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, absolute, index_K)
         self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(new_K)))
         self._gains.append(Part(target.name, target.number, gained))
         self._check = (self._check + check) & fingerprint.MASK
