@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Publisher, Replica
 from deltasync.kernels import ACCELERATORS, device_diff, groups, reference, torch_ops
 from deltasync.types import index_dtype
 from tests import strategies as our
@@ -190,6 +189,9 @@ class _Counted:
 @pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
 def test_a_publisher_with_copies_on_the_device(dtype: str, lasting: bool, memory_url: str) -> None:
     """The branch that tensors of a GPU take through the shadow, float32 rounded there or taken as it is."""
+    pytest.importorskip("numba", reason="what encodes and decodes is not on every machine with a GPU")
+    from deltasync import Publisher, Replica
+
     weights = {
         "router": torch.randn(7, 9),
         "matrix": torch.randn(40, 33),
