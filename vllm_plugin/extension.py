@@ -6,9 +6,12 @@ there are two, prefixed, and the state is made on first use.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Self
 
-from vllm_plugin import alone, sleep
+from deltasync.config import ReplicaSettings
+from deltasync.errors import ConfigError
+from vllm_plugin import sleep
 from vllm_plugin.worker import Reply, WorkerReplica, reply
 
 
@@ -18,11 +21,13 @@ class DeltaSyncWorkerExtension:
     model_runner: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Creating vLLM's worker comes through here, because none of its own classes has a `__new__`."""
-        worker = super().__new__(cls)
-        if alone.wanted() and hasattr(cls, "compile_or_warm_up_model"):
-            alone.attach(worker)
-        return worker
+        """Creating vLLM's worker comes through here, because none of its own classes has a `__new__`.
+
+        Raises:
+            ConfigError: a channel is configured, and nothing in this server would ever follow it.
+        """
+        _check(os.environ)
+        return super().__new__(cls)
 
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Reply:
         """Record the load plan for the channel's tensors; a second call changes nothing.
@@ -31,11 +36,6 @@ class DeltaSyncWorkerExtension:
 
         `{"error": "NotPublishedError: ..."}` while the channel has no version.
         """
-        if hasattr(self, "_deltasync_alone"):
-            return {
-                "error": "ConfigError: These workers follow DELTASYNC_CHANNEL by themselves. To drive them, start vLLM with "
-                "VLLM_PLUGINS=deltasync."
-            }
 
         def body() -> Reply:
             if not hasattr(self, "_deltasync_replica"):
@@ -47,8 +47,23 @@ class DeltaSyncWorkerExtension:
 
     def deltasync_call(self, method: str, *args: Any) -> Reply:
         """Call a method of the opened `WorkerReplica`; `commit`, `confirm` and `undo` only while generation is paused."""
-        if hasattr(self, "_deltasync_alone"):
-            return self._deltasync_alone.read(method, *args)
         if not hasattr(self, "_deltasync_replica"):
             return {"error": "NotPublishedError: nothing is followed yet."}
         return reply(lambda: getattr(self._deltasync_replica, method)(*args))
+
+
+def _check(environ: Any) -> None:
+    """End the start of a server that would serve for ever what it has loaded, though a channel is configured."""
+    settings = ReplicaSettings.from_env()
+    if settings.channel is None:
+        return
+    if "deltasync" not in environ.get("VLLM_PLUGINS", "").split(","):
+        raise ConfigError(
+            f"This server would never follow {settings.channel}, because VLLM_PLUGINS leaves deltasync out: add it, or "
+            "leave VLLM_PLUGINS unset."
+        )
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise ConfigError(
+            f"This server would never follow {settings.channel}, because vLLM's Rust frontend loads no endpoint plugin: "
+            "leave VLLM_USE_RUST_FRONTEND out."
+        )
