@@ -78,7 +78,7 @@ class Model:
     def assert_holds(self, bits: dict[str, np.ndarray]) -> None:
         for name, bits_N in bits.items():
             np.testing.assert_array_equal(self.memory.gather(name), bits_N)
-            assert not self.memory.differs(name, bits_N)
+            assert not self.memory.differs(name, signed_view(bits_N))
 
 
 def make(*places: Device | None, rows: int = 40, columns: int = 24) -> Model:
@@ -117,7 +117,7 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
     model.assert_holds(after)
     assert memory.fingerprints == dict(staged.fingerprints)
     assert report.parts == memory.parts
-    assert all(memory.differs(name, bits_N) for name, bits_N in model.bits.items())
+    assert all(memory.differs(name, signed_view(bits_N)) for name, bits_N in model.bits.items())
     committed = dict(memory.parts)
     memory.audit()
     assert memory.parts == committed
@@ -325,7 +325,7 @@ def test_no_check_moves_the_weights_to_the_host(kernels: ModuleType, small: None
     with mock.patch.object(torch.Tensor, "cpu", to_host):
         model.memory.audit()
         model.memory.commit(staged)
-        assert all(model.memory.differs(name, bits_N) for name, bits_N in model.bits.items())
+        assert all(model.memory.differs(name, signed_view(bits_N)) for name, bits_N in model.bits.items())
         whole, _ = model.patches("whole", seed=2)
         model.memory.stage(whole)
     assert moved
