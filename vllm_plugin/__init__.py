@@ -1,19 +1,21 @@
-"""deltasync inside vLLM, by its official extension points only.
+"""deltasync inside vLLM.
 
-    --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension    RPC methods on each worker
-    VLLM_PLUGINS=deltasync                                         the driver and the /deltasync/ routes; without it
-                                                                   the workers follow by themselves
-    DELTASYNC_CHANNEL=file:///data/run                             what to follow
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
+
+is all there is to type: the server follows the channel, tells so under /deltasync/ and /metrics, and keeps its prefix cache
+apart by version. Without DELTASYNC_CHANNEL nothing of vLLM is touched. Two other ways, for other purposes:
+
     DELTASYNC_ADAPTER=policy                                       the channel is of an adapter, loaded as runtime LoRA
-    --weight-transfer-config '{"backend": "deltasync"}'            or: follow by vLLM's own weight-transfer routes
-
-Without DELTASYNC_CHANNEL nothing of vLLM is touched.
+    --weight-transfer-config '{"backend": "deltasync"}'            a trainer pushes by vLLM's own weight-transfer routes
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from collections.abc import MutableMapping
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,21 +24,52 @@ if TYPE_CHECKING:
 
 __all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
 
+logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+
+_LOADED_UNASKED = ("general", "io_processor", "platform", "stat_logger")
+"""Kinds of plugins that vLLM loads unless VLLM_PLUGINS is set and does not name them."""
+
 
 def register() -> None:
     """vLLM's general-plugin hook, called in every process of a server before the model is loaded; more than once is fine.
 
-    Where deltasync is not configured it only names the backend to vLLM, which imports it when it is chosen.
+    Where deltasync is not configured it only names the backend to vLLM, which imports it when it is chosen. It never raises:
+    a server that cannot be prepared for following starts without, and says so.
     """
+    try:
+        _register()
+    except Exception:
+        logger.exception("deltasync could not prepare this process; its server will not follow")
+
+
+def _register() -> None:
+    import vllm
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
-    if not os.environ.get("DELTASYNC_CHANNEL") or os.environ.get("DELTASYNC_ADAPTER"):
+    if not os.environ.get("DELTASYNC_CHANNEL"):
         return
-    from vllm_plugin.cpu import keep_weights_addressable
+    opt_in(os.environ)
+    from vllm_plugin import compat
 
-    keep_weights_addressable()
+    if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
+        return
+    from vllm_plugin import cpu, salt
+
+    cpu.keep_weights_addressable()
+    salt.install()
+
+
+def opt_in(environ: MutableMapping[str, str]) -> None:
+    """Have vLLM load our endpoint plugin, as it does only for those that VLLM_PLUGINS names, and all that it loads anyway.
+
+    Args:
+        environ: The environment of this process and those that it starts; changed unless it names plugins already.
+    """
+    if "VLLM_PLUGINS" not in environ:
+        names = {plugin.name for kind in _LOADED_UNASKED for plugin in entry_points(group=f"vllm.{kind}_plugins")}
+        environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"deltasync"}))
 
 
 def __getattr__(name: str) -> Any:

@@ -108,7 +108,7 @@ class AdapterDriver(Driver):
         self._state = "committing"
         await self._load(target.version)
         loaded = time.perf_counter()
-        self._serve(target.version)
+        self._version = target.version
         served_at = time.time()
         commit = Commit(
             version=target.version,

@@ -7,6 +7,7 @@ they were loaded, and this does nothing.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -28,8 +29,12 @@ def keep_weights_addressable() -> None:
     if not current_platform.is_cpu():
         return
     import vllm._custom_ops
-    import vllm.model_executor.layers.utils
+    from vllm.model_executor.layers import utils
+
+    @functools.wraps(utils.check_cpu_sgl_kernel)
+    def check_cpu_sgl_kernel(*_: object) -> bool:
+        return False
 
     vllm._custom_ops._supports_onednn = False
-    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False
+    utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
     logger.info("deltasync keeps CPU linear weights unpacked so that they can be patched in place")

@@ -2,9 +2,10 @@
 
     head -> stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
 
-Staging happens in the workers while tokens are generated; the pause covers the commit only. Whatever fails, generation is
-resumed, the version before stays served, and the next look at head tries again. If another client has paused generation, it
-stays paused; while vLLM sleeps, nothing is touched.
+Staging happens in the workers while tokens are generated; the pause covers the commit only. If staging or the commit fails,
+the version before stays served, and the next look at head tries again. If a commit fails so that nobody knows the bits,
+generation stays paused until an audit or full weights tell. If another client has paused generation, it stays paused; while
+vLLM sleeps, nothing is touched.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import datetime
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from deltasync import heartbeat, manifest
@@ -29,7 +29,7 @@ from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import open_store
 from vllm_plugin import load_plan
-from vllm_plugin.metrics import Commit, Metrics, generated_tokens, running_requests
+from vllm_plugin.metrics import Commit, Metrics, error_class, generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.workers import Workers, assemble, by_reason, regions_of, told
 
@@ -37,6 +37,9 @@ logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose
 
 HISTORY = 4096
 """Commits that are remembered."""
+
+_UNDONE = ("FingerprintMismatchError", "StageError", "SleepingError")
+"""Errors of a commit that say that it did not begin, or that the old bits are back."""
 
 
 class Driver:
@@ -46,23 +49,15 @@ class Driver:
         engine: vLLM's engine client.
         settings: With a channel.
         metrics: Told what happens.
-        on_change: Told the version whenever it changes, before a token is made with it.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        settings: ReplicaSettings,
-        metrics: Metrics,
-        on_change: Callable[[int | None], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
         assert settings.channel is not None
         self._engine = engine
         self._workers = Workers(engine)
         self.pauses = Pauses(engine)
         self._settings = settings
         self._metrics = metrics
-        self._on_change = on_change
         self._channel = settings.channel
         self._reader = ChannelReader(open_store(settings.channel), settings.trusted_keys, settings.max_head_age_s)
         self._state = "waiting"
@@ -86,6 +81,18 @@ class Driver:
     def version(self) -> int | None:
         """The version that tokens are made with; changes only while generation is paused. None before the first."""
         return self._version
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why this server should not get requests, in one sentence; None if it serves a version that is new enough."""
+        newest = None if self._head is None else self._head.version
+        if self._version is None or newest is None:
+            return f"This server serves no version of {self._reader.store.url} yet. {self._error or ''}".rstrip()
+        if self._state == "sleeping" or self.pauses.held:
+            return f"This server does not generate now. {self._error or ''}".rstrip()
+        if newest - self._version > self._settings.ready_behind:
+            return f"This server serves version {self._version}, {newest - self._version} behind version {newest}."
+        return None
 
     def status(self, commit_count: int = HISTORY) -> dict[str, Any]:
         """What `GET /deltasync/status` returns, with the last commits only."""
@@ -204,6 +211,7 @@ class Driver:
         self._opened = True
 
     async def _settled(self) -> bool:
+        """Whether all workers know what the bits in their memory are."""
         return all(reply["settled"] for reply in await self._workers.call("settled"))
 
     async def _audit_if_due(self) -> None:
@@ -236,16 +244,14 @@ class Driver:
         assert self._head is not None
         total = model_fingerprint(self._fingerprints)
         replies = await self._workers.call("settle", dataclasses.asdict(self._head), total, first)
-        version = replies[0]["version"]
+        version, before = replies[0]["version"], self._version
+        if version != before:
+            await self._engine.update_weight_version("unknown" if version is None else str(version))
         if first and version is not None:
-            await self._engine.update_weight_version(str(version))
             logger.info("deltasync serves version=%d, which the loaded weights already were", version)
-        self._serve(version)
-
-    def _serve(self, version: int | None) -> None:
-        if version != self._version:
-            self._version = version
-            self._on_change(version)
+        self._version = version
+        if version is not None:
+            await self.pauses.release()
 
     def _log_plan(self) -> None:
         patched = len(self._reader.specs) - len(self._reloaded)
@@ -285,9 +291,9 @@ class Driver:
         self._state = "committing"
         running = running_requests()
         try:
-            async with self.pauses.paused(clear_cache=self._settings.kv_cache == "recompute"):
+            async with self.pauses.paused(self._settings.kv_cache == "recompute", is_safe):
                 reply = await self._commit_paused()
-                self._serve(reply["version"])
+                self._version = reply["version"]
                 announced = asyncio.ensure_future(self._engine.update_weight_version(str(reply["version"])))
                 await asyncio.sleep(0)  # it is on its way before generation resumes, which need not wait for the reply
             await announced
@@ -371,6 +377,11 @@ class Driver:
             await asyncio.to_thread(heartbeat.write, self._reader.store, document)
         except DeltaSyncError as error:
             logger.warning("deltasync: heartbeat not written: %s", error)
+
+
+def is_safe(error: BaseException) -> bool:
+    """Whether live weights are those of the version before, although a commit ended with this error."""
+    return isinstance(error, ApplyError) and error_class(error) in _UNDONE
 
 
 def _tell(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:

@@ -2,12 +2,14 @@
 
 GET  /deltasync/                 a live page for people
 GET  /deltasync/status           version served, lag, errors, and each commit's numbers
+GET  /deltasync/ready            200 while a version that is new enough is served, otherwise 503; needs no token
 POST /deltasync/sync             look at the channel now, and answer once a version is served
 POST /request_weight_update      the same, for trainers that speak PipelineRL's inference contract
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
 With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
-Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`).
+Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). Where deltasync cannot
+follow with this vLLM, or with its options, the routes are there and say why.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
-from vllm_plugin import bodies, versions
+from vllm_plugin import bodies, compat
 from vllm_plugin.access import presents
 from vllm_plugin.bodies import Sync, WeightUpdate
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import PausesOfOthers
+from vllm_plugin.ready import WaitReady
+from vllm_plugin.versions import VersionsHeader, note_spans
+from vllm_plugin.workers import Workers
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
@@ -59,6 +64,8 @@ class DeltaSyncEndpoints:
         self._settings = ReplicaSettings.from_env()
         self._driver: Driver | None = None
         self._task: asyncio.Task[None] | None = None
+        self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
+        self._logprobs_mode: str | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the header on completions."""
@@ -74,8 +81,13 @@ class DeltaSyncEndpoints:
             named = "authorization" in request.headers or self._settings.http_token is None
             if named:
                 await self._authorize(request)
-            found = self._running().status(commits)
+            found = self._status(commits)
             return found if named else {key: found[key] for key in ("state", "version", "head_version")}
+
+        @app.get("/deltasync/ready")
+        async def ready() -> Response:
+            reason = self._not_ready()
+            return JSONResponse({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
 
         @app.post("/deltasync/sync", dependencies=guarded)
         async def sync(request: Request) -> Response:
@@ -106,40 +118,72 @@ class DeltaSyncEndpoints:
 
         app.add_middleware(PausesOfOthers, pauses=lambda: None if self._driver is None else self._driver.pauses)
         if self._settings.adapter is None:  # a reply names the version of an adapter as its model
-            app.add_middleware(
-                versions.VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version
-            )
+            app.add_middleware(VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version)
+        if self._settings.wait_ready:
+            app.add_middleware(WaitReady, not_ready=self._not_ready)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the driver."""
-        if self._settings.channel is None or engine_client is None:
-            logger.warning("deltasync is loaded but follows nothing: set DELTASYNC_CHANNEL")
+        """Start the driver, or learn why not; vLLM serves in any case."""
+        if self._settings.channel is None:
             return
-        if (getattr(args, "api_server_count", None) or 1) > 1:
-            raise ValueError("deltasync drives its workers from one API server: start vLLM with --api-server-count 1.")
+        try:
+            self._refused = await self._refusal(engine_client, args) or ""
+            if not self._refused:
+                self._start(engine_client, state)
+        except DeltaSyncError as error:
+            self._refused = str(error)
+        except Exception as error:  # the server serves what it has loaded, and says why
+            logger.exception("deltasync could not start")
+            self._refused = f"deltasync could not start: {type(error).__name__}: {error}"
+        if self._refused:
+            Metrics().refused()
+            logger.error("This server does not follow %s. %s", self._settings.channel, self._refused)
+
+    async def _refusal(self, engine: Any, args: Namespace) -> str | None:
+        """Why this server cannot follow, in one sentence."""
+        import vllm
+
+        if engine is None:
+            return "There is no engine in this process."
+        found = compat.outside(vllm.__version__) or compat.changed(vllm.__version__)
+        found = found or compat.refusal(engine.vllm_config, args)
+        transfer = engine.vllm_config.weight_transfer_config
+        if found is None and transfer is not None and transfer.backend == "deltasync":
+            return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
+        if found is None and self._settings.adapter is not None:
+            return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
+        if found is None and not args.worker_extension_cls:
+            return "vLLM was started without --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension."
+        if found is None and not await Workers(engine).salted():
+            return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
+        return found
+
+    def _start(self, engine: Any, state: Any) -> None:
+        metrics = Metrics()
         if self._settings.adapter is not None:
-            if not args.enable_lora:
-                raise ValueError("DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora.")
             from vllm_plugin.adapters import AdapterDriver
 
-            self._start(AdapterDriver(engine_client, self._settings, Metrics(), state.openai_serving_models))
-            return
-        if not args.worker_extension_cls:
-            raise ValueError(
-                "DELTASYNC_CHANNEL is set, but vLLM was started without "
-                "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension."
-            )
-        if self._settings.kv_cache == "keep" and args.enable_prefix_caching is not False:
-            logger.warning(
-                "deltasync keeps running requests' KV cache over a commit, and vLLM can only drop its prefix cache together "
-                "with theirs; new requests may reuse prefixes of older weights. Start vLLM with --no-enable-prefix-caching, "
-                "or set DELTASYNC_KV_CACHE=recompute."
-            )
-        self._start(Driver(engine_client, self._settings, Metrics(), versions.noted(engine_client)))
+            self._driver = AdapterDriver(engine, self._settings, metrics, state.openai_serving_models)
+        else:
+            note_spans(engine)
+            self._driver = Driver(engine, self._settings, metrics)
+        self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
+        self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
 
-    def _start(self, driver: Driver) -> None:
-        self._driver = driver
-        self._task = asyncio.create_task(driver.run(), name="deltasync-driver")
+    def _status(self, commit_count: int) -> dict[str, Any]:
+        if self._driver is None and self._settings.channel is not None:
+            refused: dict[str, Any] = {
+                "state": "refused",
+                "version": None,
+                "head_version": None,
+                "error": self._refused,
+                "commits": [],
+            }
+            return {"replica_id": self._settings.replica_id, "channel": self._settings.channel, **refused}
+        return self._running().status(commit_count) | {"logprobs_mode": self._logprobs_mode}
+
+    def _not_ready(self) -> str | None:
+        return self._refused if self._driver is None else self._driver.not_ready
 
     async def _sync(self, wanted: WeightUpdate) -> Response:
         driver, before = self._running(), time.monotonic()
@@ -165,7 +209,7 @@ class DeltaSyncEndpoints:
 
     def _running(self) -> Driver:
         if self._driver is None:
-            raise _Refused(503, "deltasync follows nothing: set DELTASYNC_CHANNEL.")
+            raise _Refused(503, self._refused)
         return self._driver
 
 

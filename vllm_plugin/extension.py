@@ -6,10 +6,13 @@ there are two, prefixed, and the state is made on first use.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Self
 
-from vllm_plugin import alone, sleep
-from vllm_plugin.worker import Reply, WorkerReplica, reply
+from deltasync.config import ReplicaSettings
+from deltasync.errors import ConfigError
+from vllm_plugin import sleep
+from vllm_plugin.worker import Reply, WorkerReplica, reply, warm_up_first
 
 
 class DeltaSyncWorkerExtension:
@@ -18,10 +21,15 @@ class DeltaSyncWorkerExtension:
     model_runner: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Creating vLLM's worker comes through here, because none of its own classes has a `__new__`."""
+        """Creating vLLM's worker comes through here, because none of its own classes has a `__new__`.
+
+        Raises:
+            ConfigError: a channel is configured, and nothing in this server would ever follow it.
+        """
+        _check(os.environ)
         worker = super().__new__(cls)
-        if alone.wanted() and hasattr(cls, "compile_or_warm_up_model"):
-            alone.attach(worker)
+        if ReplicaSettings.from_env().channel is not None:
+            warm_up_first(worker)
         return worker
 
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Reply:
@@ -31,11 +39,6 @@ class DeltaSyncWorkerExtension:
 
         `{"error": "NotPublishedError: ..."}` while the channel has no version.
         """
-        if hasattr(self, "_deltasync_alone"):
-            return {
-                "error": "ConfigError: These workers follow DELTASYNC_CHANNEL by themselves. To drive them, start vLLM with "
-                "VLLM_PLUGINS=deltasync."
-            }
 
         def body() -> Reply:
             if not hasattr(self, "_deltasync_replica"):
@@ -47,8 +50,23 @@ class DeltaSyncWorkerExtension:
 
     def deltasync_call(self, method: str, *args: Any) -> Reply:
         """Call a method of the opened `WorkerReplica`; `commit`, `confirm` and `undo` only while generation is paused."""
-        if hasattr(self, "_deltasync_alone"):
-            return self._deltasync_alone.read(method, *args)
         if not hasattr(self, "_deltasync_replica"):
             return {"error": "NotPublishedError: nothing is followed yet."}
         return reply(lambda: getattr(self._deltasync_replica, method)(*args))
+
+
+def _check(environ: Any) -> None:
+    """End the start of a server that would serve for ever what it has loaded, though a channel is configured."""
+    settings = ReplicaSettings.from_env()
+    if settings.channel is None:
+        return
+    if "deltasync" not in environ.get("VLLM_PLUGINS", "").split(","):
+        raise ConfigError(
+            f"This server would never follow {settings.channel}, because VLLM_PLUGINS leaves deltasync out: add it, or "
+            "leave VLLM_PLUGINS unset."
+        )
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise ConfigError(
+            f"This server would never follow {settings.channel}, because vLLM's Rust frontend loads no endpoint plugin: "
+            "leave VLLM_USE_RUST_FRONTEND out."
+        )

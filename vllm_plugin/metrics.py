@@ -60,6 +60,13 @@ class Metrics:
             multiprocess_mode="mostrecent",
             registry=registry,
         )
+        self._following = Gauge(
+            "deltasync_following",
+            "1 if this server follows its channel, 0 if it cannot; /deltasync/status says why.",
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        )
+        self._following.set(1)
         self._head = Gauge(
             "deltasync_head_version",
             "Newest version seen in the channel, 0 before the first.",
@@ -94,6 +101,10 @@ class Metrics:
         )
         for kind in ("delta", "fold", "anchor"):
             self._commits.labels(kind)
+
+    def refused(self) -> None:
+        """The server does not follow."""
+        self._following.set(0)
 
     def looked(self, served: int | None, newest: int | None) -> None:
         """After a look at the channel: the version served and the newest there."""

@@ -9,7 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError
+from deltasync.errors import ApplyError, ConfigError
+from vllm_plugin import compat
 from vllm_plugin.driver import Driver
 from vllm_plugin.metrics import Metrics
 
@@ -87,14 +88,21 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
 
     Args:
         llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made with `DELTASYNC_CHANNEL` set
-            in the environment, so that on a CPU its weights stay where they can be patched, and with
-            `VLLM_PLUGINS=deltasync`, so that its workers do not follow by themselves.
+            in the environment, so that on a CPU its weights stay where they can be patched.
         channel: URL of the channel.
         **settings: Fields of `ReplicaSettings`.
+
+    Raises:
+        ConfigError: deltasync was not run with this vLLM.
 
     Examples:
         >>> replica = vllm_plugin.follow(llm, "s3://bucket/run")
         >>> replica.sync()
         7
     """
+    import vllm
+
+    unsuited = compat.outside(vllm.__version__) or compat.changed(vllm.__version__)
+    if unsuited is not None:
+        raise ConfigError(unsuited)
     return OfflineReplica(llm, ReplicaSettings.from_env(channel=channel, **settings))

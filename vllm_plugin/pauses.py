@@ -25,33 +25,57 @@ class Pauses:
 
     Attributes:
         last_s: Length of the last pause for a commit.
+        held: Whether generation stays paused because a commit left weights that no version has.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._others = 0
+        self._by_another = False
         self._free = asyncio.Condition()
         self.last_s = 0.0
+        self.held = False
 
     @contextlib.asynccontextmanager
-    async def paused(self, clear_cache: bool) -> AsyncIterator[None]:
+    async def paused(
+        self, clear_cache: bool, is_safe: Callable[[BaseException], bool] = lambda _: True
+    ) -> AsyncIterator[None]:
         """Generation is paused, and afterwards again as it was before.
 
         Args:
             clear_cache: Forget keys and values of running requests.
+            is_safe: Whether the weights are those of a version though the body raised this. If not, generation stays
+                paused, until a body succeeds or `release` is called.
         """
         async with self._free:
             await self._free.wait_for(lambda: not self._others)
-            is_paused = getattr(self._engine, "is_paused", None)
-            already = is_paused is not None and await is_paused()
+            if not self.held:
+                is_paused = getattr(self._engine, "is_paused", None)
+                self._by_another = is_paused is not None and await is_paused()
             before = time.perf_counter()
             try:
                 await self._pause(clear_cache)
                 yield
+                self.held = False
+            except BaseException as error:
+                self.held = self.held or not is_safe(error)
+                raise
             finally:
-                if not already:
-                    await self._engine.resume_generation()
+                await self._resume()
                 self.last_s = time.perf_counter() - before
+
+    async def release(self) -> None:
+        """End holding generation: it is known which version the weights are."""
+        async with self._free:
+            if self.held:
+                self.held = False
+                await self._resume()
+
+    async def _resume(self) -> None:
+        if not self.held:
+            self._free.notify_all()
+            if not self._by_another:
+                await self._engine.resume_generation()
 
     async def _pause(self, clear_cache: bool) -> None:
         pause = getattr(getattr(self._engine, "engine_core", None), "pause_scheduler_async", None)
@@ -63,8 +87,9 @@ class Pauses:
 
     @contextlib.asynccontextmanager
     async def by_another(self) -> AsyncIterator[None]:
-        """Another client pauses or resumes, once no commit is going on."""
+        """Another client pauses or resumes, once no commit is going on and generation is not held."""
         async with self._free:
+            await self._free.wait_for(lambda: not self.held)
             self._others += 1
         try:
             yield

@@ -1,99 +1,98 @@
-"""Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans` on completions."""
+"""Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans` on completions.
+
+And the header `x-deltasync-session` of requests, which keeps a conversation on the cached prefixes of the version that it
+began with (`vllm_plugin.salt`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
-import time
-from collections import deque
-from collections.abc import Callable
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_plugin.salt import SESSION
+
+logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 HEADER = "x-deltasync-versions"
 SPANS_HEADER = "x-deltasync-spans"
+SESSION_HEADER = "x-deltasync-session"
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+_SALTED_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/inference/v1/generate",
+)
+PATHS = (*_SALTED_PATHS, "/v1/messages")
+"""Routes whose replies are generated."""
 _LONGEST = 4000  # characters of spans: clients refuse long headers
 
-# What vLLM knows of each choice of the reply that is being made in this context.
-_choices: ContextVar[list[Any] | None] = ContextVar("deltasync_choices", default=None)
+Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
+"""The finished choices of a reply, by what sorts them: the length of the request's id, the id, and the choice's index.
+
+Of each: the versions, in the order in which they made tokens, and how many each made; None if vLLM does not know."""
+
+_choices: ContextVar[Choices | None] = ContextVar("deltasync_choices", default=None)  # of the reply made in this context
 
 
-class Spans:
-    """Notes which version made which tokens of every request, at a cost per commit and none per token.
+def note_spans(engine: Any) -> None:
+    """Have an engine client note, for the replies of `VersionsHeader`, which version made which token.
 
-    Outputs of the engine reach `process_outputs` in the order in which they were made, stamped with the machine's clock, and
-    none is made while generation is paused for a commit. So when the first one comes that was made after a commit, each
-    running request has exactly the tokens that the version before made.
+    vLLM itself knows from 0.32 on, and tells with the last output of a request; before that nothing is noted.
 
     Args:
-        processor: vLLM's output processor, in this process; two of its methods are wrapped.
+        engine: vLLM's engine client; its `generate` is wrapped, which every route goes through.
     """
+    generate = engine.generate
 
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
-        self._version: int | None = None  # that made the tokens which are being processed
-        self._changes: deque[tuple[float, int | None]] = deque()  # since then: when, to which version
-        self._add_request, self._process_outputs = processor.add_request, processor.process_outputs
-        processor.add_request, processor.process_outputs = self.add_request, self.process_outputs
+    def noting_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
+        choices = _choices.get()
+        return outputs if choices is None else _noting(outputs, choices)
 
-    def change(self, version: int | None) -> None:
-        """Tokens that are made from now on are of this version. Call while none is being made."""
-        self._changes.append((time.monotonic(), version))
-        if not self._processor.request_states:
-            self._pass(math.inf)
-
-    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """A request begins, in the context of the reply that it is for."""
-        self._add_request(request, *args, **kwargs)
-        state, choices = self._processor.request_states[request.request_id], _choices.get()
-        if choices is not None and not hasattr(state, "deltasync_starts"):
-            state.deltasync_starts = [(self._version, 0)]
-            choices.append(state)
-
-    def process_outputs(self, outputs: Any, made_at: float | None = None, *args: Any) -> Any:
-        """Outputs of one step, or some of them."""
-        if self._changes and made_at is not None:
-            self._pass(made_at)
-        return self._process_outputs(outputs, made_at, *args)
-
-    def _pass(self, now: float) -> None:
-        while self._changes and self._changes[0][0] < now:
-            _, self._version = self._changes.popleft()
-            for state in self._processor.request_states.values():
-                if hasattr(state, "deltasync_starts"):
-                    state.deltasync_starts.append((self._version, state.detokenizer.num_output_tokens()))
+    engine.generate = noting_generate
 
 
-def noted(engine: Any) -> Callable[[int | None], None]:
-    """Begin to note spans for an engine client; what it returns is to be told of every change, as `Spans.change`."""
-    processor = getattr(engine, "output_processor", None)
-    if processor is None:
-        return lambda _: None
-    parallel = engine.vllm_config.parallel_config
-    if parallel.data_parallel_size_local < parallel.data_parallel_size:
-        return lambda _: None  # clocks of several machines
-    return Spans(processor).change
+async def _noting(outputs: AsyncGenerator[Any], choices: Choices) -> AsyncGenerator[Any]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            try:
+                _note(output, choices)
+            except Exception:  # the reply goes on without its header
+                logger.exception("deltasync could not note the versions of a reply")
+            yield output
 
 
-def _spans_of(state: Any) -> list[tuple[int | None, int]]:
-    """Of one choice: versions, and how many tokens each made."""
-    starts = state.deltasync_starts
-    ends = [start for _, start in starts[1:]] + [state.detokenizer.num_output_tokens()]
-    return [(version, end - start) for (version, start), end in zip(starts, ends, strict=True) if end > start]
+def _note(output: Any, choices: Choices) -> None:
+    """Note the choices that one of vLLM's `RequestOutput`s ends."""
+    for choice in output.outputs:
+        if choice.finish_reason is None:
+            continue
+        spans = getattr(choice, "weight_versions", None)
+        if spans is None or not all(span.version.isdecimal() for span in spans):
+            found = None
+        else:
+            found = [(int(span.version), span.end - span.start) for span in spans]
+        choices[len(output.request_id), output.request_id, choice.index] = found
 
 
-def _told(choices: list[Any]) -> str | None:
+def _spans_text(choices: Choices) -> str | None:
     """Spans of all choices, in their order; None where vLLM makes a choice of several requests, or they are too long."""
-    if not choices or any("-beam-" in state.external_req_id for state in choices):
-        return None
     # Prompts of one reply are numbered at the end of their ids.
-    choices.sort(key=lambda state: (len(state.external_req_id), state.external_req_id, state.request_index))
-    text = json.dumps([_spans_of(state) for state in choices], separators=(",", ":"))
+    spans = [choices[key] for key in sorted(choices)]
+    if not spans or None in spans or any("-beam-" in request for _, request, _ in choices):
+        return None
+    text = json.dumps(spans, separators=(",", ":"))
     return text if len(text) <= _LONGEST else None
 
 
@@ -105,7 +104,9 @@ class VersionsHeader:
     header nothing is known, because no version was served when the request came.
 
     `x-deltasync-spans` has, for each choice, `[version, tokens]` of each version that made some of it; a streamed reply has
-    it in a comment before its end.
+    it in a comment before its end. It needs vLLM 0.32.
+
+    A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's version.
 
     Args:
         app: What is wrapped.
@@ -118,22 +119,73 @@ class VersionsHeader:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or whatever else a server has to say."""
-        first = self._live_version() if scope["type"] == "http" and scope["path"].endswith(_PATHS) else None
+        if scope["type"] != "http" or not scope["path"].endswith(PATHS):
+            await self._app(scope, receive, send)
+            return
+        session = Headers(scope=scope).get(SESSION_HEADER)
+        if session is not None and scope["path"].endswith(_SALTED_PATHS):
+            version = re.match(r"[1-9][0-9]{0,17}(?:\.\.|$)", session)
+            if version is None:
+                sentence = f"{SESSION_HEADER} is a version of the channel, such as 5, not {session[:40]!r}."
+                await JSONResponse({"error": sentence}, 400)(scope, receive, send)
+                return
+            receive = await _naming_session(scope, receive, version[0].rstrip("."))
+        first = self._live_version()
         if first is None:
             await self._app(scope, receive, send)
             return
-        choices: list[Any] = []
+        choices: Choices = {}
 
         async def send_with_versions(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                streamed = headers.get("content-type", "").startswith("text/event-stream")
-                headers.append(HEADER, f"{first}.." if streamed else f"{first}..{self._live_version() or ''}")
-                if not streamed and (spans := _told(choices)) is not None:
-                    headers.append(SPANS_HEADER, spans)
-            elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _told(choices)) is not None:
-                message["body"] = f": {SPANS_HEADER} {spans}\n\n".encode() + message["body"]
+            try:
+                self._add(message, first, choices)
+            except Exception:  # the reply goes on without it
+                logger.exception("deltasync could not name the versions of a reply")
             await send(message)
 
         _choices.set(choices)
         await self._app(scope, receive, send_with_versions)
+
+    def _add(self, message: Message, first: int, choices: Choices) -> None:
+        """Add what is known to a part of the reply."""
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            streamed = headers.get("content-type", "").startswith("text/event-stream")
+            headers.append(HEADER, f"{first}.." if streamed else f"{first}..{self._live_version() or ''}")
+            if not streamed and (spans := _spans_text(choices)) is not None:
+                headers.append(SPANS_HEADER, spans)
+        elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(choices)) is not None:
+            message["body"] = f": {SPANS_HEADER} {spans}\n\n".encode() + message["body"]
+
+
+async def _naming_session(scope: Scope, receive: Receive, version: str) -> Receive:
+    """Read a request's body and name the session in its `cache_salt`, vLLM's own field.
+
+    Returns:
+        What gives the new body in place of `receive`; `scope` has its length. A body that is no JSON object stays as it is.
+    """
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    data = bytes(body)
+    try:
+        fields = json.loads(data)
+        if isinstance(fields, dict) and isinstance(fields.get("cache_salt"), str | None):
+            data = json.dumps(fields | {"cache_salt": f"{SESSION}{version}:{fields.get('cache_salt') or ''}"}).encode()
+            MutableHeaders(scope=scope)["content-length"] = str(len(data))
+    except (ValueError, RecursionError):
+        pass  # for vLLM to refuse
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return receive_again

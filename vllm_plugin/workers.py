@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from deltasync.bits import signed_view
 from deltasync.errors import ApplyError, SleepingError
 from deltasync.live import Region
 from deltasync.types import TensorSpec
+
+logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 # Between two looks at work in the background: each is an RPC that runs between two engine steps.
 _POLL_S = (0.002, 0.05)
@@ -37,13 +41,27 @@ class Workers:
 
     async def _everywhere(self, method: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
         """Ask the workers of all engines. vLLM's client does too, but tells only what those of the first one reply."""
-        client = getattr(self._engine, "engine_core", None)
-        engines = getattr(client, "core_engines", ())
-        if len(engines) < 2:
+        if len(self._engines()) < 2:
             return await self._engine.collective_rpc(method, args=args)
-        ask = client._call_utility_async  # type: ignore[union-attr]
-        by_engine = await asyncio.gather(*(ask("collective_rpc", method, None, args, None, engine=e) for e in engines))
+        by_engine = await self._ask_engines("collective_rpc", method, None, args, None)
         return [reply for replies in by_engine for reply in replies]
+
+    def _engines(self) -> Sequence[Any]:
+        return getattr(getattr(self._engine, "engine_core", None), "core_engines", ())
+
+    async def _ask_engines(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every engine."""
+        ask = self._engine.engine_core._call_utility_async
+        return await asyncio.gather(*(ask(method, *args, engine=engine) for engine in self._engines()))
+
+    async def salted(self) -> bool:
+        """Whether all engines keep their prefix cache apart by version, see `vllm_plugin.salt`."""
+        try:
+            salted = await self._ask_engines("deltasync_salts")
+        except Exception:  # of any class: vLLM's for an engine that has no such method
+            logger.exception("deltasync asked an engine about its prefix cache")
+            return False
+        return bool(salted) and all(salted)
 
     async def call(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
         """Call a method of every `WorkerReplica`; errors as in `rpc`."""

@@ -46,14 +46,7 @@ def vllm_command(
     if "--logprobs-mode" not in given:
         # A trainer compares them with its own, so they must be those that the tokens were sampled with.
         extra += ["--logprobs-mode", "processed_logprobs"]
-    prefix_caching = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
-    if adapter is None and not given & prefix_caching and environ.get("DELTASYNC_KV_CACHE", "keep") == "keep":
-        # vLLM can drop its prefix cache only together with the running requests' keys, which are kept.
-        extra += ["--no-enable-prefix-caching"]
-    plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
-    if "deltasync" not in plugins:
-        plugins.append("deltasync")
-    env = {**environ, "VLLM_PLUGINS": ",".join(plugins), "DELTASYNC_CHANNEL": channel}
+    env = {**environ, "DELTASYNC_CHANNEL": channel}
     if adapter is not None:
         env["DELTASYNC_ADAPTER"] = adapter
     if trusted_keys is not None:
@@ -104,14 +97,14 @@ def command(
     Unknown options go to vLLM. The same by hand:
 
     \b
-      VLLM_PLUGINS=deltasync DELTASYNC_CHANNEL=URL vllm serve MODEL \\
+      DELTASYNC_CHANNEL=URL vllm serve MODEL \\
         --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension \\
-        --logprobs-mode processed_logprobs --no-enable-prefix-caching
+        --logprobs-mode processed_logprobs
 
     With --adapter, MODEL stays as it is, and requests for NAME are answered with the newest version of the adapter:
 
     \b
-      VLLM_PLUGINS=deltasync DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
+      DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
         --logprobs-mode processed_logprobs --enable-lora --max-loras 4
     """
     from deltasync.stores import open_store
@@ -125,7 +118,7 @@ def command(
     line, env = vllm_command(model, channel, arguments, os.environ, adapter, trusted_keys)
     if dry_run:
         given = {"DELTASYNC_ADAPTER": adapter, "DELTASYNC_TRUSTED_KEYS": trusted_keys}
-        names = ["VLLM_PLUGINS", "DELTASYNC_CHANNEL", *(name for name, value in given.items() if value is not None)]
+        names = ["DELTASYNC_CHANNEL", *(name for name, value in given.items() if value is not None)]
         shown = [f"{name}={shlex.quote(env[name])}" for name in names]
         click.echo(" ".join([*shown, shlex.join(line)]))
         return

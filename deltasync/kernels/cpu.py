@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from llvmlite import ir
 from numba import carray, get_num_threads, njit, prange, set_num_threads, types
+from numba import threading_layer as _threading_layer
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -251,6 +252,21 @@ def _launch() -> None:
     thread.join()
 
 
+_most: int | None = None  # threads that this process may use; None for numba's own choice, all cores
+
+
+def limit_threads(count: int) -> None:
+    """Use at most so many threads, and one at least, in each kernel from now on."""
+    global _most
+    _most = max(1, count)
+
+
+def threading_layer() -> str:
+    """How numba runs threads here: `omp`, `tbb`, or `workqueue`, which ends the process if two threads use it at once."""
+    _launch()
+    return str(_threading_layer())
+
+
 class threads:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
 
@@ -260,9 +276,10 @@ class threads:
     def __enter__(self) -> None:
         _launch()
         self._before = get_num_threads()
-        self._fewer = max(1, self._task_count) < self._before
+        wanted = max(1, self._task_count if _most is None else min(self._task_count, _most))
+        self._fewer = wanted < self._before
         if self._fewer:
-            set_num_threads(max(1, self._task_count))
+            set_num_threads(wanted)
 
     def __exit__(self, *_: object) -> None:
         if self._fewer:

@@ -181,13 +181,17 @@ class LiveMemory:
         """Bits of each segment of a tensor, in the order of its region's dimensions."""
         return [segment.runs()[1].tobytes() for segment in self._place(name)]
 
-    def differs(self, name: str, bits_N: np.ndarray) -> bool:
-        """Whether any element in live memory has other bits than this whole tensor, flat and unsigned."""
-        flat_N = signed_view(bits_N)
+    def differs(self, name: str, flat_N: torch.Tensor) -> bool:
+        """Whether any element in live memory has other bits than this whole tensor, compared where live memory is.
+
+        Args:
+            name: The tensor's.
+            flat_N: Its bits, a signed view on any device.
+        """
         for segment in self._place(name):
             device = self._device_of(segment.live)
             if device is None:
-                if not torch.equal(segment.source(flat_N), segment.live):
+                if not torch.equal(segment.source(flat_N).cpu(), segment.live):
                     return True
             elif staging.differs(device, segment, flat_N):
                 return True

@@ -234,7 +234,7 @@ class DeviceStaging:
 
 
 def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:
-    """Whether an accelerator's memory has other bits anywhere than a whole tensor on the host; compared there."""
+    """Whether an accelerator's memory has other bits anywhere than a whole tensor; compared there."""
     with device.staging():
         room = device.allocate(_DEVICE_PIECE_BYTES, "pieces")
         for piece in segment.pieces(_DEVICE_PIECE_BYTES // segment.live.element_size()):

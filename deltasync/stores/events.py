@@ -23,7 +23,7 @@ import msgspec
 from huggingface_hub import get_session
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2 as httpx
 
 logger = logging.getLogger(__name__)
 

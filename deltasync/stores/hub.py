@@ -51,7 +51,7 @@ from deltasync.stores.base import Capabilities, ObjectInfo, check_size
 from deltasync.stores.events import EventWatch
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2 as httpx
 
 logger = logging.getLogger(__name__)
 

@@ -84,7 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         replica = self.server
         replica.hosts.add(self.headers["Host"])
-        if path == "/deltasync/status":
+        if path in ("/deltasync/status", "/deltasync/ready"):
             self._answer({"state": replica.state, "version": replica.version, "head_version": 99})
         else:
             self._answer({"path": path})

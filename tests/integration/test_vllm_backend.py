@@ -37,9 +37,7 @@ def server(checkpoint: Path) -> Iterator[Server]:
     cores = sorted(os.sched_getaffinity(0))[-2:]
     bind = "|".join(map(str, cores))
     parallel = ("--tensor-parallel-size", "2")
-    with serving(
-        checkpoint, *BACKEND, *EXTENSION, *parallel, cores=cores, driver=False, VLLM_CPU_OMP_THREADS_BIND=bind
-    ) as server:
+    with serving(checkpoint, *BACKEND, *EXTENSION, *parallel, cores=cores, VLLM_CPU_OMP_THREADS_BIND=bind) as server:
         yield server
 
 

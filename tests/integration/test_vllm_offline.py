@@ -59,7 +59,6 @@ def test_an_offline_llm_follows_when_asked(tmp_path: Path) -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "deltasync",
     }
     command = [sys.executable, "-c", _SCRIPT, str(path), channel]
     done = subprocess.run(

@@ -40,19 +40,17 @@ def start(
     log: Path,
     *arguments: str,
     cores: list[int] | None = None,
-    driver: bool = True,
     **environ: str,
 ) -> Child:
-    """A server on one core, the last, by default: vLLM's processes spin while they wait, and starve others.
-
-    With the driver it is `deltasync serve`, without it vLLM alone with `DELTASYNC_CHANNEL` set.
-    """
-    command = [sys.executable, "-m", "deltasync.cli", "serve", str(checkpoint), "--channel", channel]
-    if not driver:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
-        command += ["--no-enable-prefix-caching"]
-        environ["DELTASYNC_CHANNEL"] = channel
-    command += [
+    """A server by the README's command, on one core, the last: vLLM's processes spin while they wait, and starve others."""
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(checkpoint),
+        "--worker-extension-cls",
+        "vllm_plugin.DeltaSyncWorkerExtension",
         "--host",
         "127.0.0.1",
         "--port",
@@ -65,6 +63,7 @@ def start(
         *arguments,
     ]
     settings = {
+        "DELTASYNC_CHANNEL": channel,
         "DELTASYNC_DIGEST_ROUTE": "1",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "test-server",
@@ -117,6 +116,7 @@ class Server:
             status = self.status()
             if condition(status):
                 return status
+            assert status["state"] != "refused", status
             assert time.monotonic() < deadline, {**status, "commits": status["commits"][-3:]}
             time.sleep(0.02)
 
@@ -247,7 +247,6 @@ def serving(
     *arguments: str,
     token: str | None = None,
     cores: list[int] | None = None,
-    driver: bool = True,
     **environ: str,
 ) -> Iterator[Server]:
     """A server of this checkpoint that follows an empty channel beside it, once it answers."""
@@ -255,9 +254,8 @@ def serving(
     channel, port = f"file://{checkpoint.parent}/channel", free_port()
     server = Server(f"http://127.0.0.1:{port}", channel, weights, token)
     log = checkpoint.parent / "server.log"
-    route = "/deltasync/status" if driver else "/v1/models"
-    with one_thread(), start(checkpoint, channel, port, log, *arguments, cores=cores, driver=driver, **environ) as child:
-        child.wait_until(lambda: get_json(server.url + route), 2 * PATIENCE_S, "to start")
+    with one_thread(), start(checkpoint, channel, port, log, *arguments, cores=cores, **environ) as child:
+        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
         yield server
         if server.publisher is not None:
             server.publisher.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,8 +23,8 @@ from starlette.testclient import TestClient
 
 from deltasync import Publisher, open_store, signing
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, NotPublishedError
-from vllm_plugin import metrics
+from deltasync.errors import ApplyError, CommitError, NotPublishedError
+from vllm_plugin import compat, metrics
 from vllm_plugin.access import presents
 from vllm_plugin.driver import Driver
 from vllm_plugin.endpoints import DeltaSyncEndpoints
@@ -31,6 +32,7 @@ from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.metrics import Metrics
 
 PATIENCE_S = 60.0
+PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
 
 
 class Model(torch.nn.Module):
@@ -53,6 +55,14 @@ class Engine:
         self.worker.model_runner = SimpleNamespace(
             get_model=lambda: self.model, model_config=SimpleNamespace(model="/no/checkpoint")
         )
+        self.vllm_config = SimpleNamespace(
+            load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+            model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
+            parallel_config=SimpleNamespace(enable_eplb=False),
+            weight_transfer_config=None,
+        )
+        self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self.call_utility_async)
+        self.salted = True
         self.weight_version = "default"
         self.events: list[tuple[str, int | None]] = []
         self.driver: Driver | None = None
@@ -60,6 +70,14 @@ class Engine:
     async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
         await asyncio.sleep(0)
         return [getattr(self.worker, method)(*args)]
+
+    async def call_utility_async(self, method: str, *args: object, engine: object) -> bool:
+        assert method == "deltasync_salts"
+        return self.salted
+
+    async def generate(self) -> AsyncIterator[None]:
+        raise AssertionError("no request is made here")
+        yield
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self._note("pause")
@@ -96,8 +114,8 @@ def trainer(memory_url: str) -> Iterator[Trainer]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    # There is no vLLM here to name the files that it loaded, so nothing is compared with them.
-    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(()))
+    # There is no vLLM here to name the files that it loaded.
+    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(Model().state_dict().items()))
     return Engine()
 
 
@@ -352,15 +370,22 @@ def test_only_the_token_itself_is_taken() -> None:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine | None, monkeypatch: pytest.MonkeyPatch, **environ: str) -> Iterator[TestClient]:
-    monkeypatch.setattr("vllm_plugin.endpoints.Metrics", lambda: Metrics(CollectorRegistry()))
+def serving(
+    engine: Engine | None,
+    monkeypatch: pytest.MonkeyPatch,
+    args: Namespace = PLAIN,
+    **environ: str,
+) -> Iterator[TestClient]:
+    registry = CollectorRegistry()
+    monkeypatch.setattr("vllm_plugin.endpoints.Metrics", lambda: Metrics(registry))
+    monkeypatch.setattr("vllm_plugin.compat.changed", lambda _: None)  # of the real vLLM in tests/integration
     for name, text in environ.items():
         monkeypatch.setenv(f"DELTASYNC_{name}", text)
     plugin = DeltaSyncEndpoints()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        args = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension", enable_prefix_caching=False)
+        app.state.registry = registry
         await plugin.init_state(engine, app.state, args)
         yield
         if plugin._task is not None:
@@ -489,3 +514,165 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
         assert driver.status()["state"] == "serving"
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: setattr(e.vllm_config.parallel_config, "enable_eplb", True), "--enable-eplb"),
+        (lambda e: setattr(e.vllm_config.load_config, "load_format", "ipc_cache"), "ipc_cache"),
+        (
+            lambda e: setattr(
+                e.vllm_config,
+                "offload_config",
+                SimpleNamespace(offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)),
+            ),
+            "prefetch offloading",
+        ),
+        (
+            lambda e: setattr(e.vllm_config, "weight_transfer_config", SimpleNamespace(backend="deltasync")),
+            "A trainer pushes versions here",
+        ),
+        (lambda e: setattr(e, "salted", False), "prefix cache would mix versions"),
+        (lambda e: delattr(e, "engine_core"), "prefix cache would mix versions"),
+        (lambda e: delattr(e, "vllm_config"), "deltasync could not start: AttributeError"),
+        (Namespace(worker_extension_cls=""), "without --worker-extension-cls"),
+        (Namespace(**vars(PLAIN), api_server_count=2), "--api-server-count 1"),
+    ],
+)
+def test_a_server_that_cannot_be_followed_with_serves_and_says_why(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    trainer.publish()
+    args = change if isinstance(change, Namespace) else PLAIN
+    if args is PLAIN:
+        change(engine)
+    with serving(engine, monkeypatch, args, CHANNEL=memory_url) as client:
+        assert client.post("/v1/completions").status_code == 200
+        status = client.get("/deltasync/status").json()
+        assert (status["state"], status["version"], status["channel"]) == ("refused", None, memory_url)
+        assert said in status["error"]
+        assert client.get("/deltasync/ready").status_code == 503
+        assert said in client.get("/deltasync/ready").json()["reason"]
+        assert client.post("/deltasync/sync").status_code == 503
+        assert value(client.app.state.registry, "deltasync_following") == 0  # type: ignore[attr-defined]
+    assert engine.events == []
+
+
+@pytest.mark.parametrize("fitting", ["copy", "uva", "explicit"])
+def test_the_variants_that_can_be_followed_with_are_not_refused(engine: Engine, fitting: str) -> None:
+    config = engine.vllm_config
+    if fitting == "copy":
+        config.load_config.load_format, config.load_config.model_loader_extra_config = "ipc_cache", {"mode": "copy"}
+    else:
+        config.offload_config = SimpleNamespace(
+            offload_backend=fitting if fitting == "uva" else "auto",
+            prefetch=SimpleNamespace(offload_group_size=2 if fitting == "uva" else 0),
+        )
+    assert compat.refusal(config, PLAIN) is None
+
+
+def test_another_version_of_vllm_is_refused_in_one_sentence() -> None:
+    assert [compat.outside(version) for version in ("0.31.0", "0.32.1+cpu", "0.33.0.dev5")] == [None] * 3
+    for version in ("0.30.2", "0.34.0", "1.0.0", "dev"):
+        assert f"not with {version}: install one of these" in (compat.outside(version) or "")
+
+
+def test_ready_means_that_a_version_is_served_that_is_new_enough(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url, READY_BEHIND="1", HTTP_TOKEN="s3cret") as client:
+        reply = client.get("/deltasync/ready")
+        assert reply.status_code == 503
+        assert "serves no version" in reply.json()["reason"]
+        trainer.publish()
+        client.post("/deltasync/sync", headers={"Authorization": "Bearer s3cret"})
+        assert (client.get("/deltasync/ready").status_code, client.get("/deltasync/ready").json()["ready"]) == (200, True)
+
+
+def test_ready_ends_where_the_server_falls_behind_or_sleeps(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
+    async def body() -> None:
+        trainer.publish()
+        async with following(engine, memory_url, registry, ready_behind=1) as driver:
+            await until(lambda: driver.not_ready is None)
+            head = driver._head
+            assert head is not None
+            for behind, ready in ((1, True), (2, False)):
+                driver._head = dataclasses.replace(head, version=head.version + behind)
+                assert (driver.not_ready is None) is ready
+            assert "2 behind version 3" in (driver.not_ready or "")
+            driver._head = head
+            driver.pauses.held = True
+            assert "does not generate now" in (driver.not_ready or "")
+            driver.pauses.held = False
+
+    asyncio.run(body())
+
+
+def test_no_request_is_answered_before_the_server_was_ready_if_asked_so(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url, WAIT_READY="1", DIGEST_ROUTE="1") as client:
+        reply = client.post("/v1/completions")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert "serves no version" in reply.json()["error"]["message"]
+        assert client.get("/deltasync/status").status_code == 200
+        trainer.publish()
+        client.post("/deltasync/sync")
+        assert client.post("/v1/completions").status_code == 200
+        with monkeypatch.context() as patch:  # once ready, it answers on
+            patch.setattr(Driver, "not_ready", "behind")
+            assert client.post("/v1/completions").status_code == 200
+
+
+def test_a_server_that_cannot_tell_whether_it_is_ready_does_not_answer(
+    engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Driver, "not_ready", property(lambda _: 1 // 0))
+    with serving(engine, monkeypatch, CHANNEL=memory_url, WAIT_READY="1") as client:
+        assert client.post("/v1/completions").status_code == 503
+
+
+@pytest.mark.parametrize("heals", ["audit", "anchor"])
+def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
+    engine: Engine,
+    trainer: Trainer,
+    memory_url: str,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    heals: str,
+) -> None:
+    async def body() -> None:
+        settings = ReplicaSettings(channel=memory_url, replica_id="unit")
+        driver = engine.driver = Driver(engine, settings, Metrics(registry))
+        while driver.version != 1:
+            await driver.look()
+        trainer.publish()
+        memory = engine.worker._deltasync_replica._memory
+        with monkeypatch.context() as patch:
+
+            def fail(staged: Any) -> Any:
+                if heals == "anchor":
+                    engine.model.w.view(torch.int16)[:2] += 7  # bits that no version has
+                raise CommitError("the weights are uncertain")
+
+            patch.setattr(memory, "commit", fail)
+            await driver.look()
+        assert "CommitError" in driver.status()["error"]
+        assert engine.events[-1] == ("pause", 1), "not resumed"
+        assert driver.not_ready is not None and driver.pauses.held
+        await driver.look()  # the audit
+        if heals == "audit":
+            assert engine.events[-1] == ("resume", 1)
+        else:
+            assert (driver.version, engine.events[-1]) == (None, ("pause", 1))
+        while driver.version != 2:
+            await driver.look()
+        assert engine.events[-1] == ("resume", 2)
+        assert torch.equal(engine.model.w, trainer.weights["w"])
+
+    trainer.publish()
+    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
+    assert value(registry, "deltasync_rollbacks_total") == 0

@@ -97,3 +97,41 @@ def test_requests_of_other_routes_do_not_wait() -> None:
         assert seen == ["/v1/completions"]
 
     asyncio.run(body())
+
+
+def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
+    def is_safe(error: BaseException) -> bool:
+        return isinstance(error, LookupError)
+
+    async def commit(pauses: Pauses, error: Exception | None = None) -> None:
+        try:
+            async with pauses.paused(False, is_safe):
+                if error is not None:
+                    raise error
+        except (ZeroDivisionError, LookupError):
+            pass
+
+    async def body() -> None:
+        engine = Engine()
+        pauses = Pauses(engine)
+        await commit(pauses, LookupError())
+        assert (engine.is_off, pauses.held) == (False, False)
+        for error in (ZeroDivisionError(), LookupError()):  # a safe failure does not say what the weights are
+            await commit(pauses, error)
+            assert (engine.is_off, pauses.held) == (True, True)
+        app = PausesOfOthers(lambda *_: engine.resume_generation(), lambda: pauses)  # type: ignore[arg-type, return-value]
+        another = asyncio.create_task(app({"type": "http", "path": "/resume"}, None, None))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        assert engine.is_off and not another.done()
+        await pauses.release()
+        assert (engine.is_off, pauses.held) == (False, False)
+        await another
+        await commit(pauses, ZeroDivisionError())
+        await commit(pauses)
+        assert (engine.is_off, pauses.held) == (False, False)
+        engine.is_off = True  # another client's pause
+        await commit(pauses, ZeroDivisionError())
+        await pauses.release()
+        assert engine.is_off
+
+    asyncio.run(body())

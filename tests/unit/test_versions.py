@@ -1,109 +1,185 @@
-"""Spans of versions over an output processor like vLLM's; tests/integration/test_vllm_versions.py has a real one."""
+"""The headers about versions over an engine client like vLLM's; tests/integration/test_vllm_versions.py has a real one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_plugin.versions import Spans, VersionsHeader
+from vllm_plugin import versions
+from vllm_plugin.versions import VersionsHeader, note_spans
+
+Span = tuple[str, int]
 
 
-class Processor:
-    """vLLM's output processor as far as spans go."""
+class Engine:
+    """vLLM's engine client as far as spans go: `generate` tells them with a request's last output."""
 
-    def __init__(self) -> None:
-        self.request_states: dict[str, Any] = {}
+    def __init__(self, *, knows: bool = True) -> None:
+        self._knows = knows
+        self.closed: list[str] = []
+        note_spans(self)
 
-    def add_request(self, request: Any, index: int = 0) -> None:
-        state = SimpleNamespace(external_req_id=request.external_req_id, request_index=index, tokens=0)
-        state.detokenizer = SimpleNamespace(num_output_tokens=lambda: state.tokens)
-        self.request_states[request.request_id] = state
+    async def generate(self, request_id: str, *choices: Sequence[Span]) -> AsyncGenerator[Any]:
+        try:
+            for last in (False, True):
+                yield SimpleNamespace(
+                    request_id=request_id, outputs=[self._output(i, c, last) for i, c in enumerate(choices)]
+                )
+        finally:
+            self.closed.append(request_id)
 
-    def process_outputs(self, outputs: dict[str, int], made_at: float, stats: None) -> None:
-        for request_id, tokens in outputs.items():
-            self.request_states[request_id].tokens += tokens
-
-    def begin(self, request_id: str, external_req_id: str, index: int = 0) -> None:
-        self.add_request(SimpleNamespace(request_id=request_id, external_req_id=external_req_id), index)
-
-    def make(self, made_at: float | None = None, **outputs: int) -> None:
-        self.process_outputs(outputs, time.monotonic() if made_at is None else made_at, None)
+    def _output(self, index: int, spans: Sequence[Span], last: bool) -> Any:
+        output = SimpleNamespace(index=index, finish_reason="stop" if last else None)
+        if self._knows:
+            starts = [sum(count for _, count in spans[:at]) for at in range(len(spans))]
+            told = [SimpleNamespace(version=v, start=s, end=s + n) for s, (v, n) in zip(starts, spans, strict=True)]
+            output.weight_versions = told if last else None
+        return output
 
 
-def reply(body: Any, live: int = 9) -> dict[str, str]:
-    """Headers of a completion that `body` makes in its context."""
-    sent: list[Message] = []
+def request(
+    body: Callable[[], Any],
+    live: int | None = 9,
+    sent: bytes = b"{}",
+    path: str = "/v1/completions",
+    **headers: str,
+) -> tuple[dict[str, str], bytes, dict[str, Any]]:
+    """A reply that `body` makes in its context: its headers and body; and the request as vLLM gets it."""
+    messages: list[Message] = []
+    got: dict[str, Any] = {}
+    parts = [sent[:5], sent[5:]]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        body()
-        await send({"type": "http.response.start", "headers": [(b"content-type", b"application/json")]})
+        data = b""
+        while True:
+            message = await receive()
+            data += message["body"]
+            if not message["more_body"]:
+                break
+        got.update(body=data, length=dict(scope["headers"]).get(b"content-length"), then=(await receive())["type"])
+        await body()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b"reply"})
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        messages.append(message)
 
     async def receive() -> Message:
-        raise AssertionError
+        if not parts:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
-    middleware = VersionsHeader(app, lambda: live)
-    asyncio.run(middleware({"type": "http", "path": "/v1/completions"}, receive, send))
-    return {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-
-
-def spans_of(body: Any) -> Any:
-    return json.loads(reply(body)["x-deltasync-spans"])
-
-
-def test_outputs_that_are_processed_after_a_commit_belong_to_the_version_that_made_them() -> None:
-    processor = Processor()
-    spans = Spans(processor)
-    spans.change(1)
-
-    def body() -> None:
-        processor.begin("a", "cmpl-0")
-        processor.make(a=3)
-        before = time.monotonic()
-        spans.change(2)
-        between = time.monotonic()
-        spans.change(3)
-        processor.begin("b", "cmpl-1")
-        processor.make(before, a=4)
-        processor.make(between, a=5)
-        processor.make(a=6, b=1)
-        processor.begin("c", "cmpl-2")
-        processor.make(c=2)
-
-    assert spans_of(body) == [[[1, 7], [2, 5], [3, 6]], [[3, 1]], [[3, 2]]]
+    raw = [(b"content-length", str(len(sent)).encode())]
+    raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(VersionsHeader(app, lambda: live)({"type": "http", "path": path, "headers": raw}, receive, send))
+    reply = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
+    return reply | {"status": str(messages[0]["status"])}, messages[1]["body"], got
 
 
-def test_choices_are_told_in_their_order() -> None:
-    processor = Processor()
-    Spans(processor).change(4)
+async def drain(outputs: AsyncGenerator[Any]) -> None:
+    async for _ in outputs:
+        pass
 
-    def body() -> None:
+
+def spans_of(body: Callable[[], Any]) -> Any:
+    return json.loads(request(body)[0]["x-deltasync-spans"])
+
+
+def test_spans_are_those_that_vllm_tells_in_the_order_of_the_choices() -> None:
+    engine = Engine()
+
+    async def body() -> None:
         for number in (10, 2, 0):
-            for index in (1, 0):
-                processor.begin(f"{number}-{index}", f"cmpl-{number}", index)
-                processor.make(**{f"{number}-{index}": 10 * number + index + 1})
+            await drain(engine.generate(f"cmpl-{number}", [("1", number + 1), ("2", 3)], [("2", 5)]))
 
-    assert [tokens for ((_, tokens),) in spans_of(body)] == [1, 2, 21, 22, 101, 102]
+    first = [[[1, 1], [2, 3]], [[2, 5]]]
+    assert spans_of(body) == [*first, [[1, 3], [2, 3]], [[2, 5]], [[1, 11], [2, 3]], [[2, 5]]]
 
 
-def test_spans_that_are_not_of_one_request_or_too_long_are_not_told() -> None:
-    processor = Processor()
-    spans = Spans(processor)
-    spans.change(1)
+def test_spans_that_are_unknown_of_several_requests_or_too_long_are_not_told() -> None:
+    async def generate(engine: Engine, request_id: str, *spans: Span) -> None:
+        await drain(engine.generate(request_id, spans))
 
-    def commits() -> None:
-        processor.begin("a", "cmpl-0")
-        for version in range(2, 1000):
-            processor.make(a=1)
-            spans.change(version)
+    plain = {"content-type": "application/json", "x-deltasync-versions": "9..9", "status": "200"}
+    unknown = Engine(knows=False)
+    assert request(lambda: generate(unknown, "cmpl-0"))[0] == plain
+    engine = Engine()
+    assert request(lambda: generate(engine, "cmpl-0-beam-1", ("1", 2)))[0] == plain
+    assert request(lambda: generate(engine, "cmpl-0", ("default", 2), ("1", 2)))[0] == plain
+    assert request(lambda: generate(engine, "cmpl-0", *((str(v), 1) for v in range(1000))))[0] == plain
+    assert request(lambda: asyncio.sleep(0))[0] == plain
 
-    assert "x-deltasync-spans" not in reply(lambda: processor.begin("b", "cmpl-0-beam-1"))
-    assert reply(commits) == {"content-type": "application/json", "x-deltasync-versions": "9..9"}
-    assert "x-deltasync-spans" not in reply(lambda: None)
+
+def test_a_request_that_ends_early_is_ended_in_vllm_too() -> None:
+    engine = Engine()
+
+    async def body() -> None:
+        outputs = engine.generate("cmpl-0", [("1", 2)])
+        await anext(outputs)
+        await outputs.aclose()
+        assert engine.closed == ["cmpl-0"]
+
+    request(body)
+    asyncio.run(drain(engine.generate("outside of a reply")))
+    assert engine.closed == ["cmpl-0", "outside of a reply"]
+
+
+def test_a_fault_in_what_is_noted_reaches_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    engine = Engine()
+    monkeypatch.setattr(versions, "_note", fail)
+    headers, data, _ = request(lambda: drain(engine.generate("cmpl-0", [("1", 2)])))
+    assert (headers["status"], data) == ("200", b"reply")
+    monkeypatch.setattr(VersionsHeader, "_add", fail)
+    headers, data, _ = request(lambda: drain(engine.generate("cmpl-0", [("1", 2)])))
+    assert (headers["status"], data) == ("200", b"reply")
+
+
+def nothing() -> Any:
+    return asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("named", "sent", "salt"),
+    [
+        ("5", b'{"prompt": "x"}', "deltasync-session:5:"),
+        ("5..7", b'{"prompt": "x", "cache_salt": null}', "deltasync-session:5:"),
+        ("12..", b'{"prompt": "x", "cache_salt": "tenant"}', "deltasync-session:12:tenant"),
+    ],
+)
+def test_a_session_is_named_in_the_salt_of_the_request(named: str, sent: bytes, salt: str) -> None:
+    _, _, got = request(nothing, sent=sent, x_deltasync_session=named)
+    assert json.loads(got["body"]) == {"prompt": "x", "cache_salt": salt}
+    assert int(got["length"]) == len(got["body"])
+    assert got["then"] == "http.disconnect"
+    assert request(nothing, live=None, sent=sent, x_deltasync_session=named)[2] == got
+
+
+@pytest.mark.parametrize("sent", [b"{", b"[1, 2]", b"", b'"text"', b"\xff\xfe", b'{"cache_salt": 5}', b"[" * 100_000])
+def test_a_body_that_cannot_name_a_session_reaches_vllm_as_it_is(sent: bytes) -> None:
+    assert request(nothing, sent=sent, x_deltasync_session="5")[2]["body"] == sent
+
+
+def test_without_the_header_the_body_is_not_touched() -> None:
+    sent = b'{ "prompt":  "x" }'
+    assert request(nothing, sent=sent)[2]["body"] == sent
+    assert request(nothing, sent=sent, path="/v1/messages", x_deltasync_session="5")[2]["body"] == sent
+
+
+@pytest.mark.parametrize("named", ["", "0", "-1", "newest", "5.5", "5..x7y", "1" * 30, "\u0665"])
+def test_a_session_that_is_no_version_is_refused(named: str) -> None:
+    headers, data, got = request(nothing, x_deltasync_session=named)
+    if named == "5..x7y":  # what follows the first version does not matter
+        assert headers["status"] == "200"
+        return
+    assert headers["status"] == "400"
+    assert "is a version of the channel" in json.loads(data)["error"]
+    assert got == {}

