@@ -48,7 +48,7 @@ def test_the_parts_belong_together(file: str) -> None:
     }
     probes = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
     assert all(probe["port"] == port["name"] for probe in probes.values())
-    assert probes["readinessProbe"]["path"] == {"replicas.yaml": "/deltasync/status", "router.yaml": "/health"}[file]
+    assert probes["readinessProbe"]["path"] == {"replicas.yaml": "/deltasync/ready", "router.yaml": "/health"}[file]
 
 
 def test_replicas_are_what_the_image_takes() -> None:
