@@ -17,6 +17,8 @@ from deltasync.errors import ModelMismatchError
 NAMES = frozenset({"W_UK_T_dcp_qrep"})
 """Attributes that are copies whatever they hold; they cannot be told by their values, because another order has them."""
 
+_HEAD = 1024  # elements that are looked at first
+
 
 @dataclasses.dataclass(frozen=True)
 class DerivedCopy:
@@ -87,13 +89,18 @@ def _is_plain(value: object) -> bool:
 def _is_copy(name: str, tensor: torch.Tensor, by_size: dict[tuple[int, torch.device], list[torch.Tensor]]) -> bool:
     if name in NAMES:
         return True
-    # One element, or many of one value, are scales and the like; those cannot be told apart from weights by their values.
-    if tensor.numel() < 2 or bool((tensor == tensor.reshape(-1)[0]).all()):
+    sources = by_size.get((tensor.numel(), tensor.device), ())
+    if not sources or tensor.numel() < 2:  # most are neither, and a cache of keys and values is too large to be looked at
         return False
     flat = tensor.detach().reshape(-1)
-    return any(
-        torch.equal(flat.to(source.dtype), source.reshape(-1)) for source in by_size.get((tensor.numel(), tensor.device), ())
-    )
+    if bool((flat[:_HEAD] == flat[0]).all()):
+        return False  # many of one value are scales and the like, and cannot be told from weights by their values
+    alike = (source.reshape(-1) for source in sources)
+    return any(_equal(flat[:_HEAD], source[:_HEAD]) and _equal(flat, source) for source in alike)
+
+
+def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
+    return torch.equal(copy.to(source.dtype), source)
 
 
 def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:

@@ -119,7 +119,7 @@ class HostStaging:
         if not self._copies:
             return swaps, [], []
         largest_bytes = max(live.nbytes for _, pieces in self._copies for live, _ in pieces)
-        room = torch.empty((2, largest_bytes), dtype=torch.uint8)
+        room = torch.empty((2, -(-largest_bytes // 8) * 8), dtype=torch.uint8)  # elements of any width begin in it
         copies = [Copy(target.name, target.number, pieces, room) for target, pieces in self._copies]
         return swaps, copies, [HostReadout([target for target, _ in self._copies])]
 

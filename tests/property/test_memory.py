@@ -255,6 +255,18 @@ def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None
         memory.stage([(Patch("x", np.array([0]), np.array([1], np.uint16), absolute=True), 0)])
 
 
+def test_full_weights_of_several_widths_are_copied_together() -> None:
+    specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "uint8"), ("b", "bfloat16"), ("c", "float64"))}
+    for names in (["a", "b"], ["a", "c"], ["b", "a"], ["a", "b", "c"]):
+        memory, tensors = LiveMemory.on_host({name: specs[name] for name in names})
+        memory.audit()
+        patches = [(Patch(name, None, np.ones(3, specs[name].bits_dtype), absolute=True), 0) for name in names]
+        report = memory.commit(memory.stage(patches))
+        assert all(int_view(tensor).tolist() == [1, 1, 1] for tensor in tensors.values())
+        memory.rollback(report, {})
+        assert not any(int_view(tensor).any() for tensor in tensors.values())
+
+
 class _Failure(RuntimeError):
     pass
 
