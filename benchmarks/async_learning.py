@@ -21,7 +21,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -56,8 +55,10 @@ def main() -> None:
 def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
     """Rewards of each step, of each run, of each arm."""
     from deltasync.demo.model import build_checkpoint
+    from deltasync.demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
 
+    interrupt_on_sigterm()
     cores = sorted(os.sched_getaffinity(0))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
     rewards: dict[str, list[list[float]]] = {}
@@ -72,11 +73,12 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
                 print(f"{arm}, seed {seed} ...", file=sys.stderr, flush=True)
                 metrics = folder / f"metrics-{seed}.jsonl"
                 metrics.unlink(missing_ok=True)
-                command = ["taskset", "-c", str(cores[0]), sys.executable, "-m", "benchmarks.async_learning"]
+                command = [sys.executable, "-m", "benchmarks.async_learning"]
                 command += ["--out", str(folder), "--steps", str(steps), "--seed", str(seed)]
                 command += ["--arm", arm, "--server-url", server.url]
-                with (folder / f"trainer-{seed}.log").open("w") as log:
-                    subprocess.run(command, env=environ, stdout=log, stderr=log, check=True)
+                with Child("The training", command, environ, folder / f"trainer-{seed}.log", cores[:1]) as child:
+                    child.wait()
+                    child.check()
                 rewards[arm].append([json.loads(line)["reward"] for line in metrics.read_text().splitlines()])
     (out / "async_learning.json").write_text(json.dumps(rewards, indent=2) + "\n")
     plot(rewards)
@@ -93,10 +95,9 @@ def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> Non
     command += ["--metrics", str(folder / f"metrics-{seed}.jsonl"), "--published", os.devnull, "--seed", str(seed)]
     arguments = train.parse_args(command)
     if arm == "dense":
-        train.build_trainer(arguments, DenseTransfer(folder / "dense", server_url), []).train()
+        train.build_trainer(arguments, [], DenseTransfer(folder / "dense", server_url)).train()
     else:
-        sync = DeltaSyncCallback(channel, ack="all", resume=True)
-        train.build_trainer(arguments, sync.weight_transfer, [sync]).train()
+        train.build_trainer(arguments, [DeltaSyncCallback(channel, ack="all", resume=True)]).train()
 
 
 class DenseTransfer:

@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -57,8 +56,10 @@ def main() -> None:
 def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
     """One server, one process per arm."""
     from deltasync.demo.model import build_checkpoint
+    from deltasync.demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
 
+    interrupt_on_sigterm()
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
         build_checkpoint(out / "model", seed=0)
@@ -68,10 +69,10 @@ def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
             print(f"{arm} ...", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "benchmarks.learning", "--out", str(out), "--steps", str(steps)]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
-            with (out / f"{arm}.log").open("w") as log:
-                subprocess.run(
-                    [*command, "--arm", arm, "--server-url", server.url], env=environ, stdout=log, stderr=log, check=True
-                )
+            command += ["--arm", arm, "--server-url", server.url]
+            with Child("The training", command, environ, out / f"{arm}.log") as child:
+                child.wait()
+                child.check()
             results[arm] = json.loads((out / f"{arm}.json").read_text())
     (out / "learning.json").write_text(json.dumps(results, indent=2) + "\n")
     plot(results)

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from deltasync import Replica
 from deltasync.bits import bits_of
 from deltasync.demo import model as demo_model
+from deltasync.demo.processes import Child, interrupt_on_sigterm
 from tests.http_faults import FaultProxy, status
 from tests.servers.s3 import KEYS, MotoServer
 from trl_callback import DeltaSyncCallback, gather
@@ -45,6 +45,7 @@ def main() -> None:
     if arguments.channel is not None:
         train(arguments.channel, arguments.steps_file, arguments.seconds)
         return
+    interrupt_on_sigterm()
     os.environ.update(KEYS)
     with contextlib.closing(MotoServer()) as server, FaultProxy(server.endpoint) as proxy:
         calm = run(server, proxy, arguments.seconds, outage=False)
@@ -70,16 +71,16 @@ def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) 
         steps_file = Path(folder) / "steps.jsonl"
         command = [sys.executable, "-m", "benchmarks.outage", "--channel", url, "--seconds", str(seconds)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1"}
-        child = subprocess.Popen([*command, "--steps-file", str(steps_file)], env=environ, stdout=subprocess.DEVNULL)
-        while not steps_file.exists():
-            time.sleep(0.1)
-        time.sleep(seconds / 4)
-        if outage:
-            proxy.strike(status(503), times=1 << 30)
-        time.sleep(seconds / 2)
-        proxy.heal()
-        if child.wait():
-            sys.exit(f"The training ended with exit code {child.returncode}.")
+        command += ["--steps-file", str(steps_file)]
+        with Child("The training", command, environ, Path(folder) / "log") as child:
+            child.wait_until(steps_file.exists, 600, "to begin")
+            time.sleep(seconds / 4)
+            if outage:
+                proxy.strike(status(503), times=1 << 30)
+            time.sleep(seconds / 2)
+            proxy.heal()
+            child.wait()
+            child.check()
         lines = [json.loads(line) for line in steps_file.read_text().splitlines()]
     steps, history = lines[:-1], lines[-1]["history"]
     began = steps[0]["time_s"]

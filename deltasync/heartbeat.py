@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,9 @@ from deltasync.stores.base import Store
 LIVE_S = 60.0
 """A replica whose heartbeat is older than this no longer counts as live."""
 
+STOPPED = "stopped"
+"""State of the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
+
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
@@ -51,7 +54,7 @@ class Heartbeat:
         replica_id: Its name.
         run_id: The run it follows, None before it knows.
         version: Version it serves, None before the first.
-        state: `waiting`, `staging`, `committing`, `serving`, `sleeping` or `failed`.
+        state: `waiting`, `staging`, `committing`, `serving`, `sleeping`, `failed` or `stopped`.
         head_version: Newest version it has seen.
         error: What is wrong, None if nothing is.
         time_s: Seconds since the epoch, by the replica's clock.
@@ -88,6 +91,21 @@ def ask(urls: Sequence[str], run_id: str) -> list[Heartbeat]:
     Sends `DELTASYNC_HTTP_TOKEN` if it is set.
     """
     return _each(urls, lambda url: _ask_one(url, run_id))
+
+
+def ask_status(url: str) -> dict[str, Any] | None:
+    """A server's status as it tells it to who has `DELTASYNC_HTTP_TOKEN`, without its commits.
+
+    Empty if it has none for us; None if it does not answer, or is not up.
+    """
+    answer, _, code = _call(f"{url}/deltasync/status?commits=0")
+    if code is None or code >= 500:
+        return None
+    try:
+        status: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
+    except UNREADABLE_JSON:
+        return {}
+    return status
 
 
 def wake(urls: Sequence[str], version: int) -> None:
@@ -157,12 +175,12 @@ def wait_for(
 
 
 def is_live(heartbeat: Heartbeat) -> bool:
-    """Whether it is recent, by our clock; a replica whose clock is ahead is taken as live."""
-    return _age_s(heartbeat) < LIVE_S
+    """Whether it is recent, by our clock, and not the last one; a replica whose clock is ahead is taken as live."""
+    return heartbeat.state != STOPPED and _age_s(heartbeat) < LIVE_S
 
 
 def _serves(heartbeat: Heartbeat, version: int) -> bool:
-    return heartbeat.state != "failed" and heartbeat.version is not None and heartbeat.version >= version
+    return heartbeat.state not in ("failed", STOPPED) and heartbeat.version is not None and heartbeat.version >= version
 
 
 def _age_s(heartbeat: Heartbeat) -> float:
@@ -189,7 +207,9 @@ def _explain(
     if needed is not None and serving:
         names = ", ".join(beat.replica_id for beat in serving)
         return f"{published} {len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live."
-    ages = ", ".join(f"{beat.replica_id} ({_age_s(beat):.0f} s ago)" for beat in heartbeats)
+    ages = ", ".join(
+        f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago)" for beat in heartbeats
+    )
     return f"{published} no replica is live. Last heard of: {ages}. Restart them, or set their clocks right."
 
 
@@ -210,7 +230,7 @@ class _Status(msgspec.Struct):
 
 
 def _ask_one(url: str, run_id: str) -> Heartbeat:
-    answer, error = _call(f"{url}/deltasync/status?commits=0")
+    answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
     if error is None:
         return heartbeat_of(url, answer, run_id)
     return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
@@ -229,20 +249,23 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
         found = None
     elif found is not None and found != run_id:
         version, error = None, f"it follows run {found} of {status.channel}"
-    return Heartbeat(replica_id=url, run_id=found, version=version, state=status.state, error=error)
+    state = status.state
+    if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
+        version, state, error = None, "unreachable", f"{url} is stopping"
+    return Heartbeat(replica_id=url, run_id=found, version=version, state=state, error=error)
 
 
-def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None]:
-    """What a GET, or with a body a POST, returns; or what went wrong."""
+def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:
+    """What a GET, or with a body a POST, returns; what went wrong; the HTTP status of the answer, if there was one."""
     token = ReplicaSettings.from_env().http_token
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
-            return reply.read(_MOST_BYTES), None
+            return reply.read(_MOST_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
-        return b"", f"{url} answered {error.code}"
+        return b"", f"{url} answered {error.code}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return b"", f"{url} does not answer: {error}"
+        return b"", f"{url} does not answer: {error}", None
 
 
 def _each(urls: Sequence[str], action: Callable[[str], _Result]) -> list[_Result]:

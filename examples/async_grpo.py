@@ -1,6 +1,6 @@
 r"""AsyncGRPO: the rollout worker keeps the server busy while the trainer trains, and new weights arrive between two tokens.
 
-    deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve Qwen/Qwen3-0.6B --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
     python examples/async_grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
 
 Without a GPU, with vLLM for CPU:
@@ -50,14 +50,12 @@ def main() -> None:
     script, training, channel = parser.parse_args_and_config()
     if training.use_cpu:
         trl_on_cpu.prepare()  # TRL supposes a GPU in two places
-    sync = DeltaSyncCallback(channel)
     trainer = AsyncGRPOTrainer(
         model=script.model,
         reward_funcs=task.counting_reward,
         args=training,
         train_dataset=task.prompt_dataset(training.seed),
-        weight_transfer=sync.weight_transfer,
-        callbacks=[sync],
+        callbacks=[DeltaSyncCallback(channel)],
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 

@@ -1,6 +1,6 @@
 r"""GRPO on a vLLM server that follows the trainer through a channel: no NCCL, no CUDA needed.
 
-    deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve Qwen/Qwen3-0.6B --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
     python examples/grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
 
 Without a GPU, with vLLM for CPU:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from numba.core.registry import cpu_target
@@ -18,6 +22,18 @@ for _context in (cpu_target.target_context, cpu_target.typing_context):
     _context.refresh()
 # Whenever it starts a process, multiprocessing asks all others how they ended, and whoever asks second hears 255.
 _asking = threading.Lock()
+
+
+def end_with_parent() -> None:
+    """Let this process of `PROCESSES` end once the one that started it has, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def in_a_process(function: Callable[..., None], *args: Any) -> tuple[int | None, Any]:
@@ -39,3 +55,21 @@ def in_a_process(function: Callable[..., None], *args: Any) -> tuple[int | None,
         with _asking:
             child.join(0)
             return child.exitcode, sent
+
+
+def living(pids: list[int]) -> list[int]:
+    """Those that have not ended; a zombie has."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z":
+                found.append(pid)
+    return found
+
+
+def wait_for_end(pids: list[int], timeout_s: float = 60.0) -> None:
+    """Until none of them is living."""
+    deadline = time.monotonic() + timeout_s
+    while left := living(pids):
+        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        time.sleep(0.02)

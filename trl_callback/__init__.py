@@ -1,8 +1,7 @@
 """deltasync for TRL and transformers: publish the weights of a trainer to a channel.
 
-sync = DeltaSyncCallback("file:///data/run")
-trainer = AsyncGRPOTrainer(..., weight_transfer=sync.weight_transfer, callbacks=[sync])    # instead of NCCL
-trainer = Trainer(..., callbacks=[sync])                                                   # any other trainer
+trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])    # or GRPOTrainer: instead of NCCL
+trainer = Trainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])             # any other trainer
 """
 
 from trl_callback.callback import DeltaSyncCallback

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltasync.errors import ConfigError
-from trl_callback import compat, gather
+from trl_callback import compat, gather, logprobs
 from trl_callback.client import client_class
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
@@ -27,12 +27,16 @@ checkpoint from before the callback was added cannot be resumed and saved, and r
 class DeltaSyncCallback(TrainerCallback):
     """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that changed.
 
-    With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`), it takes the
-    place of the transfer by NCCL: when TRL pushes weights to the server, they are published, and training goes on once the
-    replicas serve them. Neither side needs CUDA, and the trainer needs no vLLM.
+    With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer` it takes the place of the transfer by NCCL: TRL decides when
+    weights are synced, and counts a version only when replicas serve it.
 
-    With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, pass [`~DeltaSyncCallback.weight_transfer`] as well: TRL
-    then decides when weights are synced, and counts a version only when replicas serve it.
+    With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`) it does so too:
+    when TRL pushes weights to the server, they are published, and training goes on once the replicas serve them. Neither
+    side needs CUDA, and the trainer needs no vLLM.
+
+    It must be among the `callbacks` of the trainer's constructor, which builds the transfer. A trainer that would sync its
+    weights in another way is refused before it trains. So is one that compares the server's log probabilities with its own,
+    where the server does not tell that they are those of the tokens' distribution.
 
     With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
     ones. It waits for no replica, and for the uploads at the end of training only: while an upload lasts, newer weights
@@ -55,10 +59,9 @@ class DeltaSyncCallback(TrainerCallback):
 
     Example:
     ```python
-    >>> trainer = GRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
+    >>> trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
 
-    >>> sync = DeltaSyncCallback("s3://bucket/run")
-    >>> trainer = AsyncGRPOTrainer(..., weight_transfer=sync.weight_transfer, callbacks=[sync])
+    >>> trainer = GRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
 
     >>> trainer = SFTTrainer(..., callbacks=[DeltaSyncCallback("file:///data/run", publish_steps=10)])
     ```
@@ -73,24 +76,18 @@ class DeltaSyncCallback(TrainerCallback):
         else:
             self.config = DeltaSyncConfig(channel, **settings)
         self._transfer = DeltaWeightTransfer(self.config)
-        self._publishes = True  # at the end of steps; otherwise TRL asks for it
+        self._publishes = True  # at the end of steps; otherwise TRL asks for it, which the trainer decides when it starts
         self._on_policy = False
-        self._restore_client: Callable[[], None] | None = None
+        self._restore: Callable[[], None] | None = None
         self._first = _First(self)
         self._leads = False
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
-        """The `weight_transfer` of TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer`. Once accessed, the callback
-        publishes nothing by itself.
+        """What TRL syncs the weights of `AsyncGRPOTrainer` and `AsyncDistillationTrainer` by.
 
-        Raises:
-            ConfigError: the installed TRL has no place for it, or the adapter alone is to be published.
+        The callback alone is enough. To say it, pass `weight_transfer=sync.weight_transfer` beside `callbacks=[sync]`.
         """
-        self._check_merged()
-        if self._publishes:
-            compat.check_async_grpo()
-            self._publishes = False
         return self._transfer
 
     @property
@@ -107,11 +104,14 @@ class DeltaSyncCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Refuse at once a model that cannot be published; take the place of the client of a vLLM server."""
+        """Refuse at once a model that cannot be published; take the place of what TRL sends weights to a vLLM server by."""
         if compat.generates_on_server(args):
             self._transfer.bind(model, processing_class)  # it may generate before it trains, to evaluate
-            self._take_over()
-        elif self._publishes:
+            self._take_over(args, model)
+        elif compat.streams_weights(args):
+            self._check_merged()
+            self._restore = compat.replace_transfer(self._transfer)
+        else:
             gather.check_publishable(model, self.config.adapter_only)
 
     def on_train_begin(
@@ -129,13 +129,7 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.step = state.global_step
         transfer.bind(model, processing_class)
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
-        if self._restore_client is not None:
-            self._restore_client()
-        if self._on_policy and state.is_world_process_zero and transfer.server_url is None:
-            raise ConfigError(
-                "This trainer has a client of its own for its vLLM server, which DeltaSyncCallback cannot replace. Use "
-                "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
-            )
+        self._check_taken_over(args, state, model)
         if self._trl_gathers(model):
             return  # and opens the channel
         gather.check_publishable(model, self.config.adapter_only)
@@ -212,16 +206,45 @@ class DeltaSyncCallback(TrainerCallback):
                 "Leave adapter_only out."
             )
 
-    def _take_over(self) -> None:
+    def _take_over(self, args: TrainingArguments, model: Any) -> None:
+        """Let TRL's client of a vLLM server publish the weights."""
         self._check_merged()
         if self.config.ack == "none":
             raise ConfigError(
                 'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '
                 "Use AsyncGRPOTrainer, which generates with older weights meanwhile."
             )
-        self._publishes, self._on_policy = False, True
+        self._on_policy = True
         self._transfer.ack = "all" if self.config.ack is None else self.config.ack
-        self._restore_client = compat.replace_client(functools.partial(client_class, self._transfer))
+        check: Callable[[str], object] | None = None
+        if compat.compares_logprobs(args):
+            check = functools.partial(logprobs.check, args, model, wait_s=args.vllm_server_timeout)
+        self._restore = compat.replace_client(functools.partial(client_class, self._transfer, check))
+
+    def _check_taken_over(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Find out who publishes, and see to it that TRL sends the weights nowhere else."""
+        transfer = self._transfer
+        if self._restore is not None:
+            self._restore()
+        on_server, streams = compat.generates_on_server(args), compat.streams_weights(args)
+        self._publishes = not (on_server or streams)
+        if on_server and not self._on_policy:
+            raise ConfigError(
+                "This trainer was made without DeltaSyncCallback, and pushes its weights to its vLLM server by itself: give "
+                "the callback to its constructor, callbacks=[DeltaSyncCallback(url)]."
+            )
+        if on_server and state.is_world_process_zero and transfer.server_url is None:
+            raise ConfigError(
+                "This trainer has a client of its own for its vLLM server, which DeltaSyncCallback cannot replace. Use "
+                "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
+            )
+        if streams:
+            self._check_merged()
+            compat.check_transfer(transfer, state.is_world_process_zero)
+            url = compat.rollout_server(args) if compat.compares_logprobs(args) else None
+            if url is not None and not logprobs.check(args, model, url):
+                # The server may start later, or answer once it has weights.
+                transfer.check_server = functools.partial(logprobs.check, args, model, url, args.vllm_server_timeout)
 
     def _trl_gathers(self, model: Any) -> bool:
         """Whether weights are to be had from TRL only: it merges adapters into shards."""

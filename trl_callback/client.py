@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from trl_callback.weight_transfer import DeltaWeightTransfer
 
 
-def client_class(transfer: DeltaWeightTransfer, base: type) -> type:
+def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] | None, base: type) -> type:
     """Make the subclass of TRL's `VLLMClient` that publishes the weights by `transfer`.
 
     Trainer and server form no process group and need no CUDA. An update returns once the replicas serve the version, as
@@ -18,6 +18,7 @@ def client_class(transfer: DeltaWeightTransfer, base: type) -> type:
 
     Args:
         transfer: Takes the weights. Told the server's URL, and that it has a client.
+        check: Called with the server's URL once it is up; raises if the trainer cannot use its log probabilities.
         base: TRL's `VLLMClient`.
     """
 
@@ -27,6 +28,8 @@ def client_class(transfer: DeltaWeightTransfer, base: type) -> type:
         def init_communicator(self, device: Any = 0) -> None:
             """No process group."""
             transfer.server_url = self.base_url
+            if check is not None:
+                check(self.base_url)
 
         def close_communicator(self) -> None:
             """No process group."""
@@ -43,11 +46,7 @@ def client_class(transfer: DeltaWeightTransfer, base: type) -> type:
             """A replica looks after its caches when it commits a version."""
 
         def get_server_info(self) -> dict[str, Any]:
-            """What the server tells of itself; without its development routes, what `deltasync serve` sets."""
-            try:
-                info: dict[str, Any] = super().get_server_info()
-            except RuntimeError:
-                return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-            return info
+            """All that TRL asks for: log probabilities are processed, or as good as that once `check` has returned."""
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     return DeltaSyncClient

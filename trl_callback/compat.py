@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -16,33 +17,113 @@ WITH_WEIGHT_TRANSFER = "1.9 to 1.16"
 WITH_SERVER_CLIENT = "1.11 to 1.16"
 
 
-def check_async_grpo() -> None:
-    """Find out whether the installed TRL lets `AsyncGRPOTrainer` take a `weight_transfer`.
-
-    By its signature and not by TRL's version, because experimental trainers change between versions. Where
-    `AsyncDistillationTrainer` exists, from TRL 1.11 on, it takes the same object.
-
-    Raises:
-        ConfigError: TRL is missing, or its `AsyncGRPOTrainer` does not take one.
-    """
-    try:
-        import trl
-        from trl.experimental.async_grpo import AsyncGRPOTrainer
-    except ImportError as error:
-        raise ConfigError(
-            f"AsyncGRPOTrainer cannot be imported ({error}). Install TRL {WITH_WEIGHT_TRANSFER}: "
-            "pip install 'deltasync[trl]'."
-        ) from error
-    if "weight_transfer" not in inspect.signature(AsyncGRPOTrainer.__init__).parameters:
-        raise ConfigError(
-            f"AsyncGRPOTrainer of TRL {trl.__version__} takes no weight_transfer. Install TRL {WITH_WEIGHT_TRANSFER}, or "
-            "use DeltaSyncCallback without weight_transfer, which publishes after each step of any trainer."
-        )
-
-
 def generates_on_server(args: Any) -> bool:
     """Whether a trainer with these arguments pushes its weights to a vLLM server, as GRPO and RLOO may."""
     return bool(getattr(args, "use_vllm", False)) and getattr(args, "vllm_mode", None) == "server"
+
+
+def streams_weights(args: Any) -> bool:
+    """Whether the trainer whose event is being handled syncs its weights by a `weight_transfer`, in any process.
+
+    AsyncGRPO and AsyncDistillation do, which their arguments tell before the transfer is built; others may.
+    """
+    from transformers import Trainer
+
+    of_trl = any(_is_trl(base) and base.__name__.startswith("Async") for base in type(args).__mro__)
+    return of_trl or hasattr(_caller(Trainer), "weight_transfer")
+
+
+def compares_logprobs(args: Any) -> bool:
+    """Whether a trainer with these arguments compares the server's log probabilities with its own.
+
+    AsyncGRPO always does, and GRPO unless told not to. RLOO and AsyncDistillation use none of the server's.
+    """
+    if any(_is_trl(base) and base.__name__ == "AsyncGRPOConfig" for base in type(args).__mro__):
+        return True
+    return bool(getattr(args, "vllm_importance_sampling_correction", False))
+
+
+def replace_transfer(transfer: Any) -> Callable[[], None]:
+    """Have the trainer whose constructor is running sync its weights by `transfer`; call it from `on_init_end`.
+
+    All processes call it. Where the constructor was given no `weight_transfer`, TRL builds a `WeightTransferClient` between
+    `on_init_end` and the end of the constructor. For a PEFT model it asks the server before whether to send the adapter
+    alone; the answer is no, as if a `weight_transfer` had been given.
+
+    Args:
+        transfer: Has the methods of TRL's `WeightTransferProtocol`.
+
+    Returns:
+        What undoes it, where TRL built none.
+
+    Raises:
+        ConfigError: this trainer has no transfer that could be replaced.
+    """
+    import trl
+    from transformers import Trainer
+
+    trainer: Any = _caller(Trainer)
+    module: Any = _module_with_transfer(trainer)
+    if not hasattr(module, "WeightTransferClient"):
+        raise ConfigError(
+            f"{type(trainer).__name__} of TRL {trl.__version__} has no weight transfer that DeltaSyncCallback could "
+            f"take the place of. Install TRL {WITH_WEIGHT_TRANSFER}."
+        )
+    original = inspect.unwrap(module.WeightTransferClient)  # a constructor before may have failed
+
+    def restore() -> None:
+        module.WeightTransferClient = original
+
+    @functools.wraps(original, updated=())
+    def transfer_once(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return transfer if _caller(Trainer) is trainer else original(*args, **kwargs)
+
+    module.WeightTransferClient = transfer_once
+    trainer._init_lora_sync = lambda model: False
+    return restore
+
+
+def _module_with_transfer(trainer: Any) -> Any:
+    """The module of TRL whose trainer takes a `weight_transfer`, None if there is none."""
+    for base in type(trainer).__mro__:
+        if _is_trl(base) and "weight_transfer" in inspect.signature(vars(base).get("__init__", lambda: None)).parameters:
+            return sys.modules[base.__module__]
+    return None
+
+
+def check_transfer(transfer: Any, is_main: bool) -> None:
+    """Check that the trainer whose event is being handled syncs its weights by `transfer` and nothing else.
+
+    Raises:
+        ConfigError: it does not, as the callback or another transfer came later.
+    """
+    from transformers import Trainer
+
+    trainer: Any = _caller(Trainer)
+    found = getattr(trainer, "weight_transfer", None)
+    sends_adapter = getattr(trainer, "_lora_sync", False)
+    if sends_adapter or found is not (transfer if is_main else None):
+        other = "adapters that the server loads" if sends_adapter else type(found).__name__
+        raise ConfigError(
+            f"{type(trainer).__name__} syncs its weights by {other} instead of the channel: give the callback to the "
+            "trainer's constructor, callbacks=[DeltaSyncCallback(url)], and no other weight_transfer."
+        )
+
+
+def rollout_server(args: Any) -> str | None:
+    """URL of the server that the trainer whose event is being handled has its rollout worker ask.
+
+    None in other processes than the main one, and if the worker is not TRL's.
+    """
+    from transformers import Trainer
+
+    worker = getattr(_caller(Trainer), "rollout_worker", None)
+    return args.vllm_server_base_url if any(map(_is_trl, type(worker).__mro__)) else None
+
+
+def _is_trl(kind: type) -> bool:
+    return kind.__module__.startswith("trl.")
 
 
 def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class DeltaWeightTransfer:
         ack (`str`): As in the config, decided.
         server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
         run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
+        check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
     """
 
     def __init__(self, config: DeltaSyncConfig) -> None:
@@ -59,6 +60,7 @@ class DeltaWeightTransfer:
         self.ack = "any" if config.ack is None else config.ack
         self.server_url: str | None = None
         self.run_id: str | None = None
+        self.check_server: Callable[[], object] | None = None
         self._store = PatientStore(open_store(config.channel))
         self._backlog = Backlog(self._store)
         self._fleet = Fleet(self._store, config.replicas or ())
@@ -176,9 +178,13 @@ class DeltaWeightTransfer:
             PublishError: the version did not become visible.
             TimeoutError: it is still being uploaded after `config.ack_timeout_s`.
             AckTimeoutError: it is published, but replicas lag; names them.
+            ConfigError: the server that answers cannot be trained with.
         """
         if self._receipt is not None:
             self.record(ack_s=None if self.ack == "none" else self._wait())
+        check, self.check_server = self.check_server, None
+        if check is not None:
+            check()
 
     def _wait(self) -> float:
         """Wait until what was published last is stored and served; the seconds that took."""

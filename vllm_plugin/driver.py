@@ -38,6 +38,8 @@ logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose
 HISTORY = 4096
 """Commits that are remembered."""
 
+_STOP_S = 5.0  # that the last heartbeat may keep a server that ends
+
 _UNDONE = ("FingerprintMismatchError", "StageError", "SleepingError")
 """Errors of a commit that say that it did not begin, or that the old bits are back."""
 
@@ -167,6 +169,13 @@ class Driver:
                     await asyncio.wait_for(
                         wake.wait(), poll.delay_s(self._version != before, self._state in ("serving", "waiting"))
                     )
+
+    async def stop(self) -> None:
+        """Tell the channel that this server has ended in order. Call when `run` has ended."""
+        self._state, self._error = heartbeat.STOPPED, None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await self._write_heartbeat()
 
     async def look(self, version: int | None = None) -> None:
         """Go one step towards a version, head's by default, and report what came of it."""

@@ -15,13 +15,15 @@ follow with this vLLM, or with its options, the routes are there and say why.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.resources
 import logging
 import time
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltasync.config import ReplicaSettings
@@ -116,11 +118,22 @@ class DeltaSyncEndpoints:
         async def failed(request: Request, error: DeltaSyncError) -> Response:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
 
+        app.include_router(APIRouter(lifespan=self._lifespan))
         app.add_middleware(PausesOfOthers, pauses=lambda: None if self._driver is None else self._driver.pauses)
         if self._settings.adapter is None:  # a reply names the version of an adapter as its model
             app.add_middleware(VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version)
         if self._settings.wait_ready:
             app.add_middleware(WaitReady, not_ready=self._not_ready)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """End following before vLLM ends its engine, which would look like a fault."""
+        yield
+        if self._driver is not None and self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            await self._driver.stop()
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the driver, or learn why not; vLLM serves in any case."""

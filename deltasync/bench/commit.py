@@ -155,7 +155,7 @@ def _commit(folder: Path, versions: Versions) -> dict[str, Any]:
     command = [sys.executable, "-m", "deltasync.bench.commit_engine", str(request), str(result)]
     env = commit_server.environ(VLLM_ENABLE_V1_MULTIPROCESSING="0", DELTASYNC_CHANNEL=versions.channel)
     with Child("vLLM", command, env, folder / "engine.log") as child:
-        child.wait_until(lambda: not child.running(), _ENGINE_S, "for the commits")
+        child.wait(_ENGINE_S, "for the commits")
         child.check()
     found: dict[str, Any] = json.loads(result.read_text())
     return found

@@ -149,7 +149,9 @@ def commit_command(
     minutes. Nothing else should run on the machine.
     """
     from deltasync.bench import commit
+    from deltasync.demo.processes import interrupt_on_sigterm
 
+    interrupt_on_sigterm()
     settings = commit.CommitSettings(
         size=size, changed_fraction=changed_fraction, commits=commits, window_s=window_s, pairs=pairs, device=device
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -36,6 +35,7 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, 
     model plays against a Wordle server, one more process, and learns to follow what that answers.
     """
     from deltasync.demo import report
+    from deltasync.demo.processes import interrupt_on_sigterm
     from deltasync.demo.run import DemoSettings, run
 
     began_s = time.monotonic()
@@ -43,8 +43,7 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, 
     def say(text: str) -> None:
         click.echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
 
-    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with SIGINT ignored
-        signal.signal(ending, signal.default_int_handler)
+    interrupt_on_sigterm()
     summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec, task=task), say)
     if as_json:
         click.echo(json.dumps(summary, indent=2))

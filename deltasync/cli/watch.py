@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 12
 _BARS = "▁▂▃▄▅▆▇█"
-_COLOURS = {"serving": "green", "failed": "red"}
+_COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 
 
 @click.command("watch")
@@ -197,7 +197,7 @@ def _replicas(found: Snapshot) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("error", overflow="fold")
     for row in found.replicas:
-        state = row.state if row.live else "silent"
+        state = row.state if row.live or row.state == "stopped" else "silent"
         table.add_row(
             Text(row.replica_id),
             Text(state, _COLOURS.get(state, "yellow")),

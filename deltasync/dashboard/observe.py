@@ -71,7 +71,7 @@ class ReplicaRow:
 
     Attributes:
         state: As it says.
-        live: Whether the heartbeat is recent.
+        live: Whether the heartbeat is recent, and not the one of a replica that stopped.
         behind: Versions between the one it serves and head, None if it serves none.
         lag_s: Since the first version that it does not serve was encoded, 0 at head; None if it is not live.
         age_s: Of the heartbeat.

@@ -1,4 +1,4 @@
-"""Child processes that never outlive the demo, and tell in one sentence why they ended."""
+"""Child processes that outlive neither the `with` block nor this process, and tell in one sentence why they ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,9 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from deltasync.demo import supervisor
 from deltasync.errors import DeltaSyncError
-
-_STOP_S = 15.0
 
 
 def get_json(url: str) -> Any:
@@ -33,47 +33,74 @@ def get_json(url: str) -> Any:
         return None
 
 
+def interrupt_on_sigterm() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: `with` blocks end, and temporary folders go.
+
+    Ctrl-C does so too if a shell started this process with SIGINT ignored.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
 class Child:
-    """One child process in a session of its own, its output in a file; ended with the `with` block, however that ends.
+    """One child process in a session of its own.
+
+    It and all that it started end with the `with` block, and with this process, however that ends, SIGKILL included: between
+    the two is a process that sees to it, `deltasync.demo.supervisor`. What a child leaves behind when it ends by itself is
+    ended too. Elsewhere than on Linux that is only what stays in its process group.
 
     Args:
         name: For messages, as the start of a sentence.
         command: Program and arguments.
         env: Its whole environment.
-        log: File for stdout and stderr.
+        log: File for stdout and stderr; None leaves them where those of this process go.
         cores: The CPU cores that it and its children may use; None leaves them all.
+        stop_s: How long after SIGTERM it has to end, and then its children, before they get SIGKILL.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, cores: Collection[int] | None = None
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        env: Mapping[str, str],
+        log: Path | None,
+        cores: Collection[int] | None = None,
+        *,
+        stop_s: float = 15.0,
     ) -> None:
         self._name = name
         self._command = command
         self._env = env
         self._log = log
         self._cores = cores
+        self._stop_s = stop_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        with self._log.open("wb") as log:
+        request = {
+            "parent": os.getpid(),
+            "command": [os.fspath(word) for word in self._command],
+            "env": dict(self._env),
+            "cores": None if self._cores is None else list(self._cores),
+            "stop_s": self._stop_s,
+        }
+        with open(os.devnull if self._log is None else self._log, "wb") as log:
+            output = None if self._log is None else log
             self._process = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-IS", supervisor.__file__],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
-        if self._cores is not None:
-            os.sched_setaffinity(self._process.pid, self._cores)
+        assert self._process.stdin is not None
+        with self._process.stdin as file:
+            file.write(json.dumps(request).encode())
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        # The whole group: vLLM and TRL have children of their own.
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, signal_number)
-            except ProcessLookupError:
-                break
-            deadline = time.monotonic() + _STOP_S
-            while _group_alive(self._process) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        self._process.terminate()
         self._process.wait()
 
     def running(self) -> bool:
@@ -81,11 +108,29 @@ class Child:
         assert self._process is not None
         return self._process.poll() is None
 
+    def wait(self, timeout_s: float | None = None, what: str = "to end") -> int:
+        """Wait for its end, without a limit by default.
+
+        Returns:
+            Its exit code; the negative number of the signal that ended it.
+
+        Raises:
+            DeltaSyncError: it took longer.
+        """
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as late:
+            raise self._late(late.timeout, what) from None
+
     def check(self) -> None:
         """Raise DeltaSyncError if it has ended badly."""
         assert self._process is not None
-        if self._process.poll() not in (None, 0):
-            raise DeltaSyncError(f"{self._name} ended with exit code {self._process.returncode}. {self._tail()}")
+        code = self._process.poll()
+        if code is not None and code < 0:
+            raise DeltaSyncError(f"{self._name} was ended by {signal.Signals(-code).name}. {self._tail()}".rstrip())
+        if code:
+            raise DeltaSyncError(f"{self._name} ended with exit code {code}. {self._tail()}".rstrip())
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:
         """Wait for `condition` while the process runs.
@@ -94,23 +139,27 @@ class Child:
             DeltaSyncError: it ended, or took longer.
         """
         deadline = time.monotonic() + timeout_s
-        while not condition():
-            if not self.running():
+        while True:
+            running = self.running()
+            if condition():
+                return
+            if not running:
                 self.check()
-                raise DeltaSyncError(f"{self._name} ended. {self._tail()}")
+                raise DeltaSyncError(f"{self._name} ended. {self._tail()}".rstrip())
             if time.monotonic() > deadline:
-                raise DeltaSyncError(f"{self._name} took more than {timeout_s:.0f} s {what}. {self._tail()}")
+                raise self._late(timeout_s, what)
             time.sleep(0.1)
 
+    def pids(self) -> list[int]:
+        """The command's process and all its descendants, the oldest first; empty where there is no `/proc`."""
+        assert self._process is not None
+        return supervisor.descendants(self._process.pid)
+
+    def _late(self, timeout_s: float, what: str) -> DeltaSyncError:
+        return DeltaSyncError(f"{self._name} took more than {timeout_s:.0f} s {what}. {self._tail()}".rstrip())
+
     def _tail(self) -> str:
+        if self._log is None:
+            return ""
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return f"Its last line: {lines[-1].strip()[:300] if lines else '(none)'} (all of it: {self._log})"
-
-
-def _group_alive(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # reap the leader, which would count as alive otherwise
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

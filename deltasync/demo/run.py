@@ -199,8 +199,11 @@ def _watch(settings: DemoSettings, out: Path, url: str, server: Child, trainer: 
     proofs: list[dict[str, Any]] = []
     said = 0
     while trainer.running():
+        time.sleep(0.1)
         server.check()
         status = get_json(f"{url}/deltasync/status")
+        if status is None:
+            continue  # it has just ended, which `check` tells, or is too busy
         if status["error"] is not None and status["state"] == "failed":
             raise DeltaSyncError(f"The replica failed: {status['error']}")
         version = status["version"]
@@ -214,7 +217,6 @@ def _watch(settings: DemoSettings, out: Path, url: str, server: Child, trainer: 
                 f"payload {commit['payload_bytes'] / 1e3:.0f} kB  lag {commit['lag_s']:.2f} s  "
                 f"pause {1e3 * commit['pause_s']:.0f} ms"
             )
-        time.sleep(0.1)
     trainer.check()
     return proofs
 
@@ -225,8 +227,8 @@ def _caught_up(out: Path, url: str, server: Child) -> dict[str, Any]:
     status: dict[str, Any] = {}
 
     def reached() -> bool:
-        status.update(get_json(f"{url}/deltasync/status"))
-        return bool(status["version"] == last)
+        status.update(get_json(f"{url}/deltasync/status") or {})
+        return status.get("version") == last
 
     server.wait_until(reached, CATCH_UP_S, f"to serve version {last}")
     return status

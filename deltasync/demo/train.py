@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-    from trl_callback import DeltaWeightTransfer
+    from trl_callback import DeltaSyncCallback
 
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 GENERATIONS_PER_PROMPT = 8
@@ -94,55 +94,71 @@ class MetricsFileCallback(TrainerCallback):
             file.write(json.dumps(line) + "\n")
 
 
-class DigestingTransfer:
-    """A weight transfer that also writes down the sha256 of every tensor it was given, for a proof of bits.
+class DigestsFileCallback(TrainerCallback):
+    """A [`~transformers.TrainerCallback`] that writes down the sha256 of every tensor of each version, for a proof of bits.
 
-    The digests are taken from the trainer's stream, cast to bf16 by torch, and owe nothing to deltasync's own code.
+    The digests are taken from the trainer's live parameters, cast to bf16 by torch, and owe nothing to deltasync's own code.
+    TRL syncs the weights after the callbacks of an event, so a version's line is written at the event that follows.
 
     Args:
-        transfer: Where the weights go.
-        path: One JSON object per version is appended here: its record in `transfer.history`, and `sha256` by tensor name.
+        sync: Publishes the weights.
+        path: One JSON object per version is appended here: its record in `sync.history`, and `sha256` by tensor name.
     """
 
-    def __init__(self, transfer: DeltaWeightTransfer, path: Path) -> None:
-        self._transfer = transfer
+    def __init__(self, sync: DeltaSyncCallback, path: Path) -> None:
+        self._sync = sync
         self._path = path
         self._sha256: dict[str, str] = {}
-        self.init_weight_transfer = transfer.init_weight_transfer
-        self.pause = transfer.pause
-        self.destroy = transfer.destroy
 
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Digest the stream, which the transfer need not read: it may take the weights from the model. Then publish."""
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Digest the initial weights."""
+        self._digest(model)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write what was published since the last digest."""
+        self._write()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Digest the weights of this step."""
+        self._digest(model)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the last version."""
+        self._write()
+
+    def _digest(self, model: torch.nn.Module) -> None:
         self._sha256 = {}
-        self._transfer.send_weights(iter(list(self._digested(iterator))))
+        for name, param in model.named_parameters():
+            bits = param.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
+            self._sha256[name] = hashlib.sha256(bits.tobytes()).hexdigest()
 
-    def resume(self) -> None:
-        """Wait as the transfer does, then write down the version."""
-        self._transfer.resume()
-        record = self._transfer.history[-1]
+    def _write(self) -> None:
+        if not self._sha256:
+            return
+        record = self._sync.history[-1]
         line = dataclasses.asdict(record) | {
             "changed_fraction": record.changed_fraction,
             "bits_per_changed": record.bits_per_changed,
             "sha256": self._sha256,
         }
+        self._sha256 = {}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _digested(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in iterator:
-            bits = tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
-            self._sha256[name] = hashlib.sha256(bits.tobytes()).hexdigest()
-            yield name, tensor
 
-
-def build_trainer(args: argparse.Namespace, weight_transfer: Any, callbacks: Sequence[TrainerCallback]) -> AsyncGRPOTrainer:
+def build_trainer(
+    args: argparse.Namespace, callbacks: Sequence[TrainerCallback], weight_transfer: Any = None
+) -> AsyncGRPOTrainer:
     """Build the trainer, ready for `train()`.
 
     Args:
         args: What `parse_args` returns.
-        weight_transfer: An object with the methods of TRL's `WeightTransferProtocol`.
-        callbacks: Callbacks next to the one that writes the metrics.
+        callbacks: Callbacks before the one that writes the metrics.
+        weight_transfer: What syncs the weights, if none of the callbacks does.
     """
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -224,8 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trl_callback import DeltaSyncCallback
 
     sync = DeltaSyncCallback(args.channel, ack="all")
-    transfer = DigestingTransfer(sync.weight_transfer, args.published)
-    build_trainer(args, transfer, [sync]).train()
+    build_trainer(args, [sync, DigestsFileCallback(sync, args.published)]).train()
     return 0
 
 

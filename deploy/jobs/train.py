@@ -22,7 +22,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,10 +31,12 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from deltasync.demo import trl_on_cpu
+from deltasync.demo.processes import Child
 from deltasync.demo.wordle.client import WordleEnvironment
 from deltasync.demo.wordle.game import GUESSES
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
+REPLICA_S = 3600.0  # a Space that sleeps, or is being built, takes its time
 PROMPT = f"""Play Wordle: find the secret word of five letters in {GUESSES} guesses, each by a call of the tool `guess`.
 Its answer tells for each letter of your guess: G it is right, Y the word has it elsewhere, X the word does not have it."""
 
@@ -50,19 +51,22 @@ class ScriptArguments:
     router_port: int = 8080
 
 
-def start_router(replicas: Sequence[str], port: int) -> subprocess.Popen[bytes]:
-    """Start the router, and return once a replica can be reached through it."""
+def prepare_router(replicas: Sequence[str], port: int) -> Child:
+    """The router, still to be started; what it needs is installed."""
     if shutil.which("haproxy") is None:  # a job runs as root, in Debian
         for command in (["update", "-qq"], ["install", "-qq", "--no-install-recommends", "haproxy"]):
             subprocess.run(["apt-get", *command], check=True)
-    router = subprocess.Popen([sys.executable, "-m", "deltasync.cli", "router", *replicas, "--port", str(port)])
-    while router.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-            return router
-        except OSError:
-            time.sleep(1)
-    raise SystemExit("the router did not start")
+    command = [sys.executable, "-m", "deltasync.cli", "router", *replicas, "--port", str(port)]
+    return Child("The router", command, os.environ, log=None)
+
+
+def answers(url: str) -> bool:
+    """Whether a replica can be reached through the router."""
+    try:
+        urllib.request.urlopen(f"{url}/health").close()
+    except OSError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -86,23 +90,18 @@ def main() -> None:
     if training.use_cpu:
         trl_on_cpu.prepare()  # TRL supposes a GPU in two places
     training.vllm_server_base_url = f"http://127.0.0.1:{script.router_port}"
-    sync = DeltaSyncCallback(channel)
     token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
     prompts = [[{"role": "user", "content": PROMPT}]] * 1000
-    router = start_router(script.servers, script.router_port)
-    try:
+    with prepare_router(script.servers, script.router_port) as router:
+        router.wait_until(lambda: answers(training.vllm_server_base_url), REPLICA_S, "to reach a replica")
         trainer = AsyncGRPOTrainer(
             model=script.model,
             args=training,
             environment_factory=functools.partial(WordleEnvironment, script.environment, token),
             train_dataset=Dataset.from_dict({"prompt": prompts, "seed": list(range(1000))}),
-            weight_transfer=sync.weight_transfer,
-            callbacks=[sync],
+            callbacks=[DeltaSyncCallback(channel)],
         )
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    finally:
-        router.terminate()
-        router.wait()
 
 
 if __name__ == "__main__":  # the rollout worker is another process, which imports this file

@@ -58,7 +58,7 @@ def test_blocks_run_as_written(section: list[Block], tmp_path: Path, monkeypatch
             command = ["bash", "-euo", "pipefail", "-c", block.text]
             child = running.enter_context(Child(block.where, command, environ, tmp_path / f"{block.line}.log"))
             if not block.stays:
-                child.wait_until(lambda child=child: not child.running(), 500, "to end")
+                child.wait(500)
                 child.check()
 
 

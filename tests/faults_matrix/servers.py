@@ -105,12 +105,11 @@ class Supervised:
 
     def pids(self, title: str) -> list[int]:
         """Processes of this server with this in their title."""
-        assert self._child._process is not None
-        group, found = self._child._process.pid, []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
+        found = []
+        for pid in self._child.pids():
             with contextlib.suppress(OSError):
-                if os.getpgid(int(pid)) == group and title in Path(f"/proc/{pid}/cmdline").read_text():
-                    found.append(int(pid))
+                if title in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
         return found
 
     def ends(self, published: int) -> tuple[str, float]:

@@ -13,13 +13,14 @@ import dataclasses
 import os
 import shutil
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
 from tests.hosts import firewall, namespaces
 
@@ -193,16 +194,13 @@ class Namespaces:
     def _long_lines(self, delay_s: float) -> Iterator[None]:
         spaces = [self._space(name) for name in ("switch", *self._hosts)]
         command = [sys.executable, "-m", "tests.hosts.line", str(delay_s), *spaces]
-        # In a session of its own: it is ended here, and not by a Ctrl-C in the terminal.
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as process:
-            try:
-                assert process.stdout is not None
-                if process.stdout.readline() != b"ready\n":
-                    raise RuntimeError("The long lines could not be made.")
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            with Child("What makes the long lines", command, environ, log) as child:
+                child.wait_until(lambda: "ready" in log.read_text(), 60, "to start")
                 self.shaped_by = "line"
                 yield
-            finally:
-                process.kill()
 
 
 def why_not_permitted() -> str | None:

@@ -225,8 +225,7 @@ class _Run:
         """sha256 by version and tensor, of what the channel holds."""
         versions = sorted({proof["version"] for proofs in self._proofs.values() for proof in proofs} - {None})
         with self._services.rereader(versions) as reader:
-            while reader.running():
-                time.sleep(0.1)
+            reader.wait()
             reader.check()
         found = json.loads((self._folder / "channel.json").read_text())
         return {int(version): sha256 for version, sha256 in found.items()}

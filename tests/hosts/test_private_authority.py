@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ from werkzeug.serving import make_server
 from deltasync.errors import StoreError, TransientStoreError
 from deltasync.stores import open_store
 from tests.hosts.authority import Authority
-from tests.hub.fixtures import ROOT
+from tests.hub import fixtures
 from tests.hub.hub import WRITE
 from tests.servers import s3
 from tests.servers.s3 import S3Server
@@ -42,11 +40,8 @@ def _s3_over_https(certificate: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _hub_over_https(certificate: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "tests.hub.server", "--end-with-stdin", "--certificate", str(certificate)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        yield f"https://127.0.0.1:{int(process.stdout.readline())}"
-        process.stdin.close()
+    with fixtures.listening("--certificate", str(certificate)) as port:
+        yield f"https://127.0.0.1:{port}"
 
 
 def _is_followed(url: str) -> None:

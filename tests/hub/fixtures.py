@@ -10,7 +10,6 @@ import http.client
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from deltasync.demo.processes import Child
 from deltasync.stores.hub import HubStore, hub_store
 from tests.hub.hub import WRITE
 
@@ -87,22 +87,26 @@ class HubServer:
 
 
 @contextlib.contextmanager
+def listening(*arguments: str) -> Iterator[int]:
+    """The port of a server that runs for the length of the block.
+
+    Args:
+        *arguments: For `tests.hub.server`.
+    """
+    command = [sys.executable, "-m", "tests.hub.server", *arguments]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    with tempfile.TemporaryDirectory(prefix="deltasync-hub-") as folder:
+        log = Path(folder) / "log"
+        with Child("The Hub", command, environ, log) as child:
+            child.wait_until(lambda: log.read_text().endswith("\n"), 60, "to start")
+            yield int(log.read_text().split()[-1])
+
+
+@contextlib.contextmanager
 def running_server() -> Iterator[HubServer]:
-    """A server for the length of the block. It also ends with this process, however that ends."""
-    command = [sys.executable, "-m", "tests.hub.server", "--end-with-stdin"]
-    with (
-        tempfile.TemporaryDirectory(prefix="deltasync-xet-") as cache,
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            yield HubServer(int(process.stdout.readline()), cache)
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    """A server for the length of the block."""
+    with tempfile.TemporaryDirectory(prefix="deltasync-xet-") as cache, listening() as port:
+        yield HubServer(port, cache)
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import ssl
-import sys
-import threading
 
 from aiohttp import web
 
@@ -93,21 +90,13 @@ async def serve(host: str, port: int, tls: ssl.SSLContext | None) -> None:
     await asyncio.Event().wait()
 
 
-def _end_with_stdin() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="A Hub with buckets and a Xet CAS, in memory.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--certificate", metavar="FILE", help="serve HTTPS, with the chain and the key in this file")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when whoever started it ends")
     arguments = parser.parse_args()
-    if arguments.end_with_stdin:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
     tls = None
     if arguments.certificate is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

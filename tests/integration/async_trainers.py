@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 import tests.integration.trainers  # noqa: F401 - sets what TRL reads of the environment
 from trl_callback import DeltaSyncCallback
@@ -97,6 +98,13 @@ def distillation_sample(group: int, member: int, **fields: Any) -> Any:
     )
 
 
+def share_of_digits(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """How much of an answer are digits, which a model with random weights learns in a few steps; a reward function."""
+    return [statistics.fmean(token in DIGITS for token in ids) for ids in completion_ids]
+
+
+DIGITS = range(11, 21)  # in the demo's tokenizer
+
 SHARED: dict[str, Any] = {
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 3,
@@ -119,8 +127,13 @@ def make_async_trainer(
     events: list[str],
     on_version: Callable[[int], None] = lambda version: None,
     peft_config: Any = None,
+    weight_transfer: Any = None,
+    stub: bool = True,
+    train_dataset: Dataset | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     **settings: Any,
 ) -> Any:
+    """By the callback alone, unless a `weight_transfer` is given; with TRL's own rollout worker, if not with a stub."""
     from deltasync.demo import trl_on_cpu
 
     trl_on_cpu.prepare()
@@ -129,13 +142,13 @@ def make_async_trainer(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     return AsyncGRPOTrainer(
         model=str(checkpoint),
-        reward_funcs=lambda **_: [0.0],
-        args=AsyncGRPOConfig(output_dir=str(checkpoint.parent / "out"), num_generations=3, **(SHARED | settings)),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
+        reward_funcs=share_of_digits,
+        args=AsyncGRPOConfig(**({"output_dir": str(checkpoint.parent / "out"), "num_generations": 3} | SHARED | settings)),
+        train_dataset=train_dataset or Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
         processing_class=tokenizer,
-        rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample),
-        weight_transfer=sync.weight_transfer,
-        callbacks=[sync],
+        rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample) if stub else None,
+        weight_transfer=weight_transfer,
+        callbacks=[sync, *callbacks],
         peft_config=peft_config,
     )
 
@@ -166,6 +179,5 @@ def make_distillation_trainer(
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
         processing_class=tokenizer,
         rollout_worker=StubWorker(tokenizer, events, on_version, distillation_sample),
-        weight_transfer=sync.weight_transfer,
         callbacks=[sync],
     )

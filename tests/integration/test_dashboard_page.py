@@ -20,6 +20,7 @@ import torch
 
 from deltasync import Publisher, heartbeat, open_store
 from deltasync.config import Retention
+from deltasync.demo.processes import Child
 from deltasync.heartbeat import Heartbeat
 from deltasync.reader import ChannelReader
 
@@ -176,41 +177,38 @@ def test_few_versions_many_versions_and_none(channel: str, tmp_path: Path) -> No
 
 
 def test_the_served_page_follows_a_run(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/channel"
+    url, log = f"file://{tmp_path}/channel", tmp_path / "log"
     command = [sys.executable, "-m", "deltasync.cli", "dashboard", url, "--port", "0", "--interval", "0.1"]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as served,
+        Child("The dashboard", command, {**os.environ, "PYTHONUNBUFFERED": "1"}, log) as served,
         Publisher(url, retention=Retention(fold_every=3)) as publisher,
     ):
-        try:
-            assert served.stdout is not None
-            address = served.stdout.readline().strip()
-            weights = new_weights()
-            train(publisher, weights, 3)
-            stop = threading.Event()
+        served.wait_until(lambda: log.read_text().endswith("\n"), PATIENCE_S, "to start")
+        address = log.read_text().splitlines()[0]
+        weights = new_weights()
+        train(publisher, weights, 3)
+        stop = threading.Event()
 
-            def follow() -> None:
-                version = 0
-                while not stop.wait(0.05):
-                    if publisher.version != version:
-                        version = publisher.version
-                        beat = Heartbeat(replica_id="follower", run_id=publisher.run_id, version=version, state="serving")
-                        heartbeat.write(open_store(url), beat)
+        def follow() -> None:
+            version = 0
+            while not stop.wait(0.05):
+                if publisher.version != version:
+                    version = publisher.version
+                    beat = Heartbeat(replica_id="follower", run_id=publisher.run_id, version=version, state="serving")
+                    heartbeat.write(open_store(url), beat)
 
-            following = threading.Thread(target=follow)
-            following.start()
-            for _ in range(6):
-                time.sleep(0.5)
-                train(publisher, weights, 1)
-            time.sleep(1.0)
-            stop.set()
-            following.join()
-            dump = browse(address, tmp_path / "profile", "--dump-dom")
-            browse(address, tmp_path / "picture", f"--screenshot={tmp_path}/page.png")
-            served.send_signal(signal.SIGINT)
-            assert served.wait(PATIENCE_S) == 130
-        finally:
-            served.kill()
+        following = threading.Thread(target=follow)
+        following.start()
+        for _ in range(6):
+            time.sleep(0.5)
+            train(publisher, weights, 1)
+        time.sleep(1.0)
+        stop.set()
+        following.join()
+        dump = browse(address, tmp_path / "profile", "--dump-dom")
+        browse(address, tmp_path / "picture", f"--screenshot={tmp_path}/page.png")
+        os.kill(served.pids()[0], signal.SIGINT)
+        assert served.wait(PATIENCE_S) == 130
     assert re.search(r'id="head">9<', dump)
     assert re.search(r'id="when"[^>]*>live, ', dump)
     assert "follower" in dump and dump.count("<circle") >= 8 + 8 + 3  # deltas, fractions, lags that were seen

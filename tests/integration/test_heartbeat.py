@@ -71,6 +71,26 @@ def test_all_passes_over_a_dead_replica_but_needs_a_live_one(store: Store) -> No
     assert "dead" in str(failure.value)
 
 
+def test_nobody_waits_for_a_replica_that_has_stopped(store: Store) -> None:
+    beat(store, "gone", 1, "stopped")
+    beat(store, "alive", 3)
+    assert wait(store, 3, "all") == ["alive"]
+
+
+@pytest.mark.parametrize("ack", ["any", "all", 1])
+def test_a_replica_that_has_stopped_serves_nothing(store: Store, ack: str | int) -> None:
+    beat(store, "gone", 3, "stopped")
+    with pytest.raises(AckTimeoutError, match=r"gone \(stopped 0 s ago\)"):
+        wait(store, 3, ack)
+
+
+def test_a_server_that_is_named_is_waited_for_though_it_stops() -> None:
+    answer = json.dumps({"state": "stopped", "run_id": RUN, "version": 3}).encode()
+    found = heartbeat.heartbeat_of("http://a", answer, RUN)
+    assert heartbeat.is_live(found) and not heartbeat._serves(found, 3)
+    assert found.error == "http://a is stopping"
+
+
 def test_any_takes_an_old_heartbeat_that_serves_the_version(store: Store) -> None:
     beat(store, "silent", 3, age_s=LONG_AGO_S)
     assert wait(store, 3, "any") == ["silent"]

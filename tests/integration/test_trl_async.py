@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
+    TrainerCallback,
 )
 
 from deltasync import Replica, heartbeat, open_store
 from deltasync.demo import model as demo_model
-from deltasync.errors import AckTimeoutError
+from deltasync.errors import AckTimeoutError, ConfigError
 from deltasync.heartbeat import Heartbeat
 from tests.conftest import assert_same_bits
 from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer
 from tests.integration.trainers import (
     Bits,
     Fleet,
+    FlushEachStep,
+    make_trainer,
     published_bits,
     record_merges,
     run_id,
@@ -27,7 +32,8 @@ from tests.integration.trainers import (
     tiny_model,
     tiny_moe,
 )
-from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, gather
+from tests.unit.test_logprobs import Status
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 
 pytestmark = pytest.mark.trl
 
@@ -141,7 +147,7 @@ def test_async_grpo_publishes_experts_one_by_one(tmp_path: Path) -> None:
 
 
 def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory_url: str, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
     from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 
     model = get_peft_model(tiny_moe(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
@@ -157,7 +163,6 @@ def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory
 
 
 def test_async_grpo_publishes_the_weights_that_trl_merged(checkpoint: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig
 
     url = f"file://{tmp_path}/channel"
     with Fleet(url, "replica"):
@@ -205,3 +210,147 @@ def test_async_distillation_syncs_by_the_same_object(checkpoint: Path, tmp_path:
     assert events == ["version 1", "start", "version 2", "version 3", "version 4", "stop"]
     assert all(record.changed > 0 for record in sync.history)
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
+
+
+# --- who syncs the weights -------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_that_is_passed_explicitly_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    sync, events = DeltaSyncCallback(url), list[str]()
+    with Fleet(url, "replica"):
+        trainer = make_async_trainer(checkpoint, sync, events, weight_transfer=sync.weight_transfer)
+        trainer.train()
+    assert events == ["version 1", "start", "version 2", "version 3", "version 4", "stop"]
+    assert [(record.version, record.step) for record in sync.history] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
+
+
+def test_looking_at_the_transfer_changes_nothing(memory_url: str, tmp_path: Path) -> None:
+    sync = DeltaSyncCallback(memory_url)
+    assert sync.weight_transfer is sync.weight_transfer
+    make_trainer(tiny_model(), tmp_path, sync, FlushEachStep(sync), max_steps=2).train()
+    assert [record.step for record in sync.history] == [0, 1, 2]
+
+
+def test_a_transfer_of_another_kind_is_refused_before_training(checkpoint: Path, memory_url: str) -> None:
+    class NoTransfer:
+        def init_weight_transfer(self) -> None:
+            events.append("transfer")
+
+        pause = resume = send_weights = destroy = init_weight_transfer
+
+    events: list[str] = []
+    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), events, weight_transfer=NoTransfer())
+    with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer syncs its weights by NoTransfer instead of the channel"):
+        trainer.train()
+    assert "start" not in events
+
+
+def test_a_callback_that_comes_after_the_transfer_was_built_is_refused(checkpoint: Path, memory_url: str) -> None:
+    """It was added to a trainer that has TRL's own transfer, and came too late to take its place."""
+    events: list[str] = []
+    late = DeltaSyncCallback(memory_url)
+    trainer = make_async_trainer(checkpoint, TrainerCallback(), events)
+    assert type(trainer.weight_transfer).__module__.startswith("trl.")
+    trainer.weight_transfer.init_weight_transfer = trainer.weight_transfer.pause = lambda: None  # there is no server
+    trainer.weight_transfer.resume = lambda: None
+    trainer.add_callback(late)
+    with pytest.raises(
+        ConfigError, match=r"by WeightTransferClient instead of the channel: give the callback to the trainer's"
+    ):
+        trainer.train()
+    assert late.history == []
+
+
+def test_the_next_trainer_has_a_transfer_of_its_own(
+    checkpoint: Path, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.experimental.async_grpo import async_grpo_trainer
+
+    built = async_grpo_trainer.WeightTransferClient
+    with monkeypatch.context() as broken, pytest.raises(TypeError):
+        broken.setattr(async_grpo_trainer, "VLLMClient", None)  # the constructor fails before it builds a transfer
+        make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), [])
+    assert async_grpo_trainer.WeightTransferClient is not built
+    assert isinstance(make_async_trainer(checkpoint, TrainerCallback(), []).weight_transfer, built)
+    sync = DeltaSyncCallback(memory_url)
+    assert make_async_trainer(checkpoint, sync, []).weight_transfer is sync.weight_transfer
+    assert async_grpo_trainer.WeightTransferClient is built
+
+
+def test_adapters_that_the_server_could_load_are_merged_all_the_same(checkpoint: Path, memory_url: str) -> None:
+    """TRL would ask the server, of which there is none here."""
+    sync = DeltaSyncCallback(memory_url)
+    trainer = make_async_trainer(checkpoint, sync, [], peft_config=LoraConfig(target_modules=["q_proj"]))
+    assert trainer.weight_transfer is sync.weight_transfer
+    assert not trainer._lora_sync
+
+
+def test_a_trl_without_a_transfer_to_replace_is_refused_at_once(
+    checkpoint: Path, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.experimental.async_grpo import async_grpo_trainer
+
+    monkeypatch.delattr(async_grpo_trainer, "WeightTransferClient")
+    with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer of TRL .* has no weight transfer .* 1\.9 to 1\.16"):
+        make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), [])
+
+
+def test_the_adapter_alone_is_not_for_a_trainer_that_streams_merged_weights(checkpoint: Path, memory_url: str) -> None:
+    with pytest.raises(ConfigError, match="streams merged weights"):
+        make_async_trainer(
+            checkpoint,
+            DeltaSyncCallback(memory_url, adapter_only=True),
+            [],
+            peft_config=LoraConfig(target_modules=["q_proj"]),
+        )
+
+
+def test_log_probabilities_of_another_distribution_are_refused_before_training(checkpoint: Path, memory_url: str) -> None:
+    server = Status()
+    server.answer = {"state": "waiting", "logprobs_mode": "raw_logprobs"}
+    sync = DeltaSyncCallback(memory_url)
+    settings: dict[str, Any] = {"vllm_server_base_url": server.url, "stub": False, "temperature": 0.7}
+    trainer = make_async_trainer(checkpoint, sync, [], **settings)
+    with pytest.raises(ConfigError, match=r"gives raw_logprobs, .* with temperature=0\.7: .* --logprobs-mode processed_l"):
+        trainer.train()
+    assert sync.history == []  # not even published
+
+    server.answer = 503  # it starts to answer once it serves a version
+    sync = DeltaSyncCallback(memory_url, ack="none")
+    trainer = make_async_trainer(checkpoint, sync, [], **settings)
+    publish = sync.weight_transfer.publish
+
+    def publish_and_start(stream: Any) -> None:
+        publish(stream)
+        server.answer = {"state": "serving", "logprobs_mode": "raw_logprobs"}
+
+    sync.weight_transfer.publish = publish_and_start  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="gives raw_logprobs"):
+        trainer.train()
+    assert [record.version for record in sync.history] == [1]
+    assert trainer.state.global_step == 0
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "compares"),
+    [
+        ("AsyncGRPOConfig", True),
+        ("AsyncDistillationConfig", False),
+        ("GRPOConfig", True),
+        ("RLOOConfig", False),
+    ],
+)
+def test_who_compares_log_probabilities(settings: str, compares: bool, tmp_path: Path) -> None:
+    import trl
+    from trl.experimental import async_distillation, async_grpo
+
+    (kind,) = (getattr(place, settings) for place in (trl, async_distillation, async_grpo) if settings in dir(place))
+    args = kind(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert compat.compares_logprobs(args) is compares
+    assert compat.streams_weights(args) is settings.startswith("Async")
+    if settings == "GRPOConfig":
+        args.vllm_importance_sampling_correction = False
+        assert not compat.compares_logprobs(args)

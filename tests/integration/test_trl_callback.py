@@ -268,7 +268,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
         """One that keeps up and one that stays at version 1; waits for the upload and for the last look at them."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            publisher = sync._transfer.publisher
+            publisher = sync.weight_transfer.publisher
             assert publisher is not None
             publisher.flush()
             for replica_id, version in (("quick", publisher.version), ("slow", 1)):
@@ -306,7 +306,7 @@ class Outage(TrainerCallback):
     """The store is down from one step to another one; the step after the first waits until that was noticed."""
 
     def __init__(self, proxy: FaultProxy, sync: DeltaSyncCallback, first: int, last: int) -> None:
-        self._proxy, self._transfer, self._first, self._last = proxy, sync._transfer, first, last
+        self._proxy, self._transfer, self._first, self._last = proxy, sync.weight_transfer, first, last
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._transfer.publisher is not None
@@ -358,7 +358,7 @@ def test_a_store_that_is_away_at_the_end_is_given_up_and_reported(s3: tuple[str,
     with pytest.raises(PublishError, match=r"1 s after the end of training, and was given up\. Last error: .*503"):
         trainer.train()
     before = time.monotonic()
-    publisher = sync._transfer.publisher
+    publisher = sync.weight_transfer.publisher
     assert publisher is not None
     with contextlib.suppress(PublishError):
         publisher.close()
@@ -444,18 +444,6 @@ def test_a_trainer_without_a_stream_of_weights_cannot_leave_out_gathering(tmp_pa
 
     with pytest.raises(ConfigError, match=r"Trainer has no stream of weights .* 1\.11 to 1\.16"):
         make_trainer(tiny_model(), tmp_path / "out", Asks()).train()
-
-
-@pytest.mark.trl
-def test_a_trl_that_takes_no_weight_transfer_is_refused(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trl.experimental.async_grpo
-
-    class Trainer:
-        def __init__(self, model: str) -> None: ...
-
-    monkeypatch.setattr(trl.experimental.async_grpo, "AsyncGRPOTrainer", Trainer)
-    with pytest.raises(ConfigError, match=r"1\.9 to 1\.16"):
-        DeltaSyncCallback(memory_url).weight_transfer  # noqa: B018 - a property that checks
 
 
 @pytest.mark.trl

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
@@ -190,13 +190,13 @@ def test_the_adapter_alone_is_refused_where_there_is_no_such_thing(memory_url: s
         make_trainer(sharded, tmp_path, sync)
 
 
-@pytest.mark.trl
-def test_the_adapter_alone_is_refused_where_trl_streams_merged_weights(memory_url: str) -> None:
+def test_the_adapter_alone_is_refused_where_trl_pushes_merged_weights(memory_url: str, tmp_path: Path) -> None:
+    class OnServer(TrainingArguments):
+        use_vllm, vllm_mode = True, "server"
+
     sync = DeltaSyncCallback(memory_url, adapter_only=True)
     with pytest.raises(ConfigError, match="streams merged weights"):
-        _ = sync.weight_transfer
-    with pytest.raises(ConfigError, match="streams merged weights"):
-        sync._take_over()
+        Trainer(adapted_model(), OnServer(output_dir=str(tmp_path), use_cpu=True), callbacks=[sync])
 
 
 def test_adapters_that_cannot_be_merged_are_refused(memory_url: str, tmp_path: Path) -> None:

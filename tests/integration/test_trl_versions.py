@@ -28,9 +28,19 @@ import sys
 sys.modules["vllm"] = None  # older TRLs do not import with the vLLM that is installed here
 
 from deltasync.errors import ConfigError
+from transformers import Trainer
 from trl_callback import compat
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-for check in (compat.check_async_grpo, lambda: compat.replace_client(lambda base: base)):
+class Made(AsyncGRPOTrainer):
+    def __init__(self):
+        compat.replace_transfer("ours")
+        module = sys.modules[AsyncGRPOTrainer.__module__]
+        assert module.WeightTransferClient(weight_update_info={}) == "ours"
+        assert isinstance(module.WeightTransferClient, type)
+
+assert compat.streams_weights(AsyncGRPOConfig.__new__(AsyncGRPOConfig))
+for check in (Made, lambda: compat.replace_client(lambda base: base)):
     try:
         check()
     except ConfigError as error:
@@ -72,6 +82,9 @@ def test_what_this_trl_offers(version: str, weight_transfer: bool, client: bool,
         source = (site / "trl/experimental/async_grpo/async_grpo_trainer.py").read_text()
         called = set(re.findall(r"\.weight_transfer\.(\w+)\(", source))
         assert called == {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"}
+        # The callback hears of on_init_end before the transfer is built, and it is built by this name.
+        assert 0 < source.index("        super().__init__(") < source.index("self.weight_transfer = WeightTransferClient(")
+        assert source.count("_init_lora_sync(") in (0, 2)
         assert all(callable(getattr(DeltaWeightTransfer, name)) for name in called)
         # The stream of the main process, and of the others.
         assert source.count("self._streaming_iter()") == 2
@@ -79,7 +92,7 @@ def test_what_this_trl_offers(version: str, weight_transfer: bool, client: bool,
     if client:
         source = (site / "trl/generation/vllm_generation.py").read_text()
         called = set(re.findall(r"self\.vllm_client\.(\w+)\(", source))
-        ours = vars(client_class(DeltaWeightTransfer(DeltaSyncConfig("memory://x")), object)).keys()
+        ours = vars(client_class(DeltaWeightTransfer(DeltaSyncConfig("memory://x")), None, object)).keys()
         assert called - {"generate", "image_features", "chat"} <= ours
         assert "if self._weight_metadata is None:" in source
         assert "update_named_params(self._weight_metadata, self._iter_named_params())" in source

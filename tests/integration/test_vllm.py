@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltasync import Publisher, layout, manifest
+from deltasync import Publisher, heartbeat, layout, manifest
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
 from deltasync.manifest import Head
@@ -30,6 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(checkpoint: Path) -> Iterator[Server]:
     with serving(checkpoint) as server:
         yield server
+    assert server.publisher is not None and server.publisher.run_id is not None
+    (beat,) = heartbeat.read_all(server.store, server.publisher.run_id)
+    assert (beat.state, beat.error) == ("stopped", None), "it ended in order"
 
 
 def test_a_replica_started_before_the_first_anchor_waits_and_says_so(server: Server) -> None:
@@ -75,8 +78,6 @@ def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(se
 
 
 def test_a_heartbeat_tells_the_served_version(server: Server) -> None:
-    from deltasync import heartbeat
-
     server.step()
     version = server.publish()
     assert server.publisher is not None and server.publisher.run_id is not None

@@ -24,7 +24,7 @@ import torch
 
 from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import free_port
-from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
+from tests.integration.vllm_server import PATIENCE_S, VLLM, Server, save_model, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -172,6 +172,8 @@ def assert_a_fresh_server_agrees(server: Server, checkpoint: Path, found: Answer
         child.wait_until(lambda: get_json(f"{fresh.url}/v1/models"), 2 * PATIENCE_S, "to start")
         assert "without --worker-extension-cls" in fresh.status()["error"]
         assert apart(found, answer(fresh, prompt)) < CLOSE
+        if VLLM == "0.31":
+            return  # which has no checksums
         checksums = fresh.json("/weight_checker", {"action": "checksum"})["checksums"]
         compared = server.json("/weight_checker", {"action": "compare", "baseline": checksums})
         assert compared == {"match": True, "mismatches": []}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import free_port
 from deltasync.errors import DeltaSyncError
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, serving, start
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, save_model, start
 
 pytestmark = pytest.mark.vllm
 
@@ -102,11 +102,3 @@ def test_a_node_without_an_api_server_is_followed_by_the_one_that_has_it(checkpo
         assert server.status()["state"] == "serving"
         assert server.publisher is not None
         server.publisher.close()
-
-
-@pytest.mark.slow
-def test_a_server_whose_options_cannot_be_followed_with_serves_and_says_so(checkpoint: Path) -> None:
-    with serving(checkpoint, "--offload-backend", "prefetch", "--offload-group-size", "2") as server:
-        status = server.status()
-        assert (status["state"], "prefetch offloading" in status["error"]) == ("refused", True)
-        assert len(complete(server.url, 5)) == 5

@@ -113,7 +113,7 @@ def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **argumen
     trainer.train()
     told = {"history": [[record.version, record.step, record.kind, record.changed] for record in sync.history]}
     told["sharded"] = gather.is_sharded(trainer.model)
-    told["moved_bytes"] = sync._transfer.publisher._peers.moved_bytes if sync.history else 0
+    told["moved_bytes"] = sync.weight_transfer.publisher._peers.moved_bytes if sync.history else 0
     (FOLDER / kind / f"told.{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
     if kind == "zero3":

@@ -109,7 +109,7 @@ class FlushEachStep(TrainerCallback):
         self.sync = sync
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        publisher = self.sync._transfer.publisher
+        publisher = self.sync.weight_transfer.publisher
         assert publisher is not None
         publisher.flush()
 

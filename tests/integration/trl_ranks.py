@@ -62,7 +62,7 @@ class Expected(TrainerCallback):
 
     def save(self, state: Any, model: Any) -> None:
         weights = whole(model)
-        if dist.get_rank() == 0 and self.sync._transfer.published_step == state.global_step:
+        if dist.get_rank() == 0 and self.sync.weight_transfer.published_step == state.global_step:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.save(weights, self.folder / f"{self.sync.history[-1].version}.pt")
 
@@ -179,8 +179,8 @@ def distillation() -> None:
 def lost_upload() -> None:
     """The second rank cannot store its part of the second version."""
     sync = DeltaSyncCallback(url_of("lost_upload"), ack_timeout_s=120)
-    store = FaultyStore(sync._transfer._store._inner)
-    sync._transfer._store._inner = store
+    store = FaultyStore(sync.weight_transfer._store._inner)
+    sync.weight_transfer._store._inner = store
     if dist.get_rank() == 1:
         store.fail_at("create", "deltas/", error=StoreError)
     with replicas("lost_upload", 1):

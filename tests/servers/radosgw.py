@@ -24,6 +24,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from deltasync.demo.processes import Child, interrupt_on_sigterm
+
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 
@@ -82,7 +84,8 @@ class Cluster:
 
     def __init__(self, root: Path, https: Sequence[str] | None = None) -> None:
         self.root = root.resolve()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, Child] = {}
+        self._ending = contextlib.ExitStack()
         port, mon_port, mon_port_v1 = _free_ports(3)
         if https is None:
             self.endpoint, listen = f"http://127.0.0.1:{port}", f"endpoint=127.0.0.1:{port}"
@@ -121,13 +124,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End the processes and remove the directory."""
-        for process in reversed(self._processes):
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._ending.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _command(self, program: str, *arguments: str | Path) -> list[str]:
@@ -141,14 +138,14 @@ class Cluster:
         return done.stdout
 
     def _start(self, program: str, *arguments: str) -> None:
-        with (self.root / "log" / f"{program}.out").open("wb") as log:
-            command = self._command(program, *arguments)
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        log = self.root / "log" / f"{program}.out"
+        child = Child(program, self._command(program, *arguments), os.environ, log, stop_s=20.0)
+        self._processes[program] = self._ending.enter_context(child)
 
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while not ready():
-            ended = [process.args for process in self._processes if process.poll() is not None]
+            ended = [program for program, process in self._processes.items() if not process.running()]
             if ended or time.monotonic() > deadline:
                 raise RuntimeError(f"{what} did not come up{f'; ended: {ended}' if ended else ''}")
             time.sleep(0.2)
@@ -189,10 +186,13 @@ def main() -> int:
     if missing:
         print(f"not installed: {', '.join(missing)} (packages ceph-mon, ceph-osd, radosgw)", file=sys.stderr)
         return 2
+    interrupt_on_sigterm()
     began_s = time.monotonic()
     with running(arguments.directory, arguments.https) as cluster:
         print(f"RADOS gateway at {cluster.endpoint} after {time.monotonic() - began_s:.0f} s", file=sys.stderr)
-        return subprocess.run(arguments.command, env=os.environ | {"RADOSGW_ENDPOINT": cluster.endpoint}).returncode
+        environ = os.environ | {"RADOSGW_ENDPOINT": cluster.endpoint}
+        with Child("The command", arguments.command, environ, None) as child:
+            return child.wait()
 
 
 if __name__ == "__main__":

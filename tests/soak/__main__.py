@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import tests.soak
+from deltasync.demo.processes import interrupt_on_sigterm
 from tests.soak import run, servers
 from tests.soak.settings import Soak
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm", action="store_true", help="real servers")
     given = parser.parse_args()
+    interrupt_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="deltasync-soak-") as folder:
         soak = Soak(
             folder=Path(folder),

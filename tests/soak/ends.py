@@ -22,6 +22,7 @@ from deltasync.manifest import sha256_hex
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
 from tests.faults import FlakyStore
+from tests.processes import end_with_parent
 from tests.soak.settings import CACHE_BYTES, ELEMENTS, FAULT_RATE, RETENTION, Soak, tell, told
 
 Weights = dict[str, torch.Tensor]
@@ -69,7 +70,8 @@ class Ledger:
         return self._known[step]
 
 
-def _quiet() -> None:
+def _begin() -> None:
+    end_with_parent()
     logging.getLogger("deltasync").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
     numba.set_num_threads(1)
@@ -102,7 +104,7 @@ def noise(checkpoint: Path, seed: int) -> Iterator[Weights]:
 
 def publish(soak: Soak, channel: str, states: Callable[[], Iterator[Weights]], flaky: bool) -> None:
     """The trainer: writes down what it is about to publish, then publishes, until the file `end` is there."""
-    _quiet()
+    _begin()
     store = open_store(channel)
     publisher = Publisher(
         _Unreliable(store, soak, 0) if flaky else store,
@@ -133,7 +135,7 @@ def publish(soak: Soak, channel: str, states: Callable[[], Iterator[Weights]], f
 
 def follow(soak: Soak, channel: str, number: int) -> None:
     """A replica: compares every version that it gets with what the publisher wrote down."""
-    _quiet()
+    _begin()
     inner = _Unreliable(open_store(channel), soak, number)
     replica, ledger = Replica(CachedStore(inner, soak.folder / "cache", CACHE_BYTES)), Ledger(soak.folder / "ledger")
     checked, wrong, refused, last = 0, 0, 0, 0

@@ -82,8 +82,7 @@ class _Checked:
 
     def __init__(self, url: str, child: Child, reader: ChannelReader, ledger: Path) -> None:
         self._url, self._reader, self._ledger = url, reader, ends.Ledger(ledger)
-        assert child._process is not None
-        self.group = child._process.pid
+        self.pids = child.pids
         self.numbers = {"version": 0, "checked": 0, "wrong": 0, "refused": 0}
 
     def check(self) -> int:
@@ -103,15 +102,6 @@ class _Checked:
             self.numbers["checked"] += 1
         self.numbers["version"] = version
         return version
-
-    def pids(self) -> list[int]:
-        """The server's processes."""
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(pid)) == self.group:
-                    found.append(int(pid))
-        return found
 
 
 def run(soak: Soak, say: Say) -> dict[str, Any]:
@@ -152,7 +142,7 @@ def run(soak: Soak, say: Say) -> dict[str, Any]:
             watch.note("bucket objects", len(sizes))
             watch.note("bucket bytes", sum(sizes))
 
-        result = attend(soak, watch, [trainer.pid or 0, *(server.group for server in servers)], look, say)
+        result = attend(soak, watch, [trainer.pid or 0, *(server.pids()[0] for server in servers)], look, say)
         (soak.folder / "end").touch()
         trainer.join(_PATIENCE_S)
         last = told(soak.folder / "publisher")

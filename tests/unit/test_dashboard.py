@@ -196,6 +196,7 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
     beat(store, run, "bad", 2, "failed", error="it broke")
     beat(store, run, "new", None, "waiting")
     beat(store, run, "silent", 1, time_s=time.time() - 2 * heartbeat.LIVE_S)
+    beat(store, run, "stopped", 2, "stopped")
     beat(store, "another", "elsewhere", 5)
     observer = Observer(store)
     rows = {row.replica_id: row for row in observer.look().replicas}
@@ -205,9 +206,10 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
         "bad": (3, True),
         "new": (None, True),
         "silent": (4, False),
+        "stopped": (3, False),
     }
     assert rows["ahead"].lag_s == 0
-    assert rows["silent"].lag_s is rows["new"].lag_s is None
+    assert rows["silent"].lag_s is rows["stopped"].lag_s is rows["new"].lag_s is None
     created = {row.version: row.created_s for row in observer.snapshot().versions}
     assert rows["behind"].lag_s == pytest.approx(time.time() - created[4], abs=1)
     assert rows["bad"].lag_s == pytest.approx(rows["behind"].lag_s + created[4] - created[3], abs=0.1)  # type: ignore[operator]
@@ -367,11 +369,15 @@ def test_the_terminal_shows_versions_replicas_and_cost(
     publish(publisher, weights, 5)
     publisher.close()
     beat(store, publisher.run_id, "far", 2, "failed", error="[red]it broke")
+    beat(store, publisher.run_id, "gone", 2, "stopped")
+    beat(store, publisher.run_id, "lost", 2, time_s=time.time() - 2 * heartbeat.LIVE_S)
     console = Console(width=120, file=io.StringIO())
     console.print(watch.screen(Observer(store).look()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "version 5 (step 50)" in text
     assert "failed" in text and "[red]it broke" in text
+    states = [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["gone"], ["lost"])]
+    assert states == [["gone", "stopped"], ["lost", "silent"]]
     assert "5 versions, 1 with full weights, 1 fold;" in text
     assert watch.sparkline([0, 50, 100]) == "▁▅█"
     assert watch.sparkline([0, 0]) == "▁▁"

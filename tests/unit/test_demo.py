@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +9,49 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from deltasync.demo.train import DigestingTransfer
+from deltasync.demo.train import DigestsFileCallback
 from trl_callback import VersionRecord
 
 
-class Transfer:
-    """Publishes without a look at the stream, as it may: the model has the weights too."""
+class Sync:
+    def __init__(self) -> None:
+        self.history: list[VersionRecord] = []
 
-    history = (
-        VersionRecord(
-            version=1, step=0, kind="anchor", changed=3, total=3, payload_bytes=6, anchor_bytes=6, encode_s=0.0, ack_s=None
-        ),
-    )
+    def publish(self, version: int) -> None:
+        record = VersionRecord(
+            version=version,
+            step=0,
+            kind="delta",
+            changed=1,
+            total=3,
+            payload_bytes=6,
+            anchor_bytes=0,
+            encode_s=0.0,
+            ack_s=None,
+        )
+        self.history.append(record)
 
-    def init_weight_transfer(self) -> None: ...
 
-    pause = resume = destroy = init_weight_transfer
-
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None: ...
+def sha256(*values: float) -> str:
+    return hashlib.sha256(torch.tensor(values, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()).hexdigest()
 
 
-def test_what_the_proof_of_bits_is_held_to_comes_from_the_stream_in_any_case(tmp_path: Path) -> None:
-    transfer: Any = Transfer()
-    digesting = DigestingTransfer(transfer, tmp_path / "published.jsonl")
-    digesting.send_weights(iter([("w", torch.tensor([1.0, -0.0, 3.0]))]))
-    digesting.resume()
-    bits = torch.tensor([1.0, -0.0, 3.0], dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()
-    line = json.loads((tmp_path / "published.jsonl").read_text())
-    assert line["sha256"] == {"w": hashlib.sha256(bits).hexdigest()}
+def test_each_version_is_held_to_the_weights_that_the_trainer_had(tmp_path: Path) -> None:
+    model, sync = torch.nn.Module(), Sync()
+    model.w = torch.nn.Parameter(torch.tensor([1.0, -0.0, 3.0]))
+    unused: Any = None
+    callback = DigestsFileCallback(sync, tmp_path / "published.jsonl")  # type: ignore[arg-type]
+    callback.on_train_begin(unused, unused, unused, model=model)
+    sync.publish(1)
+    callback.on_step_begin(unused, unused, unused)
+    model.w.data[1] = 0.0
+    callback.on_step_end(unused, unused, unused, model=model)
+    sync.publish(2)
+    model.w.data[1] = 7.0
+    callback.on_train_end(unused, unused, unused)
+    callback.on_train_end(unused, unused, unused)
+    lines = [json.loads(line) for line in (tmp_path / "published.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["sha256"]) for line in lines] == [
+        (1, {"w": sha256(1.0, -0.0, 3.0)}),
+        (2, {"w": sha256(1.0, 0.0, 3.0)}),
+    ]

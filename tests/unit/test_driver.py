@@ -388,8 +388,6 @@ def serving(
         app.state.registry = registry
         await plugin.init_state(engine, app.state, args)
         yield
-        if plugin._task is not None:
-            plugin._task.cancel()
 
     app = FastAPI(lifespan=lifespan)
 

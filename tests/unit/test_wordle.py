@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import ipaddress
 import itertools
-import subprocess
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from deltasync.demo.processes import Child
 from deltasync.demo.wordle.client import WordleClient, WordleEnvironment
 from deltasync.demo.wordle.game import GUESSES, Game, marks, word_list
 from deltasync.demo.wordle.server import ServerSettings, WordleServer
@@ -315,27 +316,25 @@ def test_as_a_process_with_tls_and_token(tmp_path: Path, monkeypatch: pytest.Mon
     pem, token = certificate(tmp_path), tmp_path / "token"
     token.write_text("sesame\n")
     command = [sys.executable, "-m", "deltasync.demo.wordle", "--port", "0", "--words", "full", "--tls-cert", str(pem)]
-    with subprocess.Popen([*command, "--token-file", str(token)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert url.startswith("https://127.0.0.1:")
-            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                httpx.get(f"{url}/health")
-            monkeypatch.setenv("SSL_CERT_FILE", str(pem))
-            assert httpx.get(f"{url}/health").json() == {"status": "healthy"}
-            for wrong in (None, "open", "sesame2"):
-                with (
-                    WordleClient(url, wrong) as player,
-                    pytest.raises(DeltaSyncError, match="401: This server wants its"),
-                ):
-                    player.reset(seed=1)
-            with WordleClient(url, "sesame") as player:
+    log = tmp_path / "log"
+    with Child("The environment", [*command, "--token-file", token], os.environ, log) as child:
+        child.wait_until(lambda: log.read_text().endswith("\n"), 60, "to start")
+        url = log.read_text().splitlines()[0]
+        assert url.startswith("https://127.0.0.1:")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+        monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+        assert httpx.get(f"{url}/health").json() == {"status": "healthy"}
+        for wrong in (None, "open", "sesame2"):
+            with (
+                WordleClient(url, wrong) as player,
+                pytest.raises(DeltaSyncError, match="401: This server wants its"),
+            ):
                 player.reset(seed=1)
-                assert player.step("about").observation.marks == marks("about", secret_of(1, "full"))
-        finally:
-            process.terminate()
-        assert process.wait(30) == 0
+        with WordleClient(url, "sesame") as player:
+            player.reset(seed=1)
+            assert player.step("about").observation.marks == marks("about", secret_of(1, "full"))
+    assert child.wait(0) == 0  # by SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,193 @@
+"""A process that runs one command and ends everything that came of it.
+
+    python -IS supervisor.py < request
+
+`deltasync.demo.processes.Child` starts it. It imports nothing of the package, and starts in some 30 ms. It is a process of
+its own so that it outlives a parent that is killed. On Linux it is a subreaper: whatever loses its parent below it, in
+whatever session, becomes its child and is found. It ends the command and all of its descendants
+
+- when the command has ended,
+- when it gets SIGTERM, SIGINT or SIGHUP,
+- when its parent is gone, for whatever reason.
+
+First the command alone gets SIGTERM, so that it can take down its own children in order. What is left afterwards gets
+SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit code, or by the same signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_LINUX = sys.platform == "linux"
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+_LOOK_S = 0.2  # between two looks whether the parent is still there
+_STEP_S = 0.02  # between two looks at what is to end
+_KILLED_S = 5.0  # given to SIGKILL
+_NOT_STARTED = 127  # the exit code that a shell gives
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def descendants(pid: int) -> list[int]:
+    """The living processes that a process started, and all that these started; the oldest first.
+
+    Zombies are left out. Where there is no `/proc`, none is found.
+    """
+    parents: dict[int, tuple[int, int]] = {}  # by pid: its parent, and when it began
+    for entry in filter(str.isdigit, os.listdir("/proc") if _LINUX else ()):
+        with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+            # After the name, which may hold spaces and parentheses: state, parent, and 18 fields later the start.
+            fields = file.read().rpartition(b")")[2].split()
+            if fields[0] not in (b"Z", b"X"):
+                parents[int(entry)] = int(fields[1]), int(fields[19])
+    found = {pid}
+    while more := {each for each, (parent, _) in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {pid}, key=lambda each: (parents[each][1], each))
+
+
+class _Supervisor:
+    """See the module.
+
+    Args:
+        parent: The process whose end is watched for.
+        command: Program and arguments.
+        env: The command's whole environment.
+        cores: CPU cores that all may use; None leaves them all.
+        stop_s: How long after SIGTERM the command has to end, and then what it leaves.
+    """
+
+    def __init__(self, parent: int, command: list[str], env: dict[str, str], cores: list[int] | None, stop_s: float) -> None:
+        self._parent = parent
+        self._stop_s = stop_s
+        self._told_to_stop = False
+        self._status: int | None = None
+        self._wake, waking = os.pipe()
+        os.set_blocking(waking, False)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        for number in (*_STOPPING, signal.SIGCHLD):
+            signal.signal(number, self._heed)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._command = _start(command, env)
+
+    def run(self) -> int:
+        """Return once nothing is left: how the command ended, as `os.waitpid` tells it."""
+        while not (self._ended() or self._told_to_stop or os.getppid() != self._parent):
+            if select.select([self._wake], [], [], _LOOK_S)[0]:
+                os.read(self._wake, 4096)
+        if not self._ended():
+            os.kill(self._command, signal.SIGTERM)
+            self._wait(self._ended, self._stop_s)
+        self._clear(signal.SIGTERM, self._stop_s)
+        self._clear(signal.SIGKILL, _KILLED_S)
+        if left := self._left():
+            _say(f"SIGKILL did not end these processes: {', '.join(map(str, left))}")
+        return signal.SIGKILL if self._status is None else self._status
+
+    def _heed(self, number: int, _: object) -> None:
+        self._told_to_stop |= number != signal.SIGCHLD
+
+    def _ended(self) -> bool:
+        """Whether the command has; buries all children that have."""
+        with contextlib.suppress(ChildProcessError):
+            while (buried := os.waitpid(-1, os.WNOHANG))[0]:
+                if buried[0] == self._command:
+                    self._status = buried[1]
+        return self._status is not None
+
+    def _left(self) -> list[int]:
+        """What is to be signalled: descendants; without `/proc`, the command's process group."""
+        self._ended()
+        if _LINUX:
+            return descendants(os.getpid())
+        try:
+            os.killpg(self._command, 0)
+        except OSError:
+            return []
+        return [-self._command]
+
+    def _clear(self, number: signal.Signals, timeout_s: float) -> None:
+        """Send a signal once to whatever is left, and wait for its end."""
+        told: set[int] = set()
+
+        def cleared() -> bool:
+            left = self._left()
+            for pid in set(left) - told:
+                with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+                    os.kill(pid, number)
+            told.update(left)
+            return not left
+
+        self._wait(cleared, timeout_s)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(_STEP_S)
+
+
+def _start(command: list[str], env: dict[str, str]) -> int:
+    """Start the command in a session of its own, with the signals as they are by default; its pid."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # none gets lost between fork and exec
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # should somebody kill the supervisor
+            for number in (*_STOPPING, *_IGNORED_BY_PYTHON):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+            os.execvpe(command[0], command, env)
+        except OSError as error:
+            _say(f"{command[0]} cannot be started: {error.strerror}")
+        finally:
+            os._exit(_NOT_STARTED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    return pid
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _say(text: str) -> None:
+    os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _end_as(status: int) -> NoReturn:
+    """End as a process with this status did."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's own core is enough
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _main() -> None:
+    request: dict[str, Any] | None = json.loads(sys.stdin.buffer.read() or b"null")
+    if request is None:
+        return  # the parent is gone already
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    _end_as(_Supervisor(**request).run())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,92 @@
+"""What starts servers, killed by each signal while they start: none of its processes is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deltasync.demo import supervisor
+from tests.processes import wait_for_end
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 400.0
+
+
+def tree_with(title: bytes, process: subprocess.Popen[str]) -> list[int]:
+    """The descendants of a process, once one of them is called this."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = supervisor.descendants(process.pid)
+        if any(title in command_line(pid) for pid in found):
+            return found
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def leaves_nothing(command: list[str], title: bytes, number: signal.Signals, folder: Path) -> None:
+    """Start a command with temporary files in a folder, and send it a signal once a process below it has this title."""
+    words = [sys.executable, "-m", *command]
+    environ = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # a busy machine is no reason to wait
+    with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        tree = tree_with(title, process)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    wait_for_end(tree)
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == "deltasync: interrupted"
+        assert "Traceback" not in said
+
+
+def signals(*slow: signal.Signals) -> pytest.MarkDecorator:
+    every = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    marks = [pytest.param(number, id=number.name, marks=[pytest.mark.slow] * (number in slow)) for number in every]
+    return pytest.mark.parametrize("number", marks)
+
+
+@pytest.mark.vllm
+@pytest.mark.trl
+@signals(signal.SIGINT, signal.SIGTERM)
+def test_the_demo(number: signal.Signals, tmp_path: Path) -> None:
+    command = ["deltasync.cli", "demo", "--out", str(tmp_path / "demo")]
+    leaves_nothing(command, b"EngineCore", number, tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.trl
+@signals(*signal.Signals)
+def test_the_benchmark_of_commits(number: signal.Signals, tmp_path: Path) -> None:
+    command = ["deltasync.cli", "bench", "commit", "--size", "tiny", "--commits", "1", "--window", "1", "--pairs", "1"]
+    leaves_nothing(command, b"EngineCore", number, tmp_path)
+    logs = [path.name for folder in tmp_path.glob("deltasync-bench-*") for path in folder.iterdir() if path.is_file()]
+    assert set(logs) <= {"engine.log", "server.log", "request.json", "result.json"}
+
+
+@signals(signal.SIGINT, signal.SIGTERM)
+def test_the_soak(number: signal.Signals, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.soak", "--minutes", "5", "--replicas", "2"]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(list(tmp_path.glob("*/replica-*"))) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        tree = supervisor.descendants(process.pid)
+        assert len(tree) >= 4  # two replicas, the publisher, and what forks them
+        process.send_signal(number)
+    wait_for_end(tree)

@@ -1,0 +1,141 @@
+"""Whose log probabilities a trainer may compare with its own."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync.errors import ConfigError
+from trl_callback import logprobs
+
+MODEL = torch.nn.Linear(1, 1)
+DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+
+
+class Status:
+    """A server whose /deltasync/status is what a test says: a document, or an HTTP status."""
+
+    def __init__(self) -> None:
+        self.answer: dict[str, Any] | int | bytes = {}
+        self.asked = 0
+        status = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path.startswith("/deltasync/status")
+                status.asked += 1
+                answer = status.answer
+                self.send_response(answer if isinstance(answer, int) else 200)
+                self.end_headers()
+                if not isinstance(answer, int):
+                    self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def status() -> Iterator[Status]:
+    status = Status()
+    yield status
+    status.close()
+
+
+def check(status: Status, wait_s: float | None = None, model: torch.nn.Module = MODEL, **sampling: Any) -> bool:
+    return logprobs.check(SimpleNamespace(**(DEFAULTS | sampling)), model, status.url, wait_s)
+
+
+@pytest.mark.parametrize("answer", [{}, {"logprobs_mode": "raw_logprobs"}, 404, 401, b"no json"], ids=str)
+@pytest.mark.parametrize(
+    "neutral",
+    [{}, {"top_k": -1, "min_p": 0.0}, {"temperature": 1, "top_p": None, "top_k": None}, {"generation_kwargs": {}}],
+    ids=str,
+)
+def test_raw_ones_are_as_good_where_sampling_changes_nothing(status: Status, answer: Any, neutral: dict[str, Any]) -> None:
+    status.answer = answer
+    assert check(status, **neutral)
+
+
+CHANGING: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"top_p": 0.95},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"generation_kwargs": {"presence_penalty": 1.0}},
+    {"vllm_structured_outputs_regex": "[0-9]+"},
+]
+
+
+@pytest.mark.parametrize("changing", CHANGING, ids=str)
+def test_where_sampling_changes_them_the_server_must_say_that_they_are_processed(
+    status: Status, changing: dict[str, Any]
+) -> None:
+    ((name, value),) = changing.items()
+    said = f"{name}={value}" if name != "generation_kwargs" else "presence_penalty=1.0"
+    for answer, told in [
+        ({"logprobs_mode": "raw_logprobs"}, "gives raw_logprobs"),
+        ({"state": "serving"}, "does not tell what its log probabilities are"),
+        (404, "does not tell what its log probabilities are"),
+    ]:
+        status.answer = answer
+        with pytest.raises(ConfigError) as refusal:
+            check(status, **changing)
+        sentence = str(refusal.value)
+        assert sentence.startswith(f"The vLLM server at {status.url} {told}")
+        assert f"as sampled with {said}:" in sentence
+        assert sentence.endswith("--logprobs-mode processed_logprobs.")
+    status.answer = {"logprobs_mode": "processed_logprobs"}
+    assert check(status, **changing)
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "something_new"])
+def test_what_is_no_log_probability_is_refused_in_any_case(status: Status, mode: str) -> None:
+    status.answer = {"logprobs_mode": mode}
+    with pytest.raises(ConfigError, match=f"gives {mode}, .* --logprobs-mode processed_logprobs"):
+        check(status)
+
+
+def test_what_the_checkpoint_says_of_sampling_counts_where_the_trainer_says_nothing(status: Status) -> None:
+    model = torch.nn.Linear(1, 1)
+    model.generation_config = SimpleNamespace(min_p=0.05, temperature=0.6)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"with min_p=0\.05:"):
+        check(status, model=model)
+    assert check(status, model=model, min_p=0.0)
+
+
+def test_a_server_that_is_not_up_is_asked_later_and_waited_for(status: Status) -> None:
+    status.answer = 503
+    assert not check(status)
+    assert not check(status, temperature=0.7)
+    assert check(status, wait_s=60.0)  # no answer would change anything
+    later = threading.Timer(1.0, setattr, (status, "answer", {"logprobs_mode": "raw_logprobs"}))
+    later.start()
+    with pytest.raises(ConfigError, match="gives raw_logprobs"):
+        check(status, wait_s=60.0, temperature=0.7)
+    assert status.asked > 4
+
+
+def test_a_server_that_never_answers_is_refused_after_a_while() -> None:
+    gone = Status()
+    gone.close()
+    assert not check(gone, temperature=0.7)
+    before = time.monotonic()
+    with pytest.raises(ConfigError, match="does not tell what its log probabilities are"):
+        check(gone, wait_s=1.0, temperature=0.7)
+    assert time.monotonic() - before >= 1.0

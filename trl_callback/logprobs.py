@@ -1,0 +1,80 @@
+"""Whether a server's log probabilities are those of the distribution that its tokens are sampled from.
+
+GRPO and AsyncGRPO compare them with the trainer's own. vLLM gives those of the model unless it is started with
+`--logprobs-mode processed_logprobs`; they are the same where sampling changes nothing, as with TRL's defaults.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from deltasync import heartbeat
+from deltasync.errors import ConfigError
+
+_OPTION = "--logprobs-mode processed_logprobs"
+_POLL_S = 0.5
+
+_NEUTRAL: dict[str, tuple[float | None, ...]] = {
+    "temperature": (1.0,),
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "vllm_structured_outputs_regex": (None,),
+}
+"""Fields of TRL's configs, and their values that change no distribution."""
+
+_OF_CHECKPOINT = ("min_p", "presence_penalty", "frequency_penalty")
+"""What vLLM takes from the checkpoint's `generation_config.json` where a request leaves it out, as TRL's may."""
+
+
+def changes(args: Any, model: torch.nn.Module) -> list[str]:
+    """What samples from another distribution than the model's, as `name=value`.
+
+    Args:
+        args: The trainer's.
+        model: The one that is trained; its `generation_config` is the server's default.
+    """
+    found = {name: getattr(args, name, values[0]) for name, values in _NEUTRAL.items()}
+    changing = {name: value for name, value in found.items() if value not in _NEUTRAL[name]}
+    defaults = getattr(model, "generation_config", None)
+    for name in _OF_CHECKPOINT:
+        if getattr(args, name, None) is None and (value := getattr(defaults, name, None)):
+            changing[name] = value
+    changing |= getattr(args, "generation_kwargs", None) or {}  # of vLLM, any of them
+    return [f"{name}={value}" for name, value in changing.items()]
+
+
+def check(args: Any, model: torch.nn.Module, url: str, wait_s: float | None = None) -> bool:
+    """Ask a server whether its log probabilities can be compared with the trainer's.
+
+    Args:
+        args: The trainer's.
+        model: The one that is trained.
+        url: Of the server.
+        wait_s: How long a server that does not answer is asked again; None to leave it at that.
+
+    Returns:
+        Whether they can; False if the server did not answer and `wait_s` is None.
+
+    Raises:
+        ConfigError: they cannot, or the server does not tell and sampling makes a difference.
+    """
+    changing = changes(args, model)
+    deadline = time.monotonic() + (wait_s if wait_s is not None and changing else 0.0)
+    while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if status is None and wait_s is None:
+        return False
+    mode = None if status is None else status.get("logprobs_mode")
+    if mode == "processed_logprobs" or (not changing and mode in (None, "raw_logprobs")):
+        return True
+    told = "does not tell what its log probabilities are" if mode is None else f"gives {mode}"
+    sampled = f" with {', '.join(changing)}" if changing else ""
+    raise ConfigError(
+        f"The vLLM server at {url} {told}, and the trainer compares its own with those of the tokens as sampled{sampled}: "
+        f"start it with deltasync's worker extension and {_OPTION}."
+    )
