@@ -14,7 +14,7 @@ TRITON := triton==3.7.1
 ATHERIS := atheris==3.0.0
 TOOLS := uv==0.13.9 pip-audit==2.10.1
 
-.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest fuzz soak docs check format lock audit bench clean
+.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest fuzz soak docs check format lock audit bench gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -167,8 +167,24 @@ lock: .venv-tools/.ready
 audit: .venv-tools/.ready
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/dev.txt
 
+# A folder to carry to a machine with a GPU and Python 3.12, torch, triton, numpy and safetensors, but without a package index:
+#   cd gpu-kit && python -m benchmarks.gpu
+GPU_KIT ?= gpu-kit
+GPU_KIT_PYTHON ?= 3.12
+GPU_KIT_PLATFORM ?= manylinux2014_$(shell uname -m)
+gpu-kit: setup
+	rm -rf $(GPU_KIT)
+	mkdir -p $(GPU_KIT)
+	cp -r deltasync benchmarks tests pyproject.toml $(GPU_KIT)/
+	$(PIP) install --quiet --no-deps --no-compile --only-binary :all: --python-version $(GPU_KIT_PYTHON) \
+	  --platform $(GPU_KIT_PLATFORM) --target $(GPU_KIT) msgspec hypothesis sortedcontainers pytest pytest-timeout pluggy \
+	  iniconfig packaging pygments
+	find $(GPU_KIT) -name __pycache__ -type d -prune -exec rm -rf {} +
+	@test "$$(du -sm $(GPU_KIT) | cut -f1)" -le 64
+	@du -sm $(GPU_KIT)
+
 bench: setup
 	$(BIN)/deltasync bench codec
 
 clean:
-	rm -rf $(VENV) .venv-* demo-out demo-hosts-out site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -74,6 +74,14 @@ def has_nan(bits_N: np.ndarray, spec: TensorSpec) -> bool:
     return bool(((bits_N & mask) > largest).any())
 
 
+def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
+    """The dtype that `cast` gives a tensor."""
+    if dtype == "keep" or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return tensor.dtype
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """`tensor` in the served dtype: floating tensors of 16 bits or more rounded to nearest even, others unchanged.
 
@@ -81,6 +89,4 @@ def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
         tensor: Any device.
         dtype: Name of the served dtype, or `keep`.
     """
-    if dtype == "keep" or not tensor.is_floating_point() or tensor.element_size() < 2:
-        return tensor.detach()
-    return tensor.detach().to(getattr(torch, dtype))
+    return tensor.detach().to(served_dtype(tensor, dtype))

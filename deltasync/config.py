@@ -99,7 +99,7 @@ class PublisherSettings(_Settings):
             `quantize`; `keep` publishes as given.
         shadow_placement: Where tensors of an accelerator are compared with what was published last. `device`: there, with a
             second copy of those bits in its memory, and only what changed crosses to the host. `host`: all weights cross.
-            `auto`: the former for CUDA tensors as long as a tenth of the device's memory stays free.
+            `auto`: the former for CUDA tensors where training and a tenth of the device's memory leave room for it.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.

@@ -181,7 +181,8 @@ class Publisher:
             named_tensors: Every tensor of the model, each once, of any dtype, device and stride; floating ones are cast to
                 the served dtype. Read completely and not kept: the tensors may change as soon as this returns. With a
                 `group` also the shards that this rank holds, as `DTensor` or `TensorRange`; of tensors that are whole on all
-                ranks those of the first are published.
+                ranks those of the first are published. On a GPU a list, or a dict's `items()`, is compared fastest: its
+                tensors stay, so that all of them are compared at once; those of a generator are compared one by one.
             step: The trainer's step, stored as metadata.
 
         Returns:

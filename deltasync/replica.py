@@ -29,8 +29,8 @@ from deltasync.errors import (
     StageError,
 )
 from deltasync.fold import fold_all
+from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.manifest import Head, Manifest
-from deltasync.memory import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.poll import Poll
 from deltasync.reader import ChannelReader, FetchedStep, ahead
 from deltasync.stores import Store, open_store
@@ -337,8 +337,8 @@ def _folded(patches: Sequence[Patch]) -> list[Patch]:
     return fold_all(patches) or [Patch(first.name, np.empty(0, np.int32), first.data[:0], absolute=False)]
 
 
-_MEMORY_IS_OUT = "can't allocate memory", "can't start new thread"
-"""What torch and Python say then in a RuntimeError."""
+_MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memory"
+"""What torch, Python and CUDA, of memory on the host, say then in a RuntimeError."""
 
 
 @contextlib.contextmanager

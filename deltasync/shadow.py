@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from deltasync import chain, fingerprint
-from deltasync.bits import bits_of, cast, dtype_name, has_nan, int_view, nan_bounds, signed_view, spec_of, tensor_of
+from deltasync import fingerprint, kernels
+from deltasync.bits import bits_of, cast, dtype_name, has_nan, nan_bounds, served_dtype, signed_view, spec_of, tensor_of
+from deltasync.device_copies import DeviceCopies, Difference
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.fold import fold
-from deltasync.kernels import cpu, device_kernels
-from deltasync.memory import LiveMemory, Segment
-from deltasync.peers import Range
+from deltasync.live import LiveMemory, Segment
 from deltasync.quantize import fp8_blocks
-from deltasync.reader import ChannelReader
 from deltasync.sharded import TensorRange, range_of
 from deltasync.types import Patch, TensorSpec, check_specs
 
-_LEFT_FREE = 0.1
-"""Part of a device's memory that `auto` leaves free."""
+if TYPE_CHECKING:
+    from deltasync import chain
+    from deltasync.peers import Range
+    from deltasync.reader import ChannelReader
 
-Stream = Iterable[tuple[str, torch.Tensor | TensorRange]]
+Tensors = Iterable[tuple[str, torch.Tensor | TensorRange]]
+Stream = Tensors | Callable[[], Tensors]
+"""Names and tensors, or a function that returns them, called when they are read.
+
+A list, or the items of a dict, keep their tensors until the publish returns; they are compared together. Anything else, such
+as a generator, may free or overwrite a tensor as soon as the next one is asked for.
+"""
 
 
 class Shadow:
     """Published bits of the ranges that this rank holds.
 
-    They are in host memory. Of tensors that come from an accelerator there may be a second copy in its memory, with which
-    they are compared there, so that only what changed crosses to the host.
+    They are in host memory. Of tensors that come from an accelerator there may be a second copy in its memory
+    (`DeviceCopies`), with which they are compared there, so that only what changed crosses to the host.
 
     Attributes:
         specs: Of the whole tensors.
@@ -44,9 +51,10 @@ class Shadow:
         self.ranges = dict(ranges)
         self.bits = dict(bits)
         self.with_nan: list[str] = []
-        self._on_device: dict[str, torch.Tensor] = {}  # signed views, of the same bits
+        self._copies = DeviceCopies(self.bits)
         self.fingerprints = {
-            name: cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0]) for name, held in self.bits.items()
+            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0])
+            for name, held in self.bits.items()
         }
 
     @classmethod
@@ -59,8 +67,9 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
-        for name, part, served in _served(stream, dtype, rank, specs):
-            held[name], ranges[name] = bits_of(served).copy(), (part.start, part.stop)
+        tensors, dtype = _tensors(stream, dtype)
+        for name, part in _parts(tensors, dtype, rank, specs):
+            held[name], ranges[name] = bits_of(cast(part.held, dtype)).copy(), (part.start, part.stop)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
         shadow = cls(specs, ranges, held)
@@ -119,20 +128,13 @@ class Shadow:
         seen: dict[str, TensorSpec] = {}
         self.with_nan = []
         try:
-            for name, part, served in _served(stream, dtype, rank, seen):
-                if seen[name] != self.specs.get(name):
-                    continue  # reported below, after the stream has been drained
-                start = self.ranges[name][0]
-                if self.ranges[name] != (part.start, part.stop):
-                    raise ModelMismatchError(
-                        f"{name} was published from element {start} on by this rank, and now comes from {part.start} on."
-                    )
-                at_K, step_K = self._diff(name, served, placement)
+            for name, at_K, step_K in self._differences(stream, dtype, rank, placement, seen):
                 if not at_K.size:
                     continue
+                start = self.ranges[name][0]
                 patch = Patch.steps(seen[name], at_K, step_K, start)
                 key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
-                gained, nan = cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
+                gained, nan = kernels.cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
                 changes[name] = patch  # what raised until here did not touch the bits
                 if nan:
                     self.with_nan.append(name)
@@ -141,7 +143,25 @@ class Shadow:
         except BaseException:
             self.retreat(changes, fingerprints)
             raise
-        return changes
+        return {name: changes[name] for name in seen if name in changes}
+
+    def _differences(
+        self, stream: Stream, dtype: str, rank: int, placement: str, seen: dict[str, TensorSpec]
+    ) -> Iterator[Difference]:
+        """What differs from the shadow, tensor by tensor, of the same specs and ranges; fills `seen`."""
+        tensors, dtype = _tensors(stream, dtype)
+        lasting = isinstance(tensors, ItemsView | Sequence)
+        self._copies.begin(placement)
+        for name, part in _parts(tensors, dtype, rank, seen):
+            if seen[name] != self.specs.get(name):
+                continue  # reported by the caller, after the stream has been drained
+            if self.ranges[name] != (part.start, part.stop):
+                raise ModelMismatchError(
+                    f"{name} was published from element {self.ranges[name][0]} on by this rank, and now comes from "
+                    f"{part.start} on."
+                )
+            yield from self._copies.differences(name, part.held, dtype, placement, lasting)
+        yield from self._copies.rest(dtype)
 
     def retreat(self, changes: Mapping[str, Patch], fingerprints: Mapping[str, int]) -> None:
         """Undo `advance`."""
@@ -149,50 +169,33 @@ class Shadow:
             assert patch.index_K is not None
             self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
         self.fingerprints = dict(fingerprints)
-        self._on_device.clear()  # made again from the host's
+        self._copies.clear()
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the copies on accelerators."""
-        return sum(bits.nbytes for bits in self._on_device.values())
-
-    def _diff(self, name: str, served: torch.Tensor, placement: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where, in this range, the served tensor differs, and by which steps; a copy on its device then no longer does."""
-        copy = self._on_device.get(name)
-        if copy is None and _takes_copy(placement, served.device, self.bits[name].nbytes):
-            copy = signed_view(self.bits[name]).to(served.device, copy=True)
-        if copy is None or copy.device != served.device:
-            self._on_device.pop(name, None)
-            return cpu.diff(self.bits[name], bits_of(served))
-        self._on_device[name] = copy
-        at, step = device_kernels(served.device).diff_and_update(copy, int_view(served))
-        step_K: np.ndarray = step.cpu().numpy()
-        return at.cpu().numpy(), step_K.view(self.bits[name].dtype)
+        return self._copies.size_bytes
 
 
-def _takes_copy(placement: str, device: torch.device, size_bytes: int) -> bool:
-    """Whether a copy of so many bytes goes to a tensor's device. Asked for each tensor, so that what fits goes there."""
-    if placement != "auto":
-        return placement == "device"
-    if device.type != "cuda":
-        return False
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return free_bytes - size_bytes > _LEFT_FREE * total_bytes
+def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
+    """The stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
+    tensors = stream() if callable(stream) else stream
+    return (fp8_blocks(tensors), "keep") if dtype == "fp8" else (tensors, dtype)
 
 
-def _served(
-    stream: Stream, dtype: str, rank: int, specs: dict[str, TensorSpec]
-) -> Iterator[tuple[str, TensorRange, torch.Tensor]]:
-    """The stream's ranges, and what is held of them in the served dtype; fills `specs`."""
-    if dtype == "fp8":
-        stream, dtype = fp8_blocks(stream), "keep"
+def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
+    """The stream's ranges; fills `specs` with what they are in the served dtype."""
     for name, tensor in stream:
         if name in specs:
             raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
         part = range_of(name, tensor, rank)
-        served = cast(part.held, dtype)
-        specs[name] = TensorSpec(name, dtype_name(served.dtype), part.shape)
-        yield name, part, served
+        if part.held.is_meta:
+            raise ConfigError(
+                f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
+                "tensors that were gathered."
+            )
+        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype)), part.shape)
+        yield name, part
 
 
 def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, Range]]) -> None:

@@ -251,7 +251,7 @@ class DeltaSyncCallback(TrainerCallback):
         return not self._publishes and gather.is_peft(model) and gather.is_sharded(model)
 
     def _publish(self, model: Any) -> None:
-        self._transfer.publish(gather.stream_of(model, self.config.adapter_only))
+        self._transfer.publish(functools.partial(gather.stream_of, model, self.config.adapter_only))
         self._transfer.record(ack_s=None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -82,7 +83,7 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
 def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> dict[str, torch.Tensor]:
     """Collect what `save_pretrained` would write of a whole model, in the dtype of training; it may alias the live weights.
 
-    Adapters are merged into copies, or the adapter is all.
+    Adapters are merged into copies, or the adapter is all. All copies are there at once; `stream_of` has one at a time.
 
     Raises:
         ConfigError: the model cannot be published, see `check_publishable`.
@@ -91,21 +92,44 @@ def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> di
     if adapter_only:
         return adapter.tensors(model)
     if is_peft(model):
-        model = adapter.merged(model)
+        return dict(_merged(model))
     return as_saved(model, held_tensors(model))
 
 
-def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterator[tuple[str, Any]]:
-    """What this process is to publish, collected when it is read: what fails then is the publisher's to tell the others.
+def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tuple[str, Any]]:
+    """What this process is to publish. The items of a dict keep their tensors; those of an iterator are made when asked for.
 
     Raises:
         ConfigError: the model cannot be published, see `check_publishable`.
     """
+    check_publishable(model, adapter_only)
     if is_sharded(model):
-        check_publishable(model, adapter_only)
-        yield from shards_as_saved(model, held_tensors(model), dist.get_rank())
-    else:
-        yield from checkpoint_tensors(model, adapter_only).items()
+        return shards_as_saved(model, held_tensors(model), dist.get_rank())
+    if is_peft(model) and not adapter_only:
+        return _merged(model)
+    return checkpoint_tensors(model, adapter_only).items()
+
+
+def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A PEFT model as a checkpoint holds it, adapters merged into a copy of one layer at a time.
+
+    Where layers share parameters, or several tensors become one of a checkpoint, all are merged first.
+    """
+    if adapter.merges_by_layers(model):
+        base = adapter.unloaded(model)
+        held = held_tensors(base)
+        meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
+        alone = [list(as_saved(base, dict([item])).items()) for item in meta.items()]
+        if _shapes(itertools.chain.from_iterable(alone)) == _shapes(as_saved(base, meta).items()):
+            for item in adapter.merged_by_layers(model, held):
+                yield from as_saved(base, dict([item])).items()
+            return
+    base = adapter.merged(model)
+    yield from as_saved(base, held_tensors(base)).items()
+
+
+def _shapes(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in named_tensors}
 
 
 def streamed(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

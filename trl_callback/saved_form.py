@@ -5,7 +5,7 @@ transformers converts them when it loads a model and undoes that when it saves o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     return saved
 
 
-def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterator[tuple[str, Any]]:
+def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
     """What this process holds of a model's tensors, as parts of the tensors of a checkpoint. Nothing is gathered.
 
-    A tensor that has another form is converted on its own, in memory for all of it; what other processes hold of it is left
-    out.
+    A tensor that has another form is converted on its own, when it is asked for, in memory for all of it; what other
+    processes hold of it is left out. Where none has, these are the items of a dict.
 
     Args:
         model: Of class `PreTrainedModel`, or it has no other form.
@@ -42,6 +42,14 @@ def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> 
     """
     meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
     wanted = {name: tensor.shape for name, tensor in as_saved(model, meta).items()}
+    if all(wanted.get(name) == tensor.shape for name, tensor in held.items()):
+        return held.items()
+    return _converted(model, held, wanted, rank)
+
+
+def _converted(
+    model: torch.nn.Module, held: dict[str, Any], wanted: dict[str, torch.Size], rank: int
+) -> Iterator[tuple[str, Any]]:
     for name, tensor in held.items():
         if wanted.get(name) == tensor.shape:
             yield name, tensor

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from deltasync import Publisher, Receipt, heartbeat, open_store
 from deltasync.config import PublisherSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError
 from deltasync.reader import ChannelReader
+from deltasync.shadow import Stream
 from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet
@@ -154,7 +156,7 @@ class DeltaWeightTransfer:
         elif self.ack == "none" and self.is_behind():
             deque(iterator, maxlen=0)  # gathering shards, it takes all processes
         else:
-            self.publish(gather.streamed(iterator, self._model))
+            self.publish(functools.partial(gather.streamed, iterator, self._model))
 
     def publish_shards(self) -> None:
         """In all processes: publish what each holds and wait as `resume` does; if one fails, all do.
@@ -166,7 +168,7 @@ class DeltaWeightTransfer:
         assert self._model is not None and self.publisher is not None
         if self.ack == "none" and self.is_behind():
             return
-        self.publish(gather.stream_of(self._model))
+        self.publish(functools.partial(gather.stream_of, self._model))
         self.record(ack_s=None if self.ack == "none" else self.publisher.first(self._wait))
 
     def resume(self) -> None:
@@ -230,7 +232,7 @@ class DeltaWeightTransfer:
         """Whether the store is so far behind that the next version is better left out."""
         return self._backlog.is_full() if self.publisher is None else self.publisher.first(self._backlog.is_full)
 
-    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish(self, named_tensors: Stream) -> None:
         """Publish the weights of `step`; `resume` or `record` follows."""
         assert self.publisher is not None
         with torch.no_grad():

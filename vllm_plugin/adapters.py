@@ -29,8 +29,8 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError, FingerprintMismatchError, ObjectMissingError, SleepingError
 from deltasync.fingerprint import tensor_key
 from deltasync.kernels import cpu
+from deltasync.live import LiveMemory
 from deltasync.manifest import Head, Manifest
-from deltasync.memory import LiveMemory
 from deltasync.replica import Follower
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.metrics import Commit, Metrics, generated_tokens, running_requests

@@ -69,6 +69,9 @@ USES = (
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
+    # worker.py, derived.py: the end of a worker's start; copies of weights that an attention makes anew
+    Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), on_instance=True),
+    Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), on_instance=True),
     Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
     Use(
         "vllm.model_executor.model_loader.default_loader",

@@ -23,8 +23,8 @@ from deltasync import heartbeat, manifest
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, DeltaSyncError, NotPublishedError, SleepingError
 from deltasync.heartbeat import Heartbeat
+from deltasync.live import Region, combine, model_fingerprint
 from deltasync.manifest import Head
-from deltasync.memory import Region, combine, model_fingerprint
 from deltasync.poll import Poll
 from deltasync.reader import ChannelReader
 from deltasync.stores import open_store

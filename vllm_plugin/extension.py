@@ -12,7 +12,7 @@ from typing import Any, Self
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from vllm_plugin import sleep
-from vllm_plugin.worker import Reply, WorkerReplica, reply
+from vllm_plugin.worker import Reply, WorkerReplica, reply, warm_up_first
 
 
 class DeltaSyncWorkerExtension:
@@ -27,7 +27,10 @@ class DeltaSyncWorkerExtension:
             ConfigError: a channel is configured, and nothing in this server would ever follow it.
         """
         _check(os.environ)
-        return super().__new__(cls)
+        worker = super().__new__(cls)
+        if ReplicaSettings.from_env().channel is not None:
+            warm_up_first(worker)
+        return worker
 
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Reply:
         """Record the load plan for the channel's tensors; a second call changes nothing.

@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync.bits import bits_of, cast, int_view
+from deltasync.bits import cast, int_view
 from deltasync.errors import ModelMismatchError
-from deltasync.memory import LiveMemory, Region, Segment
+from deltasync.live import LiveMemory, Region, Segment
 from deltasync.types import TensorSpec
 from vllm_plugin.as_loaded import as_loaded, computed_parameters
 
@@ -213,11 +213,10 @@ def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def verify(
     plan: LoadPlan, memory: LiveMemory, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> int:
+) -> set[str]:
     """Compare live memory through the plan with the checkpoint that vLLM loaded, bit by bit.
 
-    Tensors that lie in live memory in another layout than in the checkpoint get a reason in the plan. Those that the
-    checkpoint does not hold are left to the fingerprint.
+    Tensors that lie in live memory in another layout than in the checkpoint get a reason in the plan.
 
     Args:
         plan: Of this worker.
@@ -226,23 +225,36 @@ def verify(
         tensors: The checkpoint.
 
     Returns:
-        How many tensors were compared.
+        Tensors that were not compared, because the checkpoint does not hold them in that shape, and that lie nowhere where
+        one that was compared does. Only a fingerprint can tell whether the plan is right about those.
     """
-    compared = 0
+    compared = set()
     for name, tensor in tensors:
         spec = specs.get(name)
         if spec is None or tuple(tensor.shape) != spec.shape:
             continue
-        compared += 1
-        if memory.differs(name, bits_of(cast(tensor, spec.dtype))):
+        compared.add(name)
+        if memory.differs(name, int_view(cast(tensor, spec.dtype))):
             plan.reasons[name] = "vLLM keeps it in a layout of its own"
-    return compared
+    # A tied tensor is one with the tensor that the checkpoint has.
+    proven = {_place(segment) for name in compared - plan.reasons.keys() for segment in plan.segments[name]}
+    return {
+        name
+        for name in specs.keys() - compared
+        if not (plan.segments[name] and all(_place(segment) in proven for segment in plan.segments[name]))
+    }
+
+
+def _place(segment: Segment) -> tuple[object, ...]:
+    return segment.live.data_ptr(), segment.live.shape, segment.live.stride(), segment.stride, segment.offset
 
 
 def mirrored(
     plan: LoadPlan, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Copies of the tensors that have to be loaded again, layer by layer: those with a reason, and others of their layers.
+
+    They are on the host, wherever the loader puts them.
 
     Args:
         plan: Of this worker; gets reasons for the others.
@@ -251,7 +263,7 @@ def mirrored(
     """
     layers = {layer for name in plan.reasons for layer in plan.layers[name]}
     copies = {
-        name: cast(tensor, specs[name].dtype).clone(memory_format=torch.contiguous_format)
+        name: cast(tensor, specs[name].dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors
         if name in specs and plan.layers[name] & layers
     }

@@ -15,7 +15,7 @@ import torch
 
 from deltasync.bits import int_view
 from deltasync.errors import ModelMismatchError
-from deltasync.memory import Segment
+from deltasync.live import Segment
 from vllm_plugin.as_loaded import as_loaded
 from vllm_plugin.cpu import prepare_reload
 
@@ -42,34 +42,41 @@ class Mirror:
     def prove(self) -> None:
         """Make sure that loading the layers again has an effect, and that the unchanged mirror gives what live memory was.
 
+        One layer after the other, so that the host holds copies of no more than that.
+
         Raises:
             ModelMismatchError: one of these is not so; what was there is there again.
         """
-        layers = {layer for of in self._layers.values() for layer in of}
-        before = {layer: {name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers}
+        for layers, names in _together(self._layers):
+            self._prove(layers, names)
+
+    def _prove(self, layers: Set[torch.nn.Module], names: Set[str]) -> None:
+        before = {layer: {name: _on_host(tensor) for name, tensor in layer.state_dict().items()} for layer in layers}
         try:
-            self._negate()
+            self._negate(names)
             try:
-                self.reload(self._tensors)
+                self.reload(names)
             finally:
-                self._negate()
-            idle = [layer for layer in layers if not _differences(layer, before[layer])]
-            self.reload(self._tensors)
-            wrong = {f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])}
+                self._negate(names)
+            idle = sorted(type(layer).__name__ for layer in layers if not _differences(layer, before[layer]))
+            self.reload(names)
+            wrong = sorted(
+                f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])
+            )
         finally:
             for layer, tensors in before.items():
                 for name in _differences(layer, tensors):
                     layer.state_dict()[name].copy_(tensors[name])
         if idle or wrong:
-            what = f"does not change {type(idle[0]).__name__}" if idle else f"gives another {', '.join(sorted(wrong)[:5])}"
+            what = f"does not change {idle[0]}" if idle else f"gives another {', '.join(wrong[:5])}"
             raise ModelMismatchError(
                 f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint, and having it load them "
                 f"again {what}, so this model cannot be updated."
             )
 
-    def _negate(self) -> None:
-        for tensor in self._tensors.values():
-            tensor.neg_()
+    def _negate(self, names: Set[str]) -> None:
+        for name in names:
+            self._tensors[name].neg_()
 
     def reload(self, changed: Iterable[str]) -> float:
         """Load the layers of the mirrored ones among these tensors again; mutates live weights. Returns seconds.
@@ -97,7 +104,24 @@ class Mirror:
         return time.perf_counter() - before
 
 
+def _together(layers: Mapping[str, Set[torch.nn.Module]]) -> list[tuple[set[torch.nn.Module], set[str]]]:
+    """Layers and the tensors that are loaded into them, in groups that share no layer."""
+    groups: list[tuple[set[torch.nn.Module], set[str]]] = []
+    for name, of in layers.items():
+        joined, names = set(of), {name}
+        for group in [group for group in groups if group[0] & joined]:
+            groups.remove(group)
+            joined |= group[0]
+            names |= group[1]
+        groups.append((joined, names))
+    return groups
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def _differences(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of a layer's tensors that have other bits than these."""
+    """Names of a layer's tensors that have other bits than these, which are on the host."""
     now = layer.state_dict()
-    return [n for n in now if not torch.equal(int_view(now[n].contiguous()), int_view(tensors[n].contiguous()))]
+    return [name for name in now if not torch.equal(int_view(now[name]).cpu(), int_view(tensors[name]))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -18,16 +19,18 @@ from typing import Any
 import torch
 
 from deltasync import manifest
+from deltasync.bits import int_view
 from deltasync.chain import Step
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError, SleepingError
+from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError, ModelMismatchError, SleepingError
+from deltasync.kernels import cpu, segment_kernels
+from deltasync.live import LiveMemory
 from deltasync.manifest import Head
-from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
 from deltasync.replica import CommittedVersion, Follower, StagedVersion
 from deltasync.stores import Store, open_store
 from deltasync.stores.cache import behind_cache
-from vllm_plugin import load_plan
+from vllm_plugin import derived, load_plan
 from vllm_plugin.reload import Mirror
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
@@ -47,8 +50,9 @@ class WorkerReplica:
 
     Raises:
         NotPublishedError: the channel has none yet.
-        ModelMismatchError: the model does not match the channel.
-        ConfigError: there is a `WorkerReplica` of this model already, of which only one can know what its bits are.
+        ModelMismatchError: the model does not match the channel, or vLLM keeps copies of weights that it does not refresh.
+        ConfigError: there is a `WorkerReplica` of this model already, of which only one can know what its bits are; or numba
+            has no threading layer for this.
     """
 
     def __init__(self, runner: Any, channel: str, trusted_keys: str | None = None) -> None:
@@ -59,7 +63,9 @@ class WorkerReplica:
             )
         self._reader = ChannelReader(open_channel(channel), trusted_keys)
         self._runner = runner
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltasync")
+        self._device = next((tensor.device for tensor in runner.get_model().parameters()), torch.device("cpu"))
+        limit_threads()
+        self._thread = ThreadPoolExecutor(1, "deltasync", _use_device, (self._device,))
         self._work: Future[Reply] | None = None
         self._staged: StagedVersion | None = None
         self._committed: CommittedVersion | None = None
@@ -67,7 +73,10 @@ class WorkerReplica:
         before = time.perf_counter()
         self._plan = load_plan.record(runner.get_model(), self._reader.specs)
         self._mirror: Mirror | None = None
+        self._unproven: set[str] = set()
+        self._copies = derived.find(runner.get_model())
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
+        self._memory.warm_up()
         self._follower = Follower(self._reader, self._memory)
         _followed[runner.get_model()] = channel
         logger.info(
@@ -136,9 +145,9 @@ class WorkerReplica:
         plan, specs = self._plan, self._reader.specs
         if self._mirror is not None:
             return plan.reasons
-        compared = load_plan.verify(plan, self._memory, specs, load_plan.checkpoint(self._runner))
+        self._unproven = load_plan.verify(plan, self._memory, specs, load_plan.checkpoint(self._runner))
         tensors = load_plan.mirrored(plan, specs, load_plan.checkpoint(self._runner)) if plan.reasons else {}
-        logger.info("deltasync load plan: compared=%d reloaded=%d", compared, len(tensors))
+        logger.info("deltasync load plan: compared=%d reloaded=%d", len(specs) - len(self._unproven), len(tensors))
         if tensors:
             self._mirror = Mirror(self._runner, {name: plan.layers[name] for name in tensors}, tensors)
             self._memory = LiveMemory(specs, plan.segments | self._mirror.segments)
@@ -159,9 +168,17 @@ class WorkerReplica:
             head: Of the channel.
             total: Fingerprint of the model, -1 if copies differ.
             identify: Find out which version it is, instead of whether it is the one taken for live.
+
+        Raises:
+            ModelMismatchError: it is none, and there are tensors that the checkpoint did not prove.
         """
         if identify:
-            self._follower.identify(Head(**head), total)
+            if self._follower.identify(Head(**head), total) is None and self._unproven:
+                raise ModelMismatchError(
+                    f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that vLLM "
+                    "loaded, and the weights are no version that the channel knows, so it cannot be proven where they lie "
+                    "in memory: serve the checkpoint that the channel starts from."
+                )
         else:
             self._follower.settle(total)
         return {"version": self._follower.version}
@@ -248,7 +265,10 @@ class WorkerReplica:
             return {"error": describe(error)}
 
     def _reload(self, staged: StagedVersion) -> float:
-        return 0.0 if self._mirror is None else self._mirror.reload(staged.staged.fingerprints)
+        """Have vLLM make anew what it made of the weights that were written. Returns seconds."""
+        reload_s = 0.0 if self._mirror is None else self._mirror.reload(staged.staged.fingerprints)
+        derived.refresh(self._copies)
+        return reload_s
 
     def undo(self) -> Reply:
         """Roll back what was committed, because another worker could not."""
@@ -275,6 +295,46 @@ class WorkerReplica:
         """`bits` of each of this worker's segments of a tensor, in the order of its regions and theirs."""
         self._awake()
         return {"bits": self._memory.read(name)}
+
+
+def warm_up_first(worker: Any) -> None:
+    """Have a vLLM worker compile the kernels of commits before it serves, with its own, and not beside requests."""
+    if not hasattr(worker, "compile_or_warm_up_model"):
+        return
+    warm_up = worker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model() -> Any:
+        parameters = worker.model_runner.get_model().parameters()
+        for device, dtype in {(each.device, int_view(each[:0] if each.ndim else each).dtype) for each in parameters}:
+            if device.type != "cpu":
+                segment_kernels(device).warm_up(device, dtype)
+        return warm_up()
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def limit_threads() -> None:
+    """Keep our kernels on the host to the threads that vLLM gives each worker, as OMP_NUM_THREADS says, or an equal share.
+
+    Raises:
+        ConfigError: numba has no threading layer that several threads may use at once; it would end the process.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if given.isdigit() and int(given):
+        cpu.limit_threads(int(given))
+    elif torch.distributed.is_initialized():
+        cpu.limit_threads(len(os.sched_getaffinity(0)) // torch.distributed.get_world_size())
+    if cpu.threading_layer() == "workqueue":
+        raise ConfigError(
+            "numba found neither OpenMP nor TBB here, and what it has instead ends the process when two threads use it: "
+            "install libgomp (apt-get install libgomp1)."
+        )
+
+
+def _use_device(device: torch.device) -> None:
+    """Make a device the current one of this thread."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def open_channel(channel: str) -> Store:

@@ -12,7 +12,7 @@ import torch
 
 from deltasync.bits import signed_view
 from deltasync.errors import ApplyError, SleepingError
-from deltasync.memory import Region
+from deltasync.live import Region
 from deltasync.types import TensorSpec
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares

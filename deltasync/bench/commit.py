@@ -45,6 +45,8 @@ class CommitSettings:
         commits: Pauses measured, and as many of versions that change nothing.
         window_s: Length of one window of the throughput, a version a second.
         pairs: Windows with and without versions.
+        device: Where vLLM runs. On a GPU its server alone is measured, with the CUDA graphs that it has there: the commit in
+            one process writes into memory of the host.
     """
 
     size: str = "0.6b"
@@ -52,6 +54,7 @@ class CommitSettings:
     commits: int = 50
     window_s: float = 15.0
     pairs: int = 4
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.size not in commit_data.SIZES:
@@ -68,7 +71,8 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
     Returns:
         `machine`; `load_average` of the last minute before, because numbers of a busy machine are worth little; `model`: its
         size, elements, tensors, changed elements and payload; `commit`: see `commit_patch.measure`; `pause`: see
-        `commit_server.pauses`; `throughput`: see `commit_server.throughput`, of the tiny model; `ratios` between them.
+        `commit_server.pauses`; `throughput`: see `commit_server.throughput`, of the tiny model; `ratios` between them. On a
+        GPU `commit` is None.
 
     Raises:
         ConfigError: a package is missing.
@@ -82,10 +86,12 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
     with _workspace() as folder:
         tiny = settings.size == "tiny"
         versions = commit_data.prepare(settings.size, folder / settings.size, pauses + (arrivals if tiny else []), say)
-        say("commits into a model that vLLM loaded")
-        commit = _commit(folder, versions)
+        commit = None
+        if settings.device == "cpu":
+            say("commits into a model that vLLM loaded")
+            commit = _commit(folder, versions)
         say(f"starting a server ({settings.size})")
-        with commit_server.serve(versions, folder / "server.log") as server:
+        with commit_server.serve(versions, folder / "server.log", settings.device) as server:
             say(f"{settings.commits} pauses")
             pause = commit_server.pauses(server, settings.commits)
             if tiny:
@@ -94,7 +100,7 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
         if not tiny:
             versions_of_tiny = commit_data.prepare("tiny", folder / "tiny", arrivals, say)
             say("starting a server (tiny)")
-            with commit_server.serve(versions_of_tiny, folder / "tiny.log") as server:
+            with commit_server.serve(versions_of_tiny, folder / "tiny.log", settings.device) as server:
                 say("throughput")
                 throughput = commit_server.throughput(server, settings.window_s, settings.pairs)
     model = {
@@ -118,14 +124,18 @@ def run(settings: CommitSettings, say: Say = lambda text: None) -> dict[str, Any
 def _ratios(result: dict[str, Any]) -> dict[str, Any]:
     """The numbers by which it is judged."""
     commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
-    ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
     extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
-    return {
-        "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
-        "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
+    of_server = {
         "pause_per_scatter": extra_s / scatter_s,
         "pause_beyond_empty_per_scatter": (extra_s - pause["unchanged"]["extra_s"]) / scatter_s,
         "throughput_share": result["throughput"]["share"],
+    }
+    if commit is None:
+        return of_server
+    ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
+    return of_server | {
+        "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
+        "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
         "staged_bytes_per_changed": commit["staged_bytes"] / changed,
     }
 

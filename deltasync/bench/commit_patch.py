@@ -19,7 +19,7 @@ import torch
 from deltasync import manifest
 from deltasync.bench.codec import _peak_extra_bytes
 from deltasync.bits import tensor_of
-from deltasync.memory import LiveMemory, model_fingerprint
+from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.reader import ChannelReader
 from deltasync.replica import Follower
 from deltasync.stores import open_store

@@ -16,7 +16,8 @@ def show(result: dict[str, Any]) -> None:
     """Print the tables."""
     # Not to a terminal: nothing is cut off.
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-    for part in (_head, _commit, _pause, _throughput, _memory):
+    in_process = (_commit,) if result["commit"] is not None else ()
+    for part in (_head, *in_process, _pause, _throughput, *((_memory,) if in_process else ())):
         for item in part(result):
             console.print(item, soft_wrap=isinstance(item, str))
 
@@ -30,10 +31,9 @@ def _head(result: dict[str, Any]) -> Iterator[str]:
         f"{model['element_count']:,} elements in {model['tensor_count']} tensors; {model['changed']:,} changed "
         f"({model['changed'] / model['element_count']:.2%}), payload {model['payload_bytes'] / 1e6:.2f} MB"
     )
-    yield (
-        f"threads: {commit['threads']['numba']} in deltasync's kernels, {commit['threads']['torch']} in vLLM's; "
-        f"load of the machine before: {result['load_average']:.2f}"
-    )
+    yield f"load of the machine before: {result['load_average']:.2f}"
+    if commit is not None:
+        yield f"threads: {commit['threads']['numba']} in deltasync's kernels, {commit['threads']['torch']} in vLLM's"
 
 
 def _commit(result: dict[str, Any]) -> Iterator[str | Table]:

@@ -117,13 +117,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(versions: Versions, log: Path) -> Iterator[Server]:
-    """Start vLLM as a replica of the channel, at version 1; it ends with the block."""
+def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server]:
+    """Start vLLM as a replica of the channel, at version 1; it ends with the block. On a GPU it has its CUDA graphs."""
     versions.show(1)
     port = free_port()
     url = f"http://{HOST}:{port}"
     command = [sys.executable, "-m", "deltasync.cli", "serve", str(versions.checkpoint), "--channel", versions.channel]
-    command += ["--host", HOST, "--port", str(port), "--served-model-name", "bench", "--enforce-eager"]
+    command += ["--host", HOST, "--port", str(port), "--served-model-name", "bench"]
+    command += ["--enforce-eager"] if device == "cpu" else []
     command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "8", "--disable-uvicorn-access-log"]
     env = environ(DELTASYNC_DIGEST_ROUTE="1", DELTASYNC_POLL_INTERVAL_S="0.05", DELTASYNC_REPLICA_ID="bench")
     with Child("The vLLM server", command, env, log) as child:

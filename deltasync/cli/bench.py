@@ -132,8 +132,17 @@ def store_command(url: str, payload_bytes: int, as_json: bool) -> None:
     help="Seconds of one window of the throughput.",
 )
 @click.option("--pairs", type=click.IntRange(min=1), default=4, show_default=True, help="Windows with and without versions.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where vLLM runs. On a GPU only its server is measured: pauses and throughput.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def commit_command(size: str, changed_fraction: float, commits: int, window_s: float, pairs: int, as_json: bool) -> None:
+def commit_command(
+    size: str, changed_fraction: float, commits: int, window_s: float, pairs: int, device: str, as_json: bool
+) -> None:
     """What a commit costs in a real vLLM: beside its own sparse path, as a pause of generation, in throughput, in memory.
 
     Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM several times; some
@@ -144,7 +153,7 @@ def commit_command(size: str, changed_fraction: float, commits: int, window_s: f
 
     interrupt_on_sigterm()
     settings = commit.CommitSettings(
-        size=size, changed_fraction=changed_fraction, commits=commits, window_s=window_s, pairs=pairs
+        size=size, changed_fraction=changed_fraction, commits=commits, window_s=window_s, pairs=pairs, device=device
     )
     result = commit.run(settings, lambda text: click.echo(text, err=True))
     if as_json:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from deltasync import chain, layout, retention
 from deltasync.errors import ApplyError, ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError
 from deltasync.housekeeping.survey import Progress, fold_keys, in_parallel, quiet, read_fold
+from deltasync.live import LiveMemory
 from deltasync.manifest import FileRef, Fold, Head, Manifest
-from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
 from deltasync.replica import CommittedVersion, Follower
 

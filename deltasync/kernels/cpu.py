@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from llvmlite import ir
 from numba import carray, get_num_threads, njit, prange, set_num_threads, types
+from numba import threading_layer as _threading_layer
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -251,6 +252,21 @@ def _launch() -> None:
     thread.join()
 
 
+_most: int | None = None  # threads that this process may use; None for numba's own choice, all cores
+
+
+def limit_threads(count: int) -> None:
+    """Use at most so many threads, and one at least, in each kernel from now on."""
+    global _most
+    _most = max(1, count)
+
+
+def threading_layer() -> str:
+    """How numba runs threads here: `omp`, `tbb`, or `workqueue`, which ends the process if two threads use it at once."""
+    _launch()
+    return str(_threading_layer())
+
+
 class threads:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
 
@@ -260,9 +276,10 @@ class threads:
     def __enter__(self) -> None:
         _launch()
         self._before = get_num_threads()
-        self._fewer = max(1, self._task_count) < self._before
+        wanted = max(1, self._task_count if _most is None else min(self._task_count, _most))
+        self._fewer = wanted < self._before
         if self._fewer:
-            set_num_threads(max(1, self._task_count))
+            set_num_threads(wanted)
 
     def __exit__(self, *_: object) -> None:
         if self._fewer:
@@ -358,8 +375,12 @@ def warm_up(bits: np.dtype, index: np.dtype) -> None:
         _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
 
 
-def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    """As `reference.swap`, one call of a kernel for all writes of the same types."""
+SwapTable = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""Calls of `_swap`, one for all writes of the same types."""
+
+
+def swap_table(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> SwapTable:
+    """What `swap_by` needs to exchange the values of these writes, as `reference.swap` has them; they must outlive it."""
     alike: dict[tuple[np.dtype, np.dtype], list[tuple[int, int, int, int]]] = {}
     for dest, dest_index_K, value_K in writes:
         chunks = alike.setdefault((value_K.dtype, dest_index_K.dtype), [])
@@ -367,13 +388,21 @@ def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
         for first in range(0, value_K.size, _SWAP_CHUNK):
             part = indices + first * dest_index_K.itemsize, values + first * value_K.itemsize
             chunks.append((memory, *part, min(_SWAP_CHUNK, value_K.size - first)))
-    # All that it takes is there before the first value is exchanged: with no memory left, none is.
-    calls = [
+    return [
         (np.array(chunks, np.int64).reshape(-1, 4), np.empty(0, bits), np.empty(0, index))
         for (bits, index), chunks in alike.items()
     ]
+
+
+def swap_by(table: SwapTable) -> int:
+    """As `reference.swap`; nothing is allocated here, so that nothing fails halfway."""
     check = 0
-    for call in calls:
+    for call in table:
         with threads(len(call[0])):
             check += int(_swap(*call))
     return check % (1 << 64)
+
+
+def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
+    """As `reference.swap`, one call of a kernel for all writes of the same types."""
+    return swap_by(swap_table(writes))

@@ -1,4 +1,4 @@
-"""Preparing and swapping in torch operations: any device, and the fallback where no kernel of its own exists.
+"""Preparing, swapping and comparing in torch operations: any device, and the fallback where no kernel of its own exists.
 
 torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as the reference's unsigned one;
 only shifts need a mask. The fingerprint's sum leaves the device as one number.
@@ -6,14 +6,14 @@ only shifts need a mask. The fingerprint's sum leaves the device as one number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from deltasync.fingerprint import MASK
 from deltasync.kernels import reference
+from deltasync.kernels.table import Entry, Table
 from deltasync.types import index_dtype
+
+_READ_BLOCK = 1 << 20
 
 
 def _as_signed(value: int) -> int:
@@ -44,40 +44,91 @@ def cell_hash(key: int, index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Te
     return z ^ _shift(z, 31)
 
 
-def prepare(
-    key: int, dest: torch.Tensor, dest_index_K: torch.Tensor, data_K: torch.Tensor, absolute: bool, index_K: torch.Tensor
-) -> tuple[torch.Tensor, int, int]:
-    """As `reference.prepare`, on signed views; all tensors on the device of `dest`."""
-    old_K = dest[dest_index_K]
-    new_K = data_K.clone() if absolute else old_K + data_K
-    added = (cell_hash(key, index_K, new_K) - cell_hash(key, index_K, old_K)).sum()
-    return new_K, int(added) & MASK, int(_checksum(dest_index_K, old_K)) & MASK
+def prepare(of: Table) -> None:
+    """As `gpu_segments.prepare`."""
+    of.sum_2R.zero_()
+    for row, (entry, positions_K, value_K) in zip(of.first_S, of.writes(), strict=True):
+        at_K = positions_K.long()
+        old_K = entry.dest[at_K]
+        if not entry.absolute:
+            value_K += old_K
+        index_K, _ = _index(entry, at_K)
+        of.sum_2R[0, row] = (cell_hash(entry.key, index_K, value_K) - cell_hash(entry.key, index_K, old_K)).sum()
+        of.sum_2R[1, row] = _checksum(at_K, old_K)
 
 
-def swap(writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> int:
-    """As `reference.swap`, on signed views."""
-    held = [dest[dest_index_K] for dest, dest_index_K, _ in writes]
-    check = 0
-    for (dest, dest_index_K, value_K), old_K in zip(writes, held, strict=True):
-        dest[dest_index_K] = value_K
-        value_K.copy_(old_K)
-        check += int(_checksum(dest_index_K, old_K))
-    return check & MASK
+def swap(of: Table) -> None:
+    """As `gpu_segments.swap`."""
+    # All that it takes is there before the first value is exchanged.
+    writes = [(entry.dest, at_K.long(), value_K, entry.dest[at_K.long()]) for entry, at_K, value_K in of.writes()]
+    of.sum_2R[1].zero_()
+    for row, (_, at_K, _, old_K) in zip(of.first_S, writes, strict=True):
+        of.sum_2R[1, row] = _checksum(at_K, old_K)
+    begun = 0
+    try:
+        for dest, at_K, value_K, _ in writes:
+            begun += 1
+            dest.index_copy_(0, at_K, value_K)
+        for _, _, value_K, old_K in writes:
+            value_K.copy_(old_K)
+    except BaseException:
+        for dest, at_K, _, old_K in writes[:begun]:
+            dest.index_copy_(0, at_K, old_K)
+        raise
 
 
-def _checksum(dest_index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
-    return ((2 * dest_index_K.to(torch.int64) + 1) * _widened(bits_K)).sum()
+def fingerprint(of: Table) -> None:
+    """As `gpu_segments.fingerprint`."""
+    of.sum_2R.zero_()
+    for row, entry in zip(of.first_S, of.entries, strict=True):
+        for first in range(0, entry.dest.numel(), _READ_BLOCK):
+            bits = entry.dest[first : first + _READ_BLOCK]
+            index, element = _index(entry, torch.arange(first, first + bits.numel(), device=bits.device))
+            of.sum_2R[0, row] += torch.where(element, cell_hash(entry.key, index, bits), 0).sum()
 
 
-def diff_and_update(shadow_N: torch.Tensor, new_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.diff`, on signed views; `shadow_N` is mutated and then equals `new_N`."""
-    index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
-    new_K = new_N[index_K]
-    step_K = new_K - shadow_N[index_K]
-    shadow_N[index_K] = new_K
-    index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
-    return index_K.to(index), step_K
+def _index(entry: Entry, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checkpoint indices of positions in a segment's memory, and whether there is an element and no gap."""
+    index, rest, inside = torch.full_like(at, entry.offset), at, at >= 0
+    for live_stride, size, stride in entry.layout:
+        coordinate = rest // live_stride
+        rest = rest - coordinate * live_stride
+        inside = inside & (coordinate < size)
+        index = index + coordinate * stride
+    return index, inside & (rest == 0)
+
+
+def _checksum(at_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
+    return ((2 * at_K + 1) * _widened(bits_K)).sum()
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Nothing to compile."""
+
+
+class Diff:
+    """As `gpu_diff.Diff`, tensor by tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was added and not finished."""
+        self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
+        """Compare a tensor with its shadow, which is mutated and then holds the new bits."""
+        if new_N.dtype == torch.float32:
+            new_N = new_N.to(torch.bfloat16).view(torch.int16)
+        index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
+        new_K = new_N[index_K]
+        step_K = new_K - shadow_N[index_K]
+        shadow_N[index_K] = new_K
+        index = torch.int32 if index_dtype(shadow_N.numel()) == np.int32 else torch.int64
+        self._found[name] = index_K.to(index), step_K
+
+    def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By name, of the tensors that changed, `reference.diff` of the shadow before and after."""
+        found = {name: (at.cpu().numpy(), step.cpu().numpy()) for name, (at, step) in self._found.items() if at.numel()}
+        self.drop()
+        return {name: (at_K, step_K.view(f"u{step_K.itemsize}")) for name, (at_K, step_K) in found.items()}

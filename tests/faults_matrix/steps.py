@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from deltasync import memory
-from deltasync.memory import LiveMemory
+from deltasync.kernels import cpu
+from deltasync.live import LiveMemory, Staged
+from deltasync.live.staging import HostStaging
 from deltasync.reader import ChannelReader
 from deltasync.replica import Follower
 from deltasync.stores import cache
@@ -54,7 +55,7 @@ def patched(tell: Tell) -> Iterator[None]:
             (Follower, "plan", "the way is planned"),
             (CachedStore, "_download", "a payload is fetched"),
             (CachedStore, "_keep", "the cache has a file"),
-            (memory, "_write_of", "a tensor is translated"),
+            (HostStaging, "add", "a tensor is translated"),
             (Follower, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),
             (Follower, "commit", "all is written, nothing confirmed"),
@@ -70,7 +71,7 @@ def patched(tell: Tell) -> Iterator[None]:
 
         stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
         stack.enter_context(mock.patch.object(ChannelReader, "patches", _decoding(ChannelReader.patches, tell)))
-        stack.enter_context(mock.patch.object(memory, "_swap", _swapping(memory._swap, tell)))
+        stack.enter_context(mock.patch.object(cpu, "swap_by", _swapping(cpu.swap_by, tell)))
         stack.enter_context(mock.patch.object(LiveMemory, "commit", _copying(LiveMemory.commit, tell)))
         yield
 
@@ -94,17 +95,25 @@ def _decoding(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
 
 
 def _swapping(original: Callable[..., int], tell: Tell) -> Callable[..., int]:
-    undoing: list[int] = []  # the swaps that are in memory now
+    undoing: list[int] = []  # the tables whose values are in memory now
 
-    def swap(swaps: Any) -> int:
-        half = len(swaps) // 2
-        check = original(swaps[:half])
-        back = undoing == [id(swaps)]
+    def swap_by(table: Any) -> int:
+        halves = [[(half(chunks), *types) for chunks, *types in table] for half in (_first, _rest)]
+        check = original(halves[0])
+        back = undoing == [id(table)]
         tell("half of a rollback" if back else "half of the values are exchanged")
-        undoing[:] = [] if back else [id(swaps)]
-        return (check + original(swaps[half:])) % (1 << 64)
+        undoing[:] = [] if back else [id(table)]
+        return (check + original(halves[1])) % (1 << 64)
 
-    return swap
+    return swap_by
+
+
+def _first(chunks: Any) -> Any:
+    return chunks[: len(chunks) // 2]
+
+
+def _rest(chunks: Any) -> Any:
+    return chunks[len(chunks) // 2 :]
 
 
 def _copying(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
@@ -118,7 +127,7 @@ def _copying(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
                     tell("half of the tensors are copied")
                 yield copy
 
-    def commit(self: LiveMemory, staged: memory.Staged) -> Any:
+    def commit(self: LiveMemory, staged: Staged) -> Any:
         object.__setattr__(staged, "copies", Copies(staged.copies))
         return original(self, staged)
 

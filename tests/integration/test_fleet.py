@@ -220,7 +220,7 @@ _CHILD = """
 import sys, time
 from safetensors.torch import save_file
 from deltasync import Replica, open_store
-from deltasync.memory import LiveMemory
+from deltasync.live import LiveMemory
 from deltasync.stores.cache import CachedStore
 from tests.faults import FaultyStore
 

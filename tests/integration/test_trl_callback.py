@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,6 +133,15 @@ def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tm
     assert "model.scratch" not in names
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+def test_tensors_that_stay_are_handed_over_as_a_dicts_items() -> None:
+    """So that the publisher compares them together; those that are made one at a time come from an iterator."""
+    assert isinstance(gather.stream_of(tiny_model()), ItemsView)
+    held = gather.held_tensors(tiny_model())
+    assert isinstance(shards_as_saved(tiny_model(), held, 0), ItemsView)
+    experts = tiny_moe()
+    assert isinstance(shards_as_saved(experts, gather.held_tensors(experts), 0), Iterator)
 
 
 def test_shards_of_experts_are_parts_of_what_a_checkpoint_holds(tmp_path: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import Bits, FlushEachStep, make_trainer, published_bits, saved_bits, tiny_model
-from trl_callback import DeltaSyncCallback, DeltaSyncConfig, gather
+from trl_callback import DeltaSyncCallback, DeltaSyncConfig, adapter, gather
+from trl_callback.saved_form import as_saved
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
@@ -71,6 +73,76 @@ def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[s
     assert_same_bits(model.state_dict(), alone.state_dict())
     anchor = AutoModelForCausalLM.from_pretrained(tmp_path / "channel" / "anchors" / f"{1:010d}")
     assert_same_bits(gather.held_tensors(anchor), recorder.bits[0])
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 4, 3)
+        self.second = torch.nn.Conv1d(4, 5, 3, bias=False)
+        self.tokens = torch.nn.Embedding(7, 4)
+        self.last = torch.nn.Linear(4, 2)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(image).flatten(2)).mean(2)[:, :4])
+
+
+def conv_model() -> torch.nn.Module:
+    return Convolutions()
+
+
+def untied_model() -> torch.nn.Module:
+    return tiny_model(tied=False)
+
+
+MERGES: dict[str, tuple[Any, PeftConfig, bool]] = {
+    "dora": (untied_model, LoraConfig(**LORA, use_dora=True), True),
+    "embeddings": (untied_model, LoraConfig(**(LORA | {"target_modules": ["q_proj", "embed_tokens"]})), True),
+    "a-whole-module-too": (untied_model, LoraConfig(**LORA, modules_to_save=["lm_head", "norm"]), True),
+    "some-tokens": (untied_model, LoraConfig(**LORA, trainable_token_indices=[1, 2, 5]), True),
+    "a-parameter": (untied_model, LoraConfig(**LORA, target_parameters=["mlp.up_proj.weight"]), True),
+    "shared-projections": (untied_model, VeraConfig(r=8, target_modules=["q_proj", "o_proj"]), True),
+    "convolutions": (conv_model, LoraConfig(r=2, target_modules=["first", "second", "tokens"]), True),
+    "convolutions-with-dora": (conv_model, LoraConfig(r=2, target_modules=["first", "tokens", "last"], use_dora=True), True),
+    "tied-embeddings": (tiny_model, LoraConfig(**(LORA | {"target_modules": ["q_proj", "embed_tokens"]})), False),
+    "its-own-way": (
+        untied_model,
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        False,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
+@pytest.mark.parametrize("name", MERGES)
+def test_one_layer_at_a_time_is_merged_as_peft_merges_a_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, config, by_layers = MERGES[name]
+    model = get_peft_model(make(), copy.deepcopy(config))
+    for param in model.parameters():
+        if param.requires_grad:  # B is zero at first
+            param.data += 0.05 * torch.randn_like(param)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = copy.deepcopy(model).merge_and_unload()
+    copied: list[weakref.ref[Any]] = []
+    merge = adapter._merged_layer
+
+    def merge_alone(*arguments: Any) -> Any:
+        assert not any(layer() for layer in copied)
+        layer = merge(*arguments)
+        copied.append(weakref.ref(layer.weight))
+        return layer
+
+    monkeypatch.setattr(adapter, "_merged_layer", merge_alone)
+    stream = gather.stream_of(model)
+    bits = {}
+    for tensor_name, tensor in stream:
+        bits[tensor_name] = tensor.clone()
+        del tensor
+    saved = as_saved(expected, gather.held_tensors(expected))
+    assert list(bits) == list(saved)
+    assert_same_bits(bits, saved)
+    assert_same_bits(model.state_dict(), before)
+    assert bool(copied) == by_layers
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "keep"])

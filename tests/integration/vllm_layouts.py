@@ -13,6 +13,7 @@ from __future__ import annotations
 import vllm.v1.worker.cpu.shm  # noqa: F401
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -21,6 +22,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -29,7 +31,10 @@ from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.utils import replace_parameter
 
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
@@ -45,6 +50,9 @@ class Case:
     config: type[transformers.PretrainedConfig]
     fields: dict[str, Any]
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    experts: str = "packed"
+    """How vLLM lays experts out: `packed` for the CPU's kernels; `loaded`, as Triton's kernels on a GPU take them; or
+    `swapped`, the halves of w13 as FlashInfer wants them, in the shape of the checkpoint."""
 
 
 _EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -67,6 +75,8 @@ _DEEPSEEK = {
 CASES = {
     # A model with experts comes first: vLLM makes the group of workers that share experts only for such a one.
     "qwen3_moe": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}),
+    "qwen3_moe_loaded": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}, {}, "loaded"),
+    "qwen3_moe_swapped": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}, {}, "swapped"),
     "llama": Case(transformers.LlamaConfig, {"intermediate_size": 192, "tie_word_embeddings": True}),
     "gemma2": Case(transformers.Gemma2Config, _GEMMA),
     "gemma3": Case(transformers.Gemma3TextConfig, _GEMMA),
@@ -108,6 +118,19 @@ def load(path: Path, arguments: dict[str, Any]) -> tuple[VllmConfig, torch.nn.Mo
             init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
             initialize_model_parallel(1, 1)
         return config, get_model(vllm_config=config)
+
+
+def laying_out(experts: str) -> contextlib.AbstractContextManager[object]:
+    """Have vLLM lay experts out as it does on other devices than this one."""
+    if experts == "packed":
+        return contextlib.nullcontext()
+
+    def process_weights_after_loading(self: object, layer: torch.nn.Module) -> None:
+        w13, w2 = layer.w13_weight, layer.w2_weight
+        replace_parameter(layer, "w13_weight", swap_w13_to_w31(w13) if experts == "swapped" else w13)
+        replace_parameter(layer, "w2_weight", w2)
+
+    return mock.patch.object(CPUUnquantizedExperts, "process_weights_after_loading", process_weights_after_loading)
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -179,7 +202,9 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
 def main() -> None:
     keep_weights_addressable()
     for name in sys.argv[2:]:
-        print("TOLD " + json.dumps({"case": name, **follow(Path(sys.argv[1], name), CASES[name])}), flush=True)
+        with laying_out(CASES[name].experts):
+            told = follow(Path(sys.argv[1], name), CASES[name])
+        print("TOLD " + json.dumps({"case": name, **told}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -9,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from deltasync import fingerprint
 from deltasync.bits import bits_of, int_view, tensor_of
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, reference
-from deltasync.memory import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.live import LiveMemory, Segment, combine, model_fingerprint, staging
 from deltasync.types import Patch, TensorSpec
 from tests import strategies as our
 
@@ -252,6 +255,18 @@ def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None
         memory.stage([(Patch("x", np.array([0]), np.array([1], np.uint16), absolute=True), 0)])
 
 
+def test_full_weights_of_several_widths_are_copied_together() -> None:
+    specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "uint8"), ("b", "bfloat16"), ("c", "float64"))}
+    for names in (["a", "b"], ["a", "c"], ["b", "a"], ["a", "b", "c"]):
+        memory, tensors = LiveMemory.on_host({name: specs[name] for name in names})
+        memory.audit()
+        patches = [(Patch(name, None, np.ones(3, specs[name].bits_dtype), absolute=True), 0) for name in names]
+        report = memory.commit(memory.stage(patches))
+        assert all(int_view(tensor).tolist() == [1, 1, 1] for tensor in tensors.values())
+        memory.rollback(report, {})
+        assert not any(int_view(tensor).any() for tensor in tensors.values())
+
+
 class _Failure(RuntimeError):
     pass
 
@@ -264,52 +279,57 @@ def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[Patc
     return memory, tensors, [(Patch(name, np.array([1]), ones, absolute=False), 0) for name in specs]
 
 
-class _FailingOnce:
-    """Live memory of a copy that cannot be written the first time."""
+class _FailingCopy(TorchFunctionMode):
+    """The n-th copy between tensors fails."""
 
-    def __init__(self, live: torch.Tensor) -> None:
-        self.live = live
-        self.fails = True
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
 
-    def clone(self) -> torch.Tensor:
-        return self.live.clone()
-
-    def copy_(self, source: torch.Tensor) -> None:
-        if self.fails:
-            self.fails = False
-            raise _Failure
-        self.live.copy_(source)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            self.left -= 1
+            if self.left == 0:
+                raise _Failure
+        return func(*args, **(kwargs or {}))
 
 
-def test_a_commit_that_fails_half_way_leaves_the_old_bits() -> None:
+def test_a_commit_that_fails_anywhere_leaves_the_old_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_HOST_PIECE_BYTES", 4)  # two pieces
     memory, tensors, patches = _two_tensors()
     before = dict(memory.fingerprints)
-    staged = memory.stage([patches[0], (Patch("b", None, np.full(3, 5, np.uint16), absolute=True), 0)])
-    (copy,) = staged.copies
-    broken = dataclasses.replace(copy, live=_FailingOnce(copy.live))  # type: ignore[arg-type]
-    with pytest.raises(_Failure):
-        memory.commit(dataclasses.replace(staged, copies=(broken,)))
-    assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
-    assert memory.fingerprints == before
+    for number in itertools.count(1):
+        staged = memory.stage([patches[0], (Patch("b", None, np.full(3, 5, np.uint16), absolute=True), 0)])
+        mode = _FailingCopy(number)
+        try:
+            with mode:
+                memory.commit(staged)
+        except _Failure:
+            assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
+            assert memory.fingerprints == before
+        else:
+            break
+    assert number == 2 * 3 + 1
+    assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[0, 1, 0], [5, 5, 5]]
 
 
-@pytest.mark.parametrize("lacking", ["tables of the second exchange", "fingerprints of what was copied"])
-def test_a_commit_without_memory_leaves_the_old_bits(lacking: str) -> None:
+@pytest.mark.parametrize("lacking", ["tables of the exchange", "fingerprints of what was copied"])
+def test_without_memory_the_old_bits_stay(lacking: str) -> None:
     specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "bfloat16"), ("b", "float32"), ("c", "uint8"))}
     memory, tensors = LiveMemory.on_host(specs)
     memory.audit()
     one = np.zeros(1, np.int32)
-    few = [(Patch(name, one, np.ones(1, specs[name].bits_dtype), absolute=True), 0) for name in ("a", "b")]
-    staged = memory.stage([*few, (Patch("c", None, np.ones(3, np.uint8), absolute=True), 0)])
-    assert len(staged.swaps) == 2 and len(staged.copies) == 1
-    if lacking == "tables of the second exchange":
+    patches = [(Patch(name, one, np.ones(1, specs[name].bits_dtype), absolute=True), 0) for name in ("a", "b")]
+    patches.append((Patch("c", None, np.ones(3, np.uint8), absolute=True), 0))
+    if lacking == "tables of the exchange":
         failing = mock.patch.object(cpu.np, "array", wraps=np.array, side_effect=[mock.DEFAULT, MemoryError])
+        with failing, pytest.raises(MemoryError):
+            memory.stage(patches)
     else:
-        failing = mock.patch.object(cpu, "fingerprint_runs", side_effect=MemoryError)
-    with failing, pytest.raises(MemoryError):
-        memory.commit(staged)
+        with mock.patch.object(cpu, "fingerprint_runs", side_effect=MemoryError), pytest.raises(MemoryError):
+            memory.commit(memory.stage(patches))
     assert all(int_view(tensor).tolist() == [0, 0, 0] for tensor in tensors.values())
-    assert memory.commit(staged).parts.keys() == specs.keys()
+    assert memory.commit(memory.stage(patches)).parts.keys() == specs.keys()
     assert [int_view(tensor).tolist() for tensor in tensors.values()] == [[1, 0, 0], [1, 0, 0], [1, 1, 1]]
 
 
@@ -327,9 +347,9 @@ def test_live_memory_that_changed_since_staging_is_left_alone() -> None:
 def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() -> None:
     memory, _, patches = _two_tensors()
     report = memory.commit(memory.stage([(Patch("a", None, np.ones(3, np.uint16), absolute=True), 0), patches[1]]))
-    broken = dataclasses.replace(report, overwritten=(torch.zeros(2, 2, 2),))
+    report.staged.copies[0].pieces[0][1].resize_(2)
     with pytest.raises(CommitError):
-        memory.rollback(broken, {})
+        memory.rollback(report, {})
 
 
 def test_what_is_staged_takes_three_times_the_changed_bytes() -> None:

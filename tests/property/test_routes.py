@@ -18,7 +18,7 @@ from deltasync import Publisher, Replica, chain, fingerprint, housekeeping, open
 from deltasync.bits import bits_of, int_view, tensor_of
 from deltasync.housekeeping.survey import fold_keys
 from deltasync.kernels import cpu, reference
-from deltasync.memory import LiveMemory, Segment, combine, model_fingerprint
+from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.reader import ChannelReader
 from deltasync.replica import Follower
 from deltasync.retention import Keep

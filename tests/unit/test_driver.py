@@ -114,8 +114,8 @@ def trainer(memory_url: str) -> Iterator[Trainer]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    # There is no vLLM here to name the files that it loaded, so nothing is compared with them.
-    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(()))
+    # There is no vLLM here to name the files that it loaded.
+    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(Model().state_dict().items()))
     return Engine()
 
 

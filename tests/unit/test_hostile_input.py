@@ -21,8 +21,8 @@ from deltasync.anchor import metadata
 from deltasync.checkpoint import load
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, StageError
 from deltasync.heartbeat import Heartbeat, heartbeat_of
+from deltasync.live import LiveMemory
 from deltasync.manifest import Anchor, Channel, FileRef, Manifest, Reference
-from deltasync.memory import LiveMemory
 from deltasync.reader import ChannelReader
 from deltasync.types import TensorSpec
 from tests.conftest import assert_same_bits

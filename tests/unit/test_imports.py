@@ -34,8 +34,21 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"signing", "stores", "heartbeat", "poll", "peers"}),
-    frozenset({"memory", "reader", "writer"}),
-    frozenset({"replica", "shadow", "collect", "upload", "part_upload", "receipt", "opening", "initial", "companions"}),
+    frozenset({"live", "reader", "writer"}),
+    frozenset(
+        {
+            "replica",
+            "device_copies",
+            "shadow",
+            "collect",
+            "upload",
+            "part_upload",
+            "receipt",
+            "opening",
+            "initial",
+            "companions",
+        }
+    ),
     frozenset({"housekeeping"}),
     frozenset({"keeper", "jobs"}),
     frozenset({"publisher"}),

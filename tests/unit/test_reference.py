@@ -27,8 +27,8 @@ from deltasync.errors import (
     PublishError,
     UnsupportedFormatError,
 )
+from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.manifest import Channel, Head, Manifest
-from deltasync.memory import LiveMemory, model_fingerprint
 from deltasync.reader import ChannelReader
 from deltasync.replica import Follower
 from deltasync.retention import Keep

@@ -1,0 +1,165 @@
+"""Measure and check everything that runs on a GPU, on this machine's, in less than eight minutes.
+
+    python -m benchmarks.gpu [--elements 7600000000] [--changed-percent 1] [--json result.json] [--small] [--no-tests]
+
+It needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to carry to a
+machine without a package index. Where there is no GPU, Triton's interpreter runs it at a small size: the checks are the
+same, and times mean nothing. Prints a table and, with --json, writes what was found.
+
+Exits with 1 where a check failed or a bar was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TESTS = {"test_gpu_diff.py": ("-m", "gpu"), "test_segment_kernels.py": ("-k", "gpu_segments or warming")}
+TESTS_S = 150
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--elements", type=int, default=7_600_000_000, help="size of the single tensor; fewer where memory ends"
+    )
+    parser.add_argument("--changed-percent", type=float, default=1.0)
+    parser.add_argument("--json", type=Path, dest="json_file", help="also write what was found to this file")
+    parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
+    parser.add_argument("--no-tests", action="store_true", help="leave the tests of the kernels out")
+    arguments = parser.parse_args()
+    if arguments.elements < 1 or not 0 < arguments.changed_percent <= 50:
+        parser.error("elements start at 1; changed-percent lies above 0, up to 50")
+    _choose_interpreter()
+    from benchmarks.gpu.machine import Machine, has_triton
+
+    if not has_triton():
+        sys.exit("No triton found: install the version that this torch requires, then run this again.")
+    machine = Machine(arguments.small)
+    print(", ".join(f"{value}" if name == "device" else f"{name} {value}" for name, value in machine.describe().items()))
+    sections: dict[str, Callable[[], None]] = (
+        {} if arguments.no_tests else {"tests": lambda: _run_tests(machine.interpreted)}
+    )
+    sections |= _sections(machine, arguments.elements, arguments.changed_percent / 100)
+    failures = {}
+    start = time.perf_counter()
+    for name, section in sections.items():
+        try:
+            section()
+        except Exception as error:  # noqa: BLE001 - the other sections run all the same; it is told at the end
+            traceback.print_exc()
+            failures[name] = f"{type(error).__name__}: {error}"
+    _report(machine, failures, time.perf_counter() - start, arguments.json_file)
+    sys.exit(bool(failures) or any(bar.met is False for bar in machine.bars))
+
+
+def _choose_interpreter() -> None:
+    """Without a GPU, Triton interprets; it has to know before it is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _sections(machine: Any, element_count: int, changed_fraction: float) -> dict[str, Callable[[], None]]:
+    """What is run, one after the other; one that fails does not keep the others from running."""
+    import torch
+
+    from benchmarks.gpu import rates, special
+    from benchmarks.gpu.model import Model, Run, dense, mixture
+
+    found: dict[str, Any] = {"copy": 1.0}
+    if machine.small:
+        element_count, changed_fraction = 100_000, 0.02
+        models = [dense(1, 24, 40, 70, 8), mixture(2, 4, 16, 8, 14)]
+    else:
+        free_bytes = torch.cuda.mem_get_info(machine.device)[0]
+        element_count = min(element_count, free_bytes // 8)
+        models = [dense(28, 3584, 18944, 152064, 512), mixture(48, 128, 1024, 384, 387)]
+
+    def of_kernels() -> None:
+        found.update(rates.measure(machine, element_count, changed_fraction))
+        _empty_cache(machine)
+
+    def of_model(shapes: Any, first: bool) -> None:
+        _empty_cache(machine)
+        run = Run(machine, Model.build(shapes, machine.device), changed_fraction)
+        run.measure(found["copy"], found.get("scatter_s") if first else None)
+        run.release_copies()
+        if first:
+            special.captured_graph(machine, run)
+            special.staging_beside_work(machine, run)
+            special.anchor_without_room(machine, run)
+
+    of_models = {f"{len(shapes)} tensors": functools.partial(of_model, shapes, shapes is models[0]) for shapes in models}
+    return {"kernels": of_kernels, **of_models}
+
+
+def _empty_cache(machine: Any) -> None:
+    import torch
+
+    if not machine.interpreted:
+        torch.cuda.empty_cache()
+
+
+def _run_tests(interpreted: bool) -> None:
+    """Those of the kernels, in a process of its own. Interpreted, they are in the default suite.
+
+    Raises:
+        AssertionError: one failed, or they took too long.
+    """
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if interpreted or missing:
+        print(f"tests left out: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
+        return
+    for name, chosen in TESTS.items():
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+        command += [f"tests/property/{name}", *chosen]
+        done = subprocess.run(command, cwd=ROOT, timeout=TESTS_S, capture_output=True, text=True, check=False)
+        print(f"{name}: {done.stdout.rstrip().rpartition(chr(10))[2]}")
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def _report(machine: Any, failures: dict[str, str], seconds: float, json_file: Path | None) -> None:
+    print(f"{'':44} {'ms':>10} {'GB/s':>8} {'launches':>8} {'waits':>6} {'peak MB':>8}")
+    for row in machine.rows:
+        cells = (
+            "" if row.rate is None else f"{row.rate / 1e9:.1f}",
+            "" if row.launches is None else str(row.launches),
+            "" if row.waits is None else str(row.waits),
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}",
+        )
+        numbers = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, (8, 8, 6, 8), strict=True))
+        print(f"{row.what:44} {1e3 * row.seconds:10.3f} {numbers}  {row.note}".rstrip())
+    for bar in machine.bars:
+        verdict = {True: "met", False: "MISSED", None: "for a GPU to tell"}[bar.met]
+        print(f"{bar.what:60} {bar.found:8.2f}  at most {bar.most:g}: {verdict}")
+    for name, error in failures.items():
+        print(f"FAILED {name}: {error}")
+    print(f"{seconds:.0f} s")
+    if json_file is not None:
+        found = {
+            "machine": machine.describe(),
+            "seconds": seconds,
+            "rows": [dataclasses.asdict(row) for row in machine.rows],
+            "bars": [dataclasses.asdict(bar) for bar in machine.bars],
+            "failures": failures,
+        }
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The machine that is measured, and how: time, launches, waits and memory of an operation; what was found and asked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync import kernels
+from deltasync.live.devices import Device, device_of
+
+_ROUNDS, _PATIENCE_S = 5, 8.0
+_WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
+_KERNELS = ("_mark", "_compact"), ("_prepare", "_swap", "_fingerprint")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Row:
+    """One operation.
+
+    Attributes:
+        what: Name of the operation.
+        seconds: Median.
+        launches: Kernels that it launched; Triton's alone where they are interpreted.
+        waits: How often the host waited for the device; None where they are interpreted.
+        peak_bytes: Device memory at its peak, beyond what was there before; None where they are interpreted.
+        rate: Bytes per second that it reads and writes, where that says something.
+        note: Anything else.
+    """
+
+    what: str
+    seconds: float
+    launches: int | None = None
+    waits: int | None = None
+    peak_bytes: int | None = None
+    rate: float | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bar:
+    """What was asked of it: `found` at most `most`; None where a GPU has to tell."""
+
+    what: str
+    found: float
+    most: float
+    met: bool | None
+
+
+class Machine:
+    """Where it runs: a CUDA device, or tensors of the host and Triton's interpreter.
+
+    Args:
+        small: Whether sizes are to be small; for the interpreter they are anyway.
+
+    Attributes:
+        device: Of all tensors.
+        interpreted: Whether there is no GPU.
+        small: Whether sizes are small, and times mean nothing.
+        rows, bars: What was found.
+    """
+
+    def __init__(self, small: bool) -> None:
+        self.interpreted = not torch.cuda.is_available()
+        self.small = small or self.interpreted
+        if self.interpreted:
+            kernels.ACCELERATORS.add("cpu")
+        self.device = torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
+        self.rows: list[Row] = []
+        self.bars: list[Bar] = []
+        self._launched: list[str] = []
+        self._count_launches()
+
+    def device_of(self, live: torch.Tensor) -> Device | None:
+        """As that of `deltasync.live`; where kernels are interpreted the host's memory stands for a device's."""
+        return _HOST_AS_DEVICE if self.interpreted else device_of(live)
+
+    def describe(self) -> dict[str, Any]:
+        """Hardware and versions."""
+        found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        found["triton"] = importlib.import_module("triton").__version__
+        found["cores"] = len(os.sched_getaffinity(0))
+        if self.interpreted:
+            return {"device": "no GPU: Triton's interpreter, at a small size, where times mean nothing", **found}
+        properties = torch.cuda.get_device_properties(self.device)
+        size = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+        return {
+            "device": f"{properties.name}, {size}",
+            "cuda": torch.version.cuda or torch.version.hip,
+            **found,
+        }
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if not self.interpreted:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Wall time of an operation, the device idle before and after."""
+        self.synchronize()
+        start = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def median_s(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """Median of several, or of what ends within `_PATIENCE_S`, each after `before`, which is not measured."""
+        times: list[float] = []
+        while not times or (not self.interpreted and len(times) < _ROUNDS and sum(times) < _PATIENCE_S):
+            before()
+            times.append(self.seconds(run))
+        return statistics.median(times)
+
+    def measure(self, what: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> Row:
+        """Measure an operation, and add it to the rows.
+
+        Args:
+            what: Name of the operation.
+            run: The operation.
+            before: What makes it possible once more; not measured.
+        """
+        row = Row(what=what, seconds=self.median_s(run, before))
+        before()
+        with self._counted(row):
+            run()
+        self.rows.append(row)
+        return row
+
+    def bar(self, what: str, found: float, most: float, judged: bool = True) -> None:
+        """Hold a number to its bar; times only where there is a GPU."""
+        self.bars.append(Bar(what=what, found=found, most=most, met=found <= most if judged and not self.small else None))
+
+    @contextlib.contextmanager
+    def _counted(self, row: Row) -> Iterator[None]:
+        if self.interpreted:
+            self._launched.clear()
+            yield
+            row.launches = len(self._launched)
+            return
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before_bytes = torch.cuda.memory_allocated(self.device)
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            yield
+            row.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
+        calls = {event.key: event.count for event in profile.key_averages()}
+        row.launches = sum(count for key, count in calls.items() if "LaunchKernel" in key)
+        # The profiler itself waits once, at its end.
+        row.waits = max(0, sum(count for key, count in calls.items() if key.endswith(_WAITS)) - 1)
+
+    def _count_launches(self) -> None:
+        """Count Triton's launches where no profiler sees them."""
+        if not self.interpreted:
+            return
+        from deltasync.kernels import gpu_diff, gpu_segments
+
+        for module, names in zip((gpu_diff, gpu_segments), _KERNELS, strict=True):
+            for name in names:
+                setattr(module, name, _Counted(getattr(module, name), self._launched))
+
+
+class _Counted:
+    def __init__(self, kernel: Any, launched: list[str]) -> None:
+        self._kernel, self._launched = kernel, launched
+        self.__name__ = kernel.__name__
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._launched.append(self.__name__)
+        return self._kernel[grid]
+
+
+_HOST_AS_DEVICE = Device(torch.device("cpu"))
+
+
+def has_triton() -> bool:
+    """Whether there is a triton that can run here: for a GPU, or as its interpreter."""
+    found = importlib.util.find_spec("triton") is not None
+    return found and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def random_bits(count: int, device: torch.device, seed: int) -> torch.Tensor:
+    """bfloat16 bit patterns, as int16."""
+    generator = torch.Generator(device).manual_seed(seed)
+    bits_N = torch.empty(count, dtype=torch.int16, device=device)
+    for part in bits_N.split(1 << 30):
+        part.random_(-(1 << 15), 1 << 15, generator=generator)
+    return bits_N
+
+
+def random_positions(count: int, changed_fraction: float, device: torch.device, seed: int) -> torch.Tensor:
+    """Ascending, distinct, with uniform gaps of the right mean, int64."""
+    generator = torch.Generator(device).manual_seed(seed)
+    most = max(2, round(2 / changed_fraction))
+    gap_K = torch.randint(1, most, (max(1, int(count * changed_fraction)),), generator=generator, device=device)
+    at_K = gap_K.cumsum_(0) - 1
+    return at_K[at_K < count]

@@ -1,0 +1,190 @@
+"""A model as a trainer and a replica hold it: published, staged, committed, rolled back, audited; every bit compared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.machine import Machine, random_bits, random_positions
+from deltasync.bits import bits_of
+from deltasync.device_copies import DeviceCopies
+from deltasync.live import CommitReport, LiveMemory, Segment, Staged
+from deltasync.types import Patch, TensorSpec
+
+Shapes = dict[str, tuple[int, ...]]
+"""Checkpoint tensors, in the order in which they lie in memory: those of a fused parameter one after the other."""
+
+
+@dataclasses.dataclass
+class Model:
+    """One model on a device.
+
+    Attributes:
+        specs: The checkpoint's tensors.
+        weights: The trainer's, bfloat16; views of `flat`.
+        flat: All of them, as int16.
+        segments: Where a replica has each; views of `live`, which has the same layout.
+        live: The replica's memory.
+    """
+
+    specs: dict[str, TensorSpec]
+    weights: dict[str, torch.Tensor]
+    flat: torch.Tensor
+    segments: dict[str, list[Segment]]
+    live: torch.Tensor
+
+    @classmethod
+    def build(cls, shapes: Shapes, device: torch.device) -> Model:
+        """With random bits."""
+        specs = {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()}
+        flat = random_bits(sum(spec.element_count for spec in specs.values()), device, 3)
+        live = flat.clone()
+        weights, segments, at = {}, {}, 0
+        for name, spec in specs.items():
+            here = slice(at, at + spec.element_count)
+            weights[name] = flat[here].view(torch.bfloat16).view(spec.shape)
+            strides = weights[name].stride()
+            segments[name] = [Segment(live[here].view(spec.shape), strides, 0)]
+            at += spec.element_count
+        return cls(specs, weights, flat, segments, live)
+
+
+def dense(layers: int, hidden: int, inner: int, vocabulary: int, key_value: int) -> Shapes:
+    """As Qwen2.5 has them: with 28 layers 339 tensors."""
+    shapes: Shapes = {"embed": (vocabulary, hidden)}
+    for layer in range(layers):
+        rows = {"q": hidden, "k": key_value, "v": key_value}
+        of_layer: Shapes = {f"{name}.weight": (count, hidden) for name, count in rows.items()}
+        of_layer |= {f"{name}.bias": (count,) for name, count in rows.items()}
+        of_layer |= {"o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        of_layer |= {"norm_1": (hidden,), "norm_2": (hidden,)}
+        shapes |= {f"{layer}.{name}": shape for name, shape in of_layer.items()}
+    return shapes | {"norm": (hidden,), "head": (vocabulary, hidden)}
+
+
+def mixture(layers: int, experts: int, hidden: int, inner: int, rest: int) -> Shapes:
+    """Experts of three matrices each, and so many other tensors: 18,819 of 48 layers with 128 experts and 387 others."""
+    shapes: Shapes = {f"other.{number}": (hidden, hidden) for number in range(rest)}
+    for layer in range(layers):
+        for expert in range(experts):
+            shapes |= {f"{layer}.{expert}.{name}": (inner, hidden) for name in ("gate", "up")}
+        shapes |= {f"{layer}.{expert}.down": (hidden, inner) for expert in range(experts)}
+    return shapes
+
+
+class Run:
+    """A model and what is measured of it.
+
+    Args:
+        machine: Where.
+        model: The model.
+        changed_fraction: Of its elements, by each version.
+
+    Attributes:
+        model: The model.
+        memory: The replica's.
+        patches: What the trainer published, for `memory.stage`.
+    """
+
+    def __init__(self, machine: Machine, model: Model, changed_fraction: float) -> None:
+        self._machine = machine
+        self._name = f"{len(model.specs):,} tensors"
+        self.model = model
+        self._at_K = random_positions(model.flat.numel(), changed_fraction, machine.device, 4)
+        self._copies = DeviceCopies({name: bits_of(tensor).copy() for name, tensor in model.weights.items()})
+        self.memory = LiveMemory(model.specs, model.segments, machine.device_of)
+        self.patches: list[tuple[Patch, int]] = []
+
+    def measure(self, copy_rate: float, scatter_s: float | None) -> None:
+        """Measure it all.
+
+        Args:
+            copy_rate: Bytes per second of a copy on the device, read and written.
+            scatter_s: Seconds of a plain scatter of as many elements, if a bar hangs on it.
+
+        Raises:
+            AssertionError: wrong bits.
+        """
+        machine, memory = self._machine, self.memory
+        memory.warm_up()
+        machine.measure(self._label("audit"), memory.audit)
+        self._publish(copy_rate, scatter_s is not None)
+        staged: list[Staged] = []
+        reports: list[CommitReport] = []
+        row = machine.measure(self._label("stage"), lambda: staged.append(memory.stage(self.patches)), staged.clear)
+        row.note = f"holds {staged[0].device_bytes / 1e6:,.1f} MB on the device until it is confirmed"
+        before = dict(memory.parts)
+
+        def back() -> None:
+            if reports:
+                memory.rollback(reports.pop(), before)
+
+        def commit() -> None:
+            reports.append(memory.commit(staged[0]))
+
+        def again() -> None:
+            back()
+            commit()
+
+        row = machine.measure(self._label("commit"), commit, back)
+        row.note = f"{staged[0].changed:,} elements in {sum(map(len, self.model.segments.values())):,} segments"
+        self._check(self.model.flat, "commit")
+        after = dict(memory.parts)
+        memory.audit()
+        assert memory.parts == after, "the audit found other fingerprints than the commit"
+        machine.measure(self._label("rollback"), back, again)
+        assert not torch.equal(self.model.live, self.model.flat)
+        assert memory.parts == before
+        commit()
+        self._check(self.model.flat, "the last commit")
+        if scatter_s is not None:
+            machine.bar(f"{self._name}: commit, in plain scatters", row.seconds / scatter_s, 1.5)
+            machine.bar(f"{self._name}: commit, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
+
+    def _publish(self, copy_rate: float, judged: bool) -> None:
+        """The trainer's half on the device: from the optimizer's step to what changed, on the host."""
+        weights, flat, machine = self.model.weights, self.model.flat, self._machine
+        found: dict[str, Patch] = {}
+
+        def publish() -> None:
+            found.clear()
+            self._copies.begin("device")
+            for name, tensor in weights.items():
+                for each in self._copies.differences(name, tensor, "keep", "device", lasting=True):
+                    self._add(found, *each)
+            for each in self._copies.rest("keep"):
+                self._add(found, *each)
+
+        def change() -> None:
+            flat[self._at_K] += 1
+
+        publish()  # takes the copies
+        assert not found
+        change()
+        publish()  # from now on it knows how much to expect
+        row = machine.measure(self._label("publish: detect"), publish, change)
+        row.rate = 2 * flat.nbytes / row.seconds
+        assert sum(patch.changed for patch in found.values()) == self._at_K.numel()
+        # Several versions went by; they are one for the replica.
+        versions = int(flat[self._at_K[0]] - self.model.live[self._at_K[0]])
+        for patch in found.values():
+            self.patches.append((dataclasses.replace(patch, data=patch.data * np.uint16(versions)), 0))
+        if judged:
+            read_s = 2 * flat.nbytes / copy_rate
+            machine.bar(f"{self._name}: publish, in times of reading both copies", row.seconds / read_s, 3)
+            machine.bar(f"{self._name}: publish, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
+
+    def release_copies(self) -> None:
+        """Give the trainer's copies back: a replica has none."""
+        self._copies.clear()
+
+    def _add(self, found: dict[str, Patch], name: str, at_K: np.ndarray, step_K: np.ndarray) -> None:
+        found[name] = Patch.steps(self.model.specs[name], at_K, step_K)
+
+    def _check(self, flat: torch.Tensor, what: str) -> None:
+        assert torch.equal(self.model.live, flat), f"{what} left other bits"
+
+    def _label(self, what: str) -> str:
+        return f"{self._name}: {what}"

@@ -1,0 +1,96 @@
+"""Rates of every kernel on one large tensor, against a copy on the same device."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
+from deltasync.kernels import device_diff, segment_kernels
+from deltasync.kernels.table import Entry, Table
+from deltasync.live.devices import Device
+
+SECTOR_BYTES = 32
+_KEY = 0x9E3779B97F4A7C15
+
+
+def measure(machine: Machine, element_count: int, changed_fraction: float) -> dict[str, float]:
+    """Measure each, and check what they find.
+
+    Bytes are counted as in a copy, read and written: of both tensors for comparing, of the tensor for a fingerprint, and for
+    each element that is exchanged its position, its value twice, and a sector of memory twice.
+
+    Returns:
+        `copy`: bytes per second; `scatter_s`: seconds of a plain scatter of the changed elements.
+
+    Raises:
+        AssertionError: a kernel is wrong.
+    """
+    device = machine.device
+    old_N = random_bits(element_count, device, 0)
+    new_N = torch.empty_like(old_N)
+    new_N.copy_(old_N)
+    copy_s = machine.median_s(lambda: new_N.copy_(old_N))
+    copy_rate = 2 * old_N.nbytes / copy_s
+    machine.rows.append(Row(what="copy on the device", seconds=copy_s, rate=copy_rate))
+    at_K = random_positions(element_count, changed_fraction, device, 1)
+    ones_K = torch.ones(at_K.numel(), dtype=torch.int16, device=device)
+    new_N.index_put_((at_K,), ones_K).scatter_(0, at_K, ones_K)
+    by_index_s = machine.median_s(lambda: new_N.index_put_((at_K,), ones_K))
+    scatter_s = min(by_index_s, machine.median_s(lambda: new_N.scatter_(0, at_K, ones_K)))
+    moved = at_K.numel() * (at_K.element_size() + 2 + 2 * SECTOR_BYTES)
+    machine.rows.append(Row(what="plain scatter (torch)", seconds=scatter_s, rate=moved / scatter_s))
+    new_N.copy_(old_N)
+    _measure_diff(machine, old_N, new_N, at_K)
+    _measure_tables(machine, old_N, at_K)
+    return {"copy": copy_rate, "scatter_s": scatter_s}
+
+
+def _measure_diff(machine: Machine, shadow_N: torch.Tensor, new_N: torch.Tensor, at_K: torch.Tensor) -> None:
+    """Comparing; the shadow follows."""
+    diff = device_diff(machine.device)
+    found = {}
+
+    def change() -> None:
+        new_N[at_K] += 1
+
+    def compare() -> None:
+        diff.add("w", shadow_N, new_N, at_K.numel())
+        found.update(diff.finish())
+
+    change()
+    compare()  # compiles, and takes pinned memory
+    row = machine.measure("compare and bring to the host", compare, change)
+    row.rate = 2 * shadow_N.nbytes / row.seconds
+    row.note = f"{at_K.numel():,} of {shadow_N.numel():,} changed"
+    index_K, step_K = found["w"]
+    assert torch.equal(torch.from_numpy(index_K).to(at_K), at_K) and (step_K == 1).all()
+    assert torch.equal(shadow_N, new_N)
+
+
+def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> None:
+    """What a commit launches, on one segment; brought back at the end."""
+    room = machine.device_of(live_N)
+    assert isinstance(room, Device)
+    on_device = segment_kernels(machine.device)
+    layout = ((1, live_N.numel(), 1),)
+    positions_K = at_K.cpu().numpy()
+    if live_N.numel() < 1 << 31:
+        positions_K = positions_K.astype("i4")
+    held = live_N.clone()
+    steps_K = torch.ones(at_K.numel(), dtype=torch.int16).numpy().view("u2")
+    whole = Table([Entry(_KEY, live_N, 0, layout)], room, "fingerprint")
+    writes = Table([Entry(_KEY, live_N, 0, layout, positions_K, steps_K, False)], room, "writes")
+
+    on_device.warm_up(machine.device, live_N.dtype)
+    row = machine.measure("fingerprint", lambda: on_device.fingerprint(whole))
+    row.rate = live_N.nbytes / row.seconds
+    (before,) = whole.gained()
+    row = machine.measure("prepare", lambda: on_device.prepare(writes))
+    moved = at_K.numel() * (positions_K.itemsize + 2 * 2 + SECTOR_BYTES)
+    row.rate = moved / row.seconds
+    row = machine.measure("swap", lambda: on_device.swap(writes), lambda: on_device.swap(writes))
+    row.rate = (moved + at_K.numel() * SECTOR_BYTES) / row.seconds
+    # Each swap that was measured undid the one before it.
+    assert torch.equal(live_N, held)
+    on_device.fingerprint(whole)
+    assert whole.gained() == [before]

@@ -1,0 +1,331 @@
+"""Which elements of many tensors on a GPU differ from their shadows there, brought to the host: Triton over tables.
+
+Tensors are compared in groups of up to `groups.GROUP` elements, each with the same few launches however many tensors it has:
+
+    _mark      reads both tensors of each row of a table once; a bit for each element that differs, a count for each block
+    cumsum     where the changes of each block go
+    _compact   goes to the marked elements alone: index and step of each into one buffer, its new bits into the shadow
+    copy       that buffer to pinned memory, on a stream of its own, while the next group is compared
+
+Nothing waits for the device before `Diff.finish`, which waits once. A buffer holds as many changes as were expected; what
+does not fit is found by comparing that group once more, because the shadow already has what did fit. So the memory that all
+this takes beside the shadows is bounded, whatever changed (`groups.GROUP` / 8 bytes of marks, two `groups.BUFFER_BYTES`).
+
+Kernels see the bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from deltasync.kernels import groups
+from deltasync.types import index_dtype
+
+_WORDS = 1024  # of marks per program of `_compact`
+_ALIGNED_BYTES = 16
+
+_UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+@triton.jit
+def _bfloat16_bits(bits):
+    """float32 bit patterns rounded to nearest even. In integers: hardware and torch disagree on what a NaN becomes."""
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x40
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
+
+
+@triton.jit
+def _popcount(bits):
+    """Ones in each of 32-bit words; LLVM knows this form as one instruction."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _mark(
+    table_ptr,
+    row_ptr,
+    mark_ptr,
+    count_ptr,
+    OLD: tl.constexpr,
+    NEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * 4
+    base = (block - tl.load(entry_ptr + 2)) * BLOCK
+    left = tl.load(entry_ptr + 3) - base
+    old_ptr = tl.load(entry_ptr).to(tl.pointer_type(OLD)) + base
+    new_ptr = tl.load(entry_ptr + 1).to(tl.pointer_type(NEW)) + base
+    if ALIGNED:
+        old_ptr, new_ptr = tl.multiple_of(old_ptr, 16), tl.multiple_of(new_ptr, 16)
+    word = tl.arange(0, BLOCK // 32)
+    bit = tl.arange(0, 32)
+    at = word[:, None] * 32 + bit[None, :]
+    if left >= BLOCK:  # without a mask loads are as wide as they can be
+        old = tl.load(old_ptr + at)
+        new = tl.load(new_ptr + at)
+    else:
+        old = tl.load(old_ptr + at, at < left, other=0)
+        new = tl.load(new_ptr + at, at < left, other=0)
+    if OLD != NEW:
+        new = _bfloat16_bits(new)
+    changed = (old != new).to(tl.uint32)
+    tl.store(mark_ptr + block * (BLOCK // 32) + word, tl.sum(changed << bit.to(tl.uint32)[None, :], axis=1))
+    tl.store(count_ptr + block, tl.sum(tl.sum(changed, axis=1), axis=0).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["word_count", "capacity"])
+def _compact(
+    table_ptr,
+    row_ptr,
+    mark_ptr,
+    end_ptr,
+    index_ptr,
+    step_ptr,
+    word_count: tl.int32,
+    capacity: tl.int32,
+    OLD: tl.constexpr,
+    NEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    marks = tl.load(mark_ptr + word, word < word_count, other=0)
+    count = _popcount(marks)
+    block = tl.program_id(0) * (WORDS * 32 // BLOCK)
+    k = tl.load(end_ptr + block - 1, block > 0, other=0) + tl.cumsum(count, axis=0) - count
+    # Marks end where their row does, so that they alone say what may be read.
+    marked = marks != 0
+    entry_ptr = table_ptr + tl.load(row_ptr + word // (BLOCK // 32), marked, other=0).to(tl.int64) * 4
+    base = (word - tl.load(entry_ptr + 2, marked, other=0) * (BLOCK // 32)) * 32
+    old_ptr = tl.load(entry_ptr, marked, other=0).to(tl.pointer_type(OLD)) + base
+    new_ptr = tl.load(entry_ptr + 1, marked, other=0).to(tl.pointer_type(NEW)) + base
+    for _ in range(tl.max(count, axis=0)):  # the lowest mark that is left in each word
+        bit = _popcount((marks & (0 - marks)) - 1)
+        taken = (marks != 0) & (k < capacity)
+        old = tl.load(old_ptr + bit, taken, other=0)
+        new = tl.load(new_ptr + bit, taken, other=0)
+        if OLD != NEW:
+            new = _bfloat16_bits(new)
+        tl.store(index_ptr + k, (base + bit).to(tl.int32), taken)
+        tl.store(step_ptr + k, new - old, taken)
+        tl.store(old_ptr + bit, new, taken)
+        marks = marks & (marks - 1)
+        k += 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """A piece of a tensor: its name, where the piece starts in it, its shadow and its new bits, and changes expected."""
+
+    name: str
+    start: int
+    shadow: torch.Tensor
+    new: torch.Tensor
+    expected: float
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.shadow.numel(), groups.BLOCK)
+
+
+_Kind = tuple[int, int, bool]
+"""Bytes of an element of the shadow and of the new tensor, and whether both are aligned: one kernel compares one kind."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    """Rows that wait, of one kind."""
+
+    rows: list[_Row] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+
+    def add(self, row: _Row) -> None:
+        self.rows.append(row)
+        self.blocks += row.blocks
+
+
+@dataclasses.dataclass(slots=True)
+class _Launched:
+    """A group under way: its rows, where each ends in blocks, and, once the copy is done, what changed, in pinned memory."""
+
+    rows: Sequence[_Row]
+    aligned: bool
+    end_T: np.ndarray
+    block_count: int
+    capacity: int
+    host: torch.Tensor
+
+    def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Changes up to the end of each row, int64[T]; index_K and step_K of those that were taken, copied."""
+        ends, index_bytes, step_bytes = groups.layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
+        last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
+        taken = min(int(last_T[-1]), self.capacity)
+        index = self.host[ends : ends + index_bytes].view(torch.int32)
+        step = self.host[ends + index_bytes : ends + index_bytes + step_bytes].view(self.rows[0].shadow.dtype)
+        return last_T, index[:taken].clone().numpy(), step[:taken].clone().numpy()
+
+
+class Diff:
+    """Compares tensors with shadows on one device, on the stream that is current there, and brings back what changed.
+
+    Args:
+        device: A CUDA device, or the CPU through Triton's interpreter.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if self._on_gpu else None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was added and not finished; the shadows of that hold neither old nor new bits."""
+        self._open: dict[_Kind, _Group] = {}
+        self._launched: list[_Launched] = []
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._free: list[torch.cuda.Event | None] = [None, None]
+        self._names: dict[str, int] = {}
+
+    def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
+        """Compare a tensor with its shadow, now or when a group is full. Both have to stay until `finish`.
+
+        Args:
+            name: Of the tensor.
+            shadow_N: Signed view of the last published bits. Mutated: once finished it holds the new bits.
+            new_N: The weights: float32 for a bfloat16 shadow, rounded to nearest even (a NaN keeps its sign and the upper
+                bits of its payload, and becomes quiet); otherwise a signed view of the shadow's own dtype.
+            expected: How many elements may have changed; more of them take a second comparison.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for a group. What was added is to be dropped.
+        """
+        if new_N.dtype == torch.float32:
+            new_N = new_N.view(torch.int32)
+        assert shadow_N.is_contiguous() and new_N.is_contiguous() and shadow_N.numel() == new_N.numel()
+        self._names[name] = shadow_N.numel()
+        aligned = (shadow_N.data_ptr() | new_N.data_ptr()) % _ALIGNED_BYTES == 0
+        kind = shadow_N.element_size(), new_N.element_size(), aligned
+        start = 0
+        while start < shadow_N.numel():
+            group = self._open.setdefault(kind, _Group())
+            room = groups.GROUP // groups.BLOCK - group.blocks
+            stop = min(start + room * groups.BLOCK, shadow_N.numel())
+            share = expected * (stop - start) / shadow_N.numel()
+            group.add(_Row(name, start, shadow_N[start:stop], new_N[start:stop], share))
+            if group.blocks * groups.BLOCK >= groups.GROUP:
+                self._launch(self._open.pop(kind).rows, aligned)
+            start = stop
+
+    def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Wait, once unless more changed than was expected, for all that was added.
+
+        Returns:
+            By name, of the tensors that changed, `reference.diff` of the shadow before and after.
+
+        Raises:
+            torch.OutOfMemoryError: as `add`.
+        """
+        while self._open:
+            (*_, aligned), group = self._open.popitem()
+            self._launch(group.rows, aligned)
+        found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {}
+        while self._launched:
+            if self._copies is not None:
+                self._copies.synchronize()
+            launched, self._launched = self._launched, []
+            for done in launched:
+                last_T, index_K, step_K = done.results()
+                for row, first, last in zip(done.rows, [0, *last_T[:-1]], last_T, strict=True):
+                    if min(last, index_K.size) > first:
+                        found.setdefault(row.name, []).append((row.start, index_K[first:last], step_K[first:last]))
+                if last_T[-1] > done.capacity:
+                    self._launch(done.rows, done.aligned, int(last_T[-1]) - done.capacity)
+        joined = {name: _join(pieces, self._names[name]) for name, pieces in found.items()}
+        self.drop()
+        return joined
+
+    def _launch(self, rows: Sequence[_Row], aligned: bool, wanted: int | None = None) -> None:
+        """Compare a group. Everything is allocated before the first write to a shadow."""
+        with torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext():
+            self._launch_here(rows, aligned, wanted)
+
+    def _launch_here(self, rows: Sequence[_Row], aligned: bool, wanted: int | None) -> None:
+        shadow, new = rows[0].shadow, rows[0].new
+        end_T = np.cumsum([row.blocks for row in rows])
+        blocks, width = int(end_T[-1]), shadow.element_size()
+        wanted = groups.may_come(sum(row.expected for row in rows)) if wanted is None else wanted
+        capacity = groups.capacity(sum(row.shadow.numel() for row in rows), blocks, wanted, width)
+        sizes = groups.layout(blocks, capacity, width)
+        table, row_B = self._tables(rows, end_T)
+        mark_W = shadow.new_empty(blocks * (groups.BLOCK // 32), dtype=torch.int32)
+        count_B = shadow.new_empty(blocks, dtype=torch.int32)
+        host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_gpu)
+        number, buffer = self._buffer(sum(sizes))
+        ends, index, step = torch.split(buffer, list(sizes))
+        types = _UNSIGNED[width], _UNSIGNED[new.element_size()]
+        mark = mark_W.view(torch.uint32)
+        _mark[(blocks,)](table, row_B, mark, count_B, *types, aligned, groups.BLOCK, num_warps=8)
+        end_B = ends.view(torch.int32)[:blocks]
+        torch.cumsum(count_B, 0, dtype=torch.int32, out=end_B)
+        changes = index.view(torch.int32), step.view(getattr(torch, f"uint{8 * width}"))
+        _compact[(triton.cdiv(mark.numel(), _WORDS),)](
+            table, row_B, mark, end_B, *changes, mark.numel(), capacity, *types, groups.BLOCK, _WORDS, num_warps=8
+        )
+        self._copy(number, host, buffer)
+        self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host))
+
+    def _tables(self, rows: Sequence[_Row], end_T: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table of the rows, int64[T, 4], and the row of each block, int32[B], by one copy to the device."""
+        blocks_T = np.diff(end_T, prepend=0)
+        table = np.array([(row.shadow.data_ptr(), row.new.data_ptr(), 0, row.shadow.numel()) for row in rows], np.int64)
+        table[:, 2] = end_T - blocks_T
+        size = table.nbytes
+        both = torch.empty(size + 4 * int(end_T[-1]), dtype=torch.uint8, pin_memory=self._on_gpu)
+        both[:size].view(torch.int64).numpy()[:] = table.reshape(-1)
+        both[size:].view(torch.int32).numpy()[:] = np.repeat(np.arange(len(rows), dtype=np.int32), blocks_T)
+        there = both.to(self._device, non_blocking=True)
+        return there[:size].view(torch.int64), there[size:].view(torch.int32)
+
+    def _buffer(self, size: int) -> tuple[int, torch.Tensor]:
+        """One of two buffers on the device, in turn; what comes next on the current stream waits until it was copied."""
+        number = len(self._launched) % 2
+        buffer = self._buffers[number]
+        if (event := self._free[number]) is not None:
+            event.wait(torch.cuda.current_stream())
+        if buffer is None or buffer.numel() < size:
+            self._buffers[number] = None  # its memory goes back to the stream that now waits for the copy
+            buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return number, buffer[:size]
+
+    def _copy(self, number: int, host: torch.Tensor, buffer: torch.Tensor) -> None:
+        if self._copies is None:
+            host.copy_(buffer)
+            return
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            host.copy_(buffer, non_blocking=True)
+            self._free[number] = self._copies.record_event()
+
+
+def _join(pieces: list[tuple[int, np.ndarray, np.ndarray]], element_count: int) -> tuple[np.ndarray, np.ndarray]:
+    """A tensor's changes from those of its pieces, each with its start; of one piece those found first come first."""
+    dtype = index_dtype(element_count)
+    pieces.sort(key=lambda piece: piece[0])
+    index = [at_K.astype(dtype, copy=False) + dtype.type(start) if start else at_K for start, at_K, _ in pieces]
+    step = [step_K.view(f"u{step_K.itemsize}") for _, _, step_K in pieces]
+    if len(pieces) == 1:
+        return index[0].astype(dtype, copy=False), step[0]
+    return np.concatenate(index).astype(dtype, copy=False), np.concatenate(step)

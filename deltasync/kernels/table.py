@@ -1,0 +1,188 @@
+"""Tables of segments in a device's memory: with one, a kernel works on any number of segments in one launch.
+
+A table has a line for each segment: where its live memory lies, how positions there translate to checkpoint indices, and,
+where elements are to be written, their positions and values. A second list has a row for each program of a kernel: the
+segment, and which of its elements. Both lie in one buffer of the device, which the host fills by one copy.
+
+S segments, R rows, K elements of a segment to write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from deltasync.fingerprint import MASK
+
+DEST, KEY, OFFSET, DIMS, AT, VALUE, ABSOLUTE, LAYOUT = range(8)
+"""Columns of a line: address of the live memory, the tensor's fingerprint key, checkpoint index of position 0, number of
+dimensions; addresses of the positions and of the values, whether the values are new bits; then the dimensions."""
+
+_MOST_DIMS = 8
+COLUMNS = LAYOUT + 3 * _MOST_DIMS
+"""Length of a line; a dimension takes three: live stride, size, checkpoint stride."""
+
+ROW = 3
+"""Length of a row: the segment, its first element, how many."""
+
+SCATTER_BLOCK = 1024
+STREAM_BLOCK = 1 << 16
+"""Elements of a row: of those to write, and of a segment's span to read."""
+
+_ALIGNED = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One segment of a table.
+
+    Attributes:
+        key: Fingerprint key of the tensor.
+        dest: The live memory, flat, gaps included; a signed view.
+        offset, layout: As `Segment` has them: checkpoint index of the first element, and its dimensions.
+        at_K: Positions in `dest`, distinct; int32 or int64. None where all of the segment is meant.
+        value_K: For each of them the new bits, unsigned, or what to add to the old ones.
+        absolute: Whether they are new bits.
+    """
+
+    key: int
+    dest: torch.Tensor
+    offset: int
+    layout: tuple[tuple[int, int, int], ...]
+    at_K: np.ndarray | None = None
+    value_K: np.ndarray | None = None
+    absolute: bool = True
+
+    @property
+    def element_count(self) -> int:
+        """Elements that a kernel visits."""
+        return self.dest.numel() if self.at_K is None else self.at_K.size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """Rows that one launch serves: those of elements and positions of one width each, in bytes."""
+
+    bits: int
+    at: int
+    first: int
+    last: int
+
+
+class Room(Protocol):
+    """Where a table goes."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """Bytes on the host that the device reads fast."""
+
+    def allocate(self, size_bytes: int, purpose: str) -> torch.Tensor:
+        """Bytes on the device."""
+
+
+class Table:
+    """Segments of one device, in its memory.
+
+    Args:
+        entries: The segments, one at least and none empty; all with positions, or none.
+        room: Where it goes. One copy is begun on the current stream.
+        purpose: For the room to tell tables apart.
+
+    Attributes:
+        entries: The segments, by width of their elements.
+        order: Where each entry was among those given.
+        first_S: The first row of each of `entries`.
+        segment_SC, row_RC: The lines and the rows, on the device.
+        sum_2R: Two sums of each row, on the device: what the fingerprint gains, and the checksum of old values.
+        kinds: What takes a launch of its own.
+        changed: Elements to write.
+        nbytes: On the device.
+    """
+
+    def __init__(self, entries: Sequence[Entry], room: Room, purpose: str) -> None:
+        kind_S = [(entry.dest.element_size(), 0 if entry.at_K is None else entry.at_K.itemsize) for entry in entries]
+        self.order = sorted(range(len(entries)), key=lambda number: kind_S[number])
+        self.entries = [entries[number] for number in self.order]
+        self._row_R = _rows(self.entries)
+        self.first_S = np.searchsorted(self._row_R[:, 0], np.arange(len(entries))).tolist()
+        self.kinds = tuple(_kinds([kind_S[number] for number in self.order], self._row_R[:, 0]))
+        arrays = [array for entry in self.entries for array in (entry.at_K, entry.value_K) if array is not None]
+        sizes = [len(self.entries) * COLUMNS * 8, self._row_R.nbytes, *(array.nbytes for array in arrays)]
+        starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        sums = starts.pop()
+        self.nbytes = sums + 16 * len(self._row_R)
+        self.changed = sum(entry.element_count for entry in self.entries if entry.at_K is not None)
+        self._buffer = room.allocate(self.nbytes, purpose)
+        self._starts = starts[2:]
+        host = room.pinned(sums)
+        bytes_ = host.numpy()
+        lines = _lines(self.entries, [self._buffer.data_ptr() + start for start in self._starts])
+        for start, array in zip(starts, (lines, self._row_R, *arrays), strict=True):
+            bytes_[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._buffer[:sums].copy_(host, non_blocking=True)
+        self.segment_SC = self._view(0, sizes[0], torch.int64)
+        self.row_RC = self._view(starts[1], sizes[1], torch.int64).reshape(-1, ROW)
+        self.sum_2R = self._view(sums, 16 * len(self._row_R), torch.int64).reshape(2, -1)
+
+    def _view(self, start: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._buffer[start : start + size_bytes].view(dtype)
+
+    def writes(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
+        """Each entry with its positions and values on the device, a signed view."""
+        for number, entry in enumerate(self.entries):
+            assert entry.at_K is not None and entry.value_K is not None
+            at, value = self._starts[2 * number : 2 * number + 2]
+            at_dtype = torch.int32 if entry.at_K.itemsize == 4 else torch.int64
+            yield (
+                entry,
+                self._view(at, entry.at_K.nbytes, at_dtype),
+                self._view(value, entry.value_K.nbytes, entry.dest.dtype),
+            )
+
+    def gained(self) -> list[int]:
+        """What the fingerprint of each entry gains, in the order in which they were given. Waits for the device."""
+        sum_R = self.sum_2R[0].cpu().numpy().view(np.uint64)
+        found = [0] * len(self.entries)
+        for number, gained in zip(self.order, np.add.reduceat(sum_R, self.first_S).tolist(), strict=True):
+            found[number] = gained
+        return found
+
+    def check(self) -> int:
+        """Checksum of what was in live memory. Waits for the device."""
+        # Summed on the host: with no memory left on the device, the exchange has still ended.
+        return int(self.sum_2R[1].cpu().numpy().view(np.uint64).sum(dtype=np.uint64)) & MASK
+
+
+def _rows(entries: Sequence[Entry]) -> np.ndarray:
+    """The rows of these entries, int64[R, ROW]."""
+    count_S = np.array([entry.element_count for entry in entries], np.int64)
+    block_S = np.array([STREAM_BLOCK if entry.at_K is None else SCATTER_BLOCK for entry in entries], np.int64)
+    rows_S = -(-count_S // np.maximum(block_S, 1))
+    entry_R = np.repeat(np.arange(len(entries)), rows_S)
+    start_S = np.cumsum(rows_S) - rows_S
+    first_R = (np.arange(entry_R.size) - start_S[entry_R]) * block_S[entry_R]
+    return np.stack((entry_R, first_R, np.minimum(block_S[entry_R], count_S[entry_R] - first_R)), axis=1)
+
+
+def _kinds(kind_S: Sequence[tuple[int, int]], entry_R: np.ndarray) -> Iterator[Kind]:
+    for (bits, at), group in itertools.groupby(enumerate(kind_S), key=lambda each: each[1]):
+        numbers = [number for number, _ in group]
+        first, last = np.searchsorted(entry_R, (numbers[0], numbers[-1] + 1)).tolist()
+        yield Kind(bits, at, first, last)
+
+
+def _lines(entries: Sequence[Entry], addresses: Sequence[int]) -> np.ndarray:
+    """The lines of these entries, int64[S, COLUMNS]; `addresses` are those of their positions and values, in turn."""
+    lines = np.zeros((len(entries), COLUMNS), np.int64)
+    for number, entry in enumerate(entries):
+        assert len(entry.layout) <= _MOST_DIMS
+        key = entry.key - (1 << 64) if entry.key >> 63 else entry.key
+        places = addresses[2 * number : 2 * number + 2] or (0, 0)
+        dims = itertools.chain.from_iterable(entry.layout)
+        line = (entry.dest.data_ptr(), key, entry.offset, len(entry.layout), *places, entry.absolute, *dims)
+        lines[number, : len(line)] = line
+    return lines

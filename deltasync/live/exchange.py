@@ -1,0 +1,162 @@
+"""What a commit consists of: exchanges of new values with live memory, each of which is its own undo log.
+
+A second exchange brings the old values back. An exchange is done or not done: one that raises has exchanged nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from deltasync import kernels
+from deltasync.errors import CommitError
+from deltasync.kernels.table import Table
+from deltasync.live.devices import Device
+from deltasync.live.segments import unsigned
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """The fingerprint of a tensor's segment, or what it gains by an exchange."""
+
+    name: str
+    segment: int
+    value: int
+
+
+class Swap(Protocol):
+    """Values of scattered elements of one device.
+
+    Attributes:
+        gains: What fingerprints gain by the first exchange.
+        check: What `found` returns after the first exchange if live memory is what it was when this was staged.
+        changed: Number of elements.
+        nbytes: What it takes on the device until the commit is confirmed.
+    """
+
+    gains: Sequence[Part]
+    check: int
+    changed: int
+    nbytes: int
+
+    def exchange(self) -> None:
+        """Exchange all values; mutates live memory."""
+
+    def found(self) -> int:
+        """Checksum of what the last exchange found in live memory. Waits for the device."""
+
+
+class HostSwap:
+    """A `Swap` in host memory.
+
+    Args:
+        writes: Live memory, flat; positions in it; new values. Signed views, the values are kept and mutated.
+        gains, check: As of `Swap`.
+    """
+
+    def __init__(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], gains: Sequence[Part], check: int):
+        self.writes = writes
+        self.gains = gains
+        self.check = check
+        self.changed = sum(value_K.numel() for _, _, value_K in writes)
+        self.nbytes = sum(at_K.nbytes + value_K.nbytes for _, at_K, value_K in writes)
+        self._table = kernels.cpu.swap_table(
+            [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in writes]
+        )
+        self._found = 0
+
+    def exchange(self) -> None:
+        """Exchange all values; mutates live memory."""
+        self._found = kernels.cpu.swap_by(self._table)
+
+    def found(self) -> int:
+        """Checksum of what the last exchange found in live memory."""
+        return self._found
+
+
+class DeviceSwap:
+    """A `Swap` in the memory of an accelerator: a constant number of launches.
+
+    Args:
+        device: Where.
+        table: Prepared: its values are the new bits.
+        gains, check: As of `Swap`.
+    """
+
+    def __init__(self, device: Device, table: Table, gains: Sequence[Part], check: int) -> None:
+        self._device = device
+        self._table = table
+        self.gains = gains
+        self.check = check
+        self.changed = table.changed
+        self.nbytes = table.nbytes
+
+    def exchange(self) -> None:
+        """Exchange all values; mutates live memory. Returns once it is launched."""
+        self._device.kernels.swap(self._table)
+
+    def found(self) -> int:
+        """Checksum of what the last exchange found in live memory. Waits for the device."""
+        return self._table.check()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """A whole segment to overwrite, piece by piece, from host memory; the old values go where the new ones were.
+
+    Attributes:
+        pieces: Views of live memory, and the new bits on the host, flat, in row-major order; mutated.
+        room_2B: Two times the bytes of the largest piece, on the device of the live memory.
+    """
+
+    name: str
+    segment: int
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    room_2B: torch.Tensor
+
+    @property
+    def changed(self) -> int:
+        """Number of elements."""
+        return sum(live.numel() for live, _ in self.pieces)
+
+    def exchange(self) -> None:
+        """Exchange all pieces; mutates live memory. On an accelerator it may return before that has happened."""
+        done = 0
+        try:
+            for live, source in self.pieces:
+                self._exchange(live, source)
+                done += 1
+        except BaseException:
+            for piece in self.pieces[:done]:
+                undo(functools.partial(self._exchange, *piece))
+            raise
+
+    def _exchange(self, live: torch.Tensor, source: torch.Tensor) -> None:
+        held, came = (room[: live.nbytes].view(live.dtype).view(live.shape) for room in self.room_2B)
+        held.copy_(live)
+        try:
+            if live.is_contiguous() or live.device.type == "cpu":
+                live.copy_(source.view(live.shape), non_blocking=True)
+            else:  # to copy there from the host would take memory of the device
+                came.copy_(source.view(live.shape), non_blocking=True)
+                live.copy_(came)
+            source.copy_(held.view(-1), non_blocking=True)
+        except BaseException:
+            undo(lambda: live.copy_(held))
+            raise
+
+
+def undo(action: Callable[[], object]) -> None:
+    """Do what brings old weights back.
+
+    Raises:
+        CommitError: that failed.
+    """
+    try:
+        action()
+    except Exception as error:
+        raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error

@@ -1,0 +1,299 @@
+"""STAGE and COMMIT: live weights in checkpoint coordinates, and the only code that writes them.
+
+    staged = memory.stage(patches)      # decoded, translated, on the device; live weights untouched
+    report = memory.commit(staged)      # live weights mutated, old values kept in what was staged
+    memory.rollback(report)             # the old bits again
+
+`segments` says where they lie, `staging` makes exchanges of patches, `exchange` does and undoes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deltasync import fingerprint
+from deltasync.bits import int_view, signed_view, tensor_of
+from deltasync.errors import StageError
+from deltasync.live import staging
+from deltasync.live.devices import Device, device_of
+from deltasync.live.exchange import Copy, Swap, undo
+from deltasync.live.segments import Parts, Segment, combine
+from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
+from deltasync.types import Patch, TensorSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Staged:
+    """One version, ready to commit.
+
+    Attributes:
+        swaps, copies: What to write; only `LiveMemory` looks inside. From the commit on they hold the old values.
+        readouts: Read the fingerprints of what is copied.
+        fingerprints: What the fingerprint of each tensor that the version names must be afterwards.
+    """
+
+    swaps: Sequence[Swap]
+    copies: Sequence[Copy]
+    readouts: Sequence[Readout]
+    fingerprints: Mapping[str, int]
+
+    @property
+    def changed(self) -> int:
+        """Elements that will be written."""
+        return sum(swap.changed for swap in self.swaps) + sum(copy.changed for copy in self.copies)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that it takes beside the live weights, on their device, until the commit is confirmed."""
+        rooms = {copy.room_2B.data_ptr(): copy.room_2B.nbytes for copy in self.copies}
+        return sum(swap.nbytes for swap in self.swaps) + sum(rooms.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What a commit did.
+
+    Attributes:
+        parts: Fingerprint of each segment of each tensor that the version names, afterwards.
+        scatter_s: Seconds during which live weights were being written.
+        staged: What was committed.
+    """
+
+    parts: Parts
+    scatter_s: float
+    staged: Staged
+
+
+class LiveMemory:
+    """Live weights in checkpoint coordinates, all of them or a shard.
+
+    Args:
+        specs: The channel's tensor table.
+        segments: Where each tensor lies: a list, be it empty, for every tensor. Over all shards the regions of a tensor
+            cover it, and two of them are the same or have no element in common.
+        device_of: Where live memory lies, None for the host.
+
+    Attributes:
+        regions: Which elements each segment holds, by tensor name.
+        parts: Fingerprint of each segment, as of the last commit or `audit`; empty until the first `audit`.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        segments: Mapping[str, list[Segment]],
+        device_of: Callable[[torch.Tensor], Device | None] = device_of,
+    ) -> None:
+        self._specs = specs
+        self._segments = segments
+        self._device_of = device_of
+        self._keys = {name: fingerprint.tensor_key(name) for name in specs}
+        self.regions = {name: [segment.region() for segment in held] for name, held in segments.items()}
+        self.parts: Parts = {}
+        places = (device_of(segment.live) for held in segments.values() for segment in held)
+        self._devices = {device for device in places if device is not None}
+
+    @classmethod
+    def on_host(cls, specs: Mapping[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
+        """Zeroed host tensors of these specs and the memory over them.
+
+        Raises:
+            StageError: this machine has less memory.
+        """
+        model_bytes = sum(spec.element_count * spec.item_bytes for spec in specs.values())
+        if model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+            raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
+        bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
+        tensors = {name: tensor_of(bits[name], spec) for name, spec in specs.items()}
+        segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}
+        return cls(specs, segments), tensors
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every tensor, if this memory holds the whole model; see `combine`."""
+        return combine([self.regions], [self.parts])
+
+    def gather(self, name: str) -> np.ndarray:
+        """Copy of a tensor's bit patterns out of live memory, flat, unsigned, on the host.
+
+        Raises:
+            StageError: not all of the tensor is in live memory.
+        """
+        segments = self._place(name)
+        spec = self._specs[name]
+        held = sum(math.prod(size for size, _ in dims) for _, dims in set(self.regions[name]))
+        if held != spec.element_count:
+            raise StageError(f"Only {held} elements of {spec} are in this worker's memory; publish with codec='packed'.")
+        flat_N = np.empty(spec.element_count, spec.bits_dtype)
+        for segment in segments:
+            segment.source(signed_view(flat_N)).copy_(segment.live)
+        return flat_N
+
+    def _place(self, name: str) -> list[Segment]:
+        if name not in self._segments:
+            raise StageError(f"{name} has no addressable place in live memory.")
+        return self._segments[name]
+
+    def held(self, name: str) -> np.ndarray | None:
+        """Ranges of a tensor outside which it has no element in live memory, as `codec.Wanted` gives them."""
+        if name not in self._segments:
+            return None  # for `stage` to refuse
+        spans = [segment.span() for segment in self._segments[name]]
+        whole = (0, self._specs[name].element_count)
+        return None if whole in spans else np.array(spans, np.int64).reshape(-1, 2)
+
+    def audit(self) -> None:
+        """Recompute `parts` from every bit of live memory."""
+        targets = [target for name in self._specs for target in self._targets(name)]
+        found = {name: [0] * len(self._place(name)) for name in self._specs}
+        for device, held in self._by_device(targets).items():
+            with contextlib.nullcontext() if device is None else device.staging():
+                for part in _readout(device, held).read():
+                    found[part.name][part.segment] = part.value
+        self.parts = {name: tuple(values) for name, values in found.items()}
+
+    def _targets(self, name: str) -> list[Target]:
+        return [Target(name, at, segment, self._keys[name]) for at, segment in enumerate(self._place(name))]
+
+    def _by_device(self, targets: Iterable[Target]) -> dict[Device | None, list[Target]]:
+        found: dict[Device | None, list[Target]] = {}
+        for target in targets:
+            found.setdefault(self._device_of(target.segment.live), []).append(target)
+        return found
+
+    def warm_up(self) -> None:
+        """Compile what commits to an accelerator need, so that none waits for it."""
+        for segment in itertools.chain.from_iterable(self._segments.values()):
+            device = self._device_of(segment.live)
+            if device is not None:
+                device.kernels.warm_up(device.device, segment.live.dtype)
+
+    def read(self, name: str) -> list[bytes]:
+        """Bits of each segment of a tensor, in the order of its region's dimensions."""
+        return [segment.runs()[1].tobytes() for segment in self._place(name)]
+
+    def differs(self, name: str, flat_N: torch.Tensor) -> bool:
+        """Whether any element in live memory has other bits than this whole tensor, compared where live memory is.
+
+        Args:
+            name: The tensor's.
+            flat_N: Its bits, a signed view on any device.
+        """
+        for segment in self._place(name):
+            device = self._device_of(segment.live)
+            if device is None:
+                if not torch.equal(segment.source(flat_N).cpu(), segment.live):
+                    return True
+            elif staging.differs(device, segment, flat_N):
+                return True
+        return False
+
+    def stage(self, patches: Iterable[tuple[Patch, int]]) -> Staged:
+        """Translate decoded patches into writes and put them on the device.
+
+        Args:
+            patches: Each with the fingerprint its tensor must have afterwards.
+
+        Raises:
+            StageError: a patch names a tensor that has no place in live memory, or its device has too little memory.
+            FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
+        """
+        stagings: dict[Device | None, Staging] = {}
+        fingerprints = {}
+        for patch, expected in patches:
+            for target in self._targets(patch.name):
+                device = self._device_of(target.segment.live)
+                if device not in stagings:
+                    stagings[device] = HostStaging() if device is None else DeviceStaging(device)
+                stagings[device].add(target, patch)
+            fingerprints[patch.name] = expected
+        finished = [each.finish() for each in stagings.values()]
+        swaps, copies, readouts = (
+            (tuple(itertools.chain.from_iterable(each)) for each in zip(*finished, strict=True))
+            if finished
+            else ((), (), ())
+        )
+        return Staged(swaps, copies, readouts, fingerprints)
+
+    def commit(self, staged: Staged) -> CommitReport:
+        """Write a staged version into live memory and update `parts`. Mutates the live weights, and only that.
+
+        After return the new bits are live; compare their fingerprints with the staged ones before serving them. If it
+        raised, the old bits are live again, except for:
+
+        Raises:
+            CommitError: the write failed and so did undoing it.
+            StageError: live memory is not what it was when this was staged.
+        """
+        before = time.perf_counter()
+        self._exchange(staged)
+        copied: list[Copy] = []
+        try:
+            for copy in staged.copies:
+                copy.exchange()
+                copied.append(copy)
+            self._synchronize()
+            scatter_s = time.perf_counter() - before
+            new = self._parts_after(staged)
+        except BaseException:
+            undo(lambda: self._bring_back((*staged.swaps, *copied)))
+            raise
+        self.parts |= new
+        return CommitReport(new, scatter_s, staged)
+
+    def _parts_after(self, staged: Staged) -> Parts:
+        """Fingerprints of the segments of the tensors that it names, once all of it is written."""
+        parts = {name: list(self.parts[name]) for name in staged.fingerprints}
+        for gain in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
+            parts[gain.name][gain.segment] += gain.value
+        for part in itertools.chain.from_iterable(readout.read() for readout in staged.readouts):
+            parts[part.name][part.segment] = part.value
+        return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
+
+    def rollback(self, report: CommitReport, parts: Parts) -> None:
+        """Write the old values of a commit back.
+
+        Args:
+            report: Of the last commit.
+            parts: A copy of `self.parts` from before that commit.
+
+        Raises:
+            CommitError: that failed.
+        """
+        undo(lambda: self._bring_back((*report.staged.swaps, *report.staged.copies)))
+        self.parts = dict(parts)
+
+    def _exchange(self, staged: Staged) -> None:
+        """Exchange the new values with the old ones on every device; undone if those are not what they were."""
+        done: list[Swap] = []
+        try:
+            for swap in staged.swaps:
+                swap.exchange()
+                done.append(swap)
+            if any(swap.found() != swap.check for swap in done):
+                raise StageError("Live memory was written by someone else since this version was staged.")
+        except BaseException:
+            undo(lambda: self._bring_back(done))
+            raise
+
+    def _bring_back(self, exchanged: Sequence[Swap | Copy]) -> None:
+        for each in exchanged:
+            each.exchange()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            device.synchronize()
+
+
+def _readout(device: Device | None, targets: Sequence[Target]) -> Readout:
+    return HostReadout(targets) if device is None else DeviceReadout(device, targets)

@@ -1,0 +1,191 @@
+"""Segments: where parts of checkpoint tensors lie in live memory.
+
+A replica on the host has one segment per tensor; vLLM's fused, stacked and sliced parameters have as many as its loader
+copies (`vllm_plugin.load_plan`). Everything else follows from them: gathering a tensor, translating flat checkpoint indices
+to addresses, and the fingerprint of what a worker holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deltasync import fingerprint
+from deltasync.errors import StageError
+
+_DIFFERS = -1
+
+Region = tuple[int, tuple[tuple[int, int], ...]]
+"""Elements of a flat tensor: the first one, then (size, stride) of each dimension, the largest stride first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a checkpoint tensor and its place in live memory.
+
+    Attributes:
+        live: Signed-integer view of the live memory, any stride; writing to it writes the weights.
+        stride, offset: Where the same elements lie in the flat checkpoint tensor; their shape is `live.shape`.
+    """
+
+    live: torch.Tensor
+    stride: tuple[int, ...]
+    offset: int
+
+    def region(self) -> Region:
+        """Which elements of the checkpoint tensor it holds."""
+        dims: list[tuple[int, int]] = []
+        for stride, size in sorted(zip(self.stride, self.live.shape, strict=True), reverse=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][1] == size * stride:
+                dims[-1] = dims[-1][0] * size, stride
+            else:
+                dims.append((size, stride))
+        return self.offset, tuple(dims)
+
+    def layout(self) -> tuple[tuple[int, int, int], ...]:
+        """(live stride, size, checkpoint stride) of each dimension, the largest live stride first.
+
+        Dimensions that continue each other in both are one. A position in `flat()` divided by the live strides in this
+        order gives the coordinates.
+
+        Raises:
+            StageError: the live memory overlaps itself, so that it does not.
+        """
+        dims: list[tuple[int, int, int]] = []
+        for live_stride, size, stride in sorted(
+            zip(self.live.stride(), self.live.shape, self.stride, strict=True), reverse=True
+        ):
+            if size == 1:
+                continue
+            if dims and (dims[-1][0], dims[-1][2]) == (size * live_stride, size * stride):
+                dims[-1] = live_stride, dims[-1][1] * size, stride
+            else:
+                dims.append((live_stride, size, stride))
+        for at, (live_stride, _, _) in enumerate(dims):
+            if live_stride <= sum((size - 1) * inner for inner, size, _ in dims[at + 1 :]):
+                raise StageError("A weight overlaps itself in live memory.")
+        return tuple(dims)
+
+    def pieces(self, most_elements: int) -> Iterator[Segment]:
+        """The segment cut into pieces of at most so many elements, as few as follow from cutting the first dimensions."""
+        yield from _pieces(self, 0, most_elements)
+
+    def source(self, flat_N: torch.Tensor) -> torch.Tensor:
+        """The segment's view of a flat checkpoint tensor."""
+        return flat_N.as_strided(self.live.shape, self.stride, self.offset)
+
+    def flat(self) -> torch.Tensor:
+        """The live memory from the segment's first to its last element, gaps included, shape [span]."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
+        return self.live.as_strided((span if self.live.numel() else 0,), (1,))
+
+    def span(self) -> tuple[int, int]:
+        """Range of the flat checkpoint tensor that the segment lies in, gaps included."""
+        if not self.live.numel():
+            return self.offset, self.offset
+        last = sum((size - 1) * stride for size, stride in zip(self.live.shape, self.stride, strict=True))
+        return self.offset, self.offset + last + 1
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The segment as runs of consecutive checkpoint elements.
+
+        Returns:
+            First flat checkpoint index of each run, int64[R], and the runs' unsigned bit patterns on the host, shape [R, L].
+        """
+        order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
+        shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
+        ends_in_run = bool(shape) and stride[-1] == 1
+        outer = list(zip(shape, stride, strict=True))[: -1 if ends_in_run else None]
+        start_R = np.full(1, self.offset, np.int64)
+        for size, step in outer:
+            start_R = (start_R[:, None] + np.arange(size) * step).reshape(-1)
+        bits = unsigned(self.live.permute(order).contiguous().cpu())
+        return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
+
+    def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+        """Addresses of checkpoint elements.
+
+        Args:
+            index_K: Flat checkpoint indices, ascending.
+
+        Returns:
+            Positions in `index_K` of those that lie in this segment, None for all of them; and where in `flat()` they lie.
+        """
+        if self.stride == (1,) and self.live.is_contiguous():
+            low, high = np.searchsorted(index_K, (self.offset, self.offset + self.live.numel()))
+            at = None if (low, high) == (0, index_K.size) else np.arange(low, high)
+            return at, index_K[low:high] - index_K.dtype.type(self.offset)
+        rest = index_K.astype(np.int64) - self.offset
+        inside = rest >= 0
+        dest = np.zeros_like(rest)
+        # A view of a row-major tensor: dividing by the strides, largest first, recovers the coordinates.
+        dims = sorted(zip(self.stride, self.live.shape, self.live.stride(), strict=True), reverse=True)
+        for stride, size, live_stride in dims:
+            if size == 1:
+                continue
+            coordinate = rest // stride
+            rest = rest - coordinate * stride
+            inside &= coordinate < size
+            dest += coordinate * live_stride
+        inside &= rest == 0
+        if inside.all():
+            return None, dest
+        at = np.flatnonzero(inside)
+        return at, dest[at]
+
+
+def _pieces(segment: Segment, dim: int, most_elements: int) -> Iterator[Segment]:
+    live = segment.live
+    if live.numel() <= most_elements:
+        yield segment
+        return
+    inner = live.numel() // live.shape[dim]
+    step = max(1, most_elements // inner)
+    for first in range(0, live.shape[dim], step):
+        part = live.narrow(dim, first, min(step, live.shape[dim] - first))
+        yield from _pieces(
+            Segment(part, segment.stride, segment.offset + first * segment.stride[dim]), dim + 1, most_elements
+        )
+
+
+Parts = dict[str, tuple[int, ...]]
+"""Fingerprints of the segments of tensors, by tensor name."""
+
+
+def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
+    """Fingerprints of tensors from those of their segments.
+
+    Args:
+        regions: Of each shard.
+        parts: Of each shard, in the same order: for each tensor a fingerprint per segment.
+
+    Returns:
+        For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
+    """
+    found: dict[str, dict[Region, int]] = {}
+    for held, of_shard in zip(regions, parts, strict=True):
+        for name, values in of_shard.items():
+            by_region = found.setdefault(name, {})
+            for region, value in zip(held[name], values, strict=True):
+                if by_region.setdefault(region, value) != value:
+                    by_region[region] = _DIFFERS
+    return {
+        name: -1 if _DIFFERS in by_region.values() else sum(by_region.values()) & fingerprint.MASK
+        for name, by_region in found.items()
+    }
+
+
+def model_fingerprint(fingerprints: Mapping[str, int]) -> int:
+    """Fingerprint of a model from those of its tensors; -1 if one of them is -1."""
+    return -1 if -1 in fingerprints.values() else sum(fingerprints.values()) & fingerprint.MASK
+
+
+def unsigned(view: torch.Tensor) -> np.ndarray:
+    """The unsigned bit patterns of a signed view on the host; shares its memory."""
+    array: np.ndarray = view.numpy()
+    return array.view(f"u{array.itemsize}")

@@ -1,0 +1,369 @@
+"""Live memory on accelerators: what runs on a GPU, with host memory that stands for its, and the kernels of a GPU.
+
+Those run through Triton's interpreter in a subprocess, which runs this file again; torch's operations run here as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deltasync.bits import signed_view
+from deltasync.errors import CommitError, StageError
+from deltasync.fingerprint import tensor_key
+from deltasync.kernels import reference, table, torch_ops
+from deltasync.live import LiveMemory, Segment, devices, staging
+from deltasync.live.devices import Device
+from deltasync.types import Patch, TensorSpec
+from tests.devices import StandIn, on
+from tests.interpreter import HAS_TRITON, INTERPRETED, RUNS, run_again
+
+KERNELS: list[ModuleType] = [torch_ops]
+if INTERPRETED:
+    from deltasync.kernels import gpu_segments
+
+    KERNELS.append(gpu_segments)
+with_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+with_patches = pytest.mark.parametrize("kind", ["steps", "absolute", "whole", "whole with few differences"])
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small tensors take several programs and pieces."""
+    monkeypatch.setattr(table, "SCATTER_BLOCK", 64)
+    monkeypatch.setattr(table, "STREAM_BLOCK", 256)
+    monkeypatch.setattr(staging, "_DEVICE_PIECE_BYTES", 512)
+    if INTERPRETED:
+        monkeypatch.setattr(gpu_segments, "_READ_BLOCK", 128)
+
+
+@dataclasses.dataclass
+class Model:
+    """Two tensors, each in two segments that live in storages of their own."""
+
+    memory: LiveMemory
+    bits: dict[str, np.ndarray]
+
+    def patches(self, kind: str, seed: int = 0) -> tuple[list[tuple[Patch, int]], dict[str, np.ndarray]]:
+        """Patches with the fingerprints that they promise, and the bits that they lead to."""
+        random = np.random.default_rng(seed)
+        patches, after = [], {}
+        for name, old_N in self.bits.items():
+            new_N = random.integers(0, 256, old_N.nbytes, np.uint8).view(old_N.dtype)
+            if kind != "whole":
+                new_N = np.where(random.random(old_N.size) < 0.05, new_N, old_N)
+            index_K, step_K = reference.diff(old_N, new_N)
+            patch = {
+                "steps": Patch(name, index_K, step_K, absolute=False),
+                "absolute": Patch(name, index_K, new_N[index_K], absolute=True),
+            }.get(kind, Patch(name, None, new_N, absolute=True))
+            patches.append((patch, reference.fingerprint(tensor_key(name), new_N)))
+            after[name] = new_N
+        return patches, after
+
+    def assert_holds(self, bits: dict[str, np.ndarray]) -> None:
+        for name, bits_N in bits.items():
+            np.testing.assert_array_equal(self.memory.gather(name), bits_N)
+            assert not self.memory.differs(name, signed_view(bits_N))
+
+
+def make(*places: Device | None, rows: int = 40, columns: int = 24) -> Model:
+    """Half of the columns transposed, the other half in a wider buffer, on devices in turn."""
+    specs = {name: TensorSpec(name, dtype, (rows, columns)) for name, dtype in (("a", "bfloat16"), ("b", "float32"))}
+    segments, bits = {}, {}
+    random = np.random.default_rng(1)
+    half = columns // 2
+    for name, spec in specs.items():
+        bits[name] = random.integers(0, 256, spec.element_count * spec.item_bytes, np.uint8).view(spec.bits_dtype)
+        full = signed_view(bits[name].copy()).reshape(rows, columns)
+        left = full[:, :half].T.contiguous().T
+        right = torch.zeros((rows, columns + 3), dtype=full.dtype)[:, 2 : 2 + columns - half]
+        right.copy_(full[:, half:])
+        segments[name] = [Segment(left, (columns, 1), 0), Segment(right, (columns, 1), half)]
+    model = Model(LiveMemory(specs, segments, on(*places)), bits)
+    model.memory.audit()
+    return model
+
+
+@with_kernels
+@with_patches
+def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> None:
+    model = make(StandIn(kernels), None, StandIn(kernels))
+    memory = model.memory
+    before, parts = dict(memory.fingerprints), dict(memory.parts)
+    assert before == {name: reference.fingerprint(tensor_key(name), bits_N) for name, bits_N in model.bits.items()}
+    model.assert_holds(model.bits)
+    patches, after = model.patches(kind)
+
+    staged = memory.stage(patches)
+    model.assert_holds(model.bits)
+    assert bool(staged.copies) == (kind == "whole")
+
+    report = memory.commit(staged)
+    model.assert_holds(after)
+    assert memory.fingerprints == dict(staged.fingerprints)
+    assert report.parts == memory.parts
+    assert all(memory.differs(name, signed_view(bits_N)) for name, bits_N in model.bits.items())
+    committed = dict(memory.parts)
+    memory.audit()
+    assert memory.parts == committed
+
+    memory.rollback(report, parts)
+    model.assert_holds(model.bits)
+    assert memory.fingerprints == before
+    memory.audit()
+    assert memory.fingerprints == before
+
+
+@pytest.mark.parametrize("kernels", KERNELS[-1:])
+@pytest.mark.parametrize("segment_count", [339, 18_819])
+def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: ModuleType) -> None:
+    if INTERPRETED and segment_count > 1000:
+        segment_count //= 10  # the interpreter takes milliseconds per program
+    specs = {str(number): TensorSpec(str(number), "bfloat16", (16,)) for number in range(segment_count)}
+    held = [StandIn(kernels), StandIn(kernels)]
+    buffers = [torch.zeros(16 * segment_count, dtype=torch.int16) for _ in held]
+    places = {buffer.untyped_storage().data_ptr(): device for buffer, device in zip(buffers, held, strict=True)}
+    segments = {
+        name: [Segment(buffers[number % 2][16 * number : 16 * number + 16], (1,), 0)] for number, name in enumerate(specs)
+    }
+    memory = LiveMemory(specs, segments, lambda live: places[live.untyped_storage().data_ptr()])
+    memory.audit()
+    index_K = np.array([3, 9], np.int32)
+    staged = memory.stage([(Patch(name, index_K, np.array([1, 2], np.uint16), absolute=True), 0) for name in specs])
+    for device in held:
+        assert device.launches == ["fingerprint", "prepare"]
+        assert len(device.allocated) == 2  # a table each
+        device.launches.clear()
+    launched = []
+    with contextlib.ExitStack() as stack:
+        if kernels is not torch_ops:
+            launch = kernels._launch
+            count = lambda kernel, *rest, **options: launched.append(kernel) or launch(kernel, *rest, **options)  # noqa: E731
+            stack.enter_context(mock.patch.object(kernels, "_launch", count))
+        report = memory.commit(staged)
+    assert [device.launches for device in held] == [["swap"], ["swap"]]
+    assert len(launched) == (0 if kernels is torch_ops else 2)
+    assert sum(int(buffer.sum()) for buffer in buffers) == 3 * segment_count
+    memory.rollback(report, {})
+    assert [device.launches for device in held] == [["swap", "swap"]] * 2
+    assert not any(buffer.any() for buffer in buffers)
+
+
+class _Failure(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["steps", "whole"])
+def test_a_failure_at_any_launch_of_any_device_leaves_the_old_bits(kind: str, small: None) -> None:
+    """A launch that fails, an exchange that has ended before its checksum cannot be read, a fingerprint that fails."""
+    for number in itertools.count():
+        held = [StandIn(), StandIn(), StandIn()]
+        model = make(*held)
+        before = dict(model.memory.fingerprints)
+        patches, after = model.patches(kind)
+        staged = model.memory.stage(patches)
+        points = iter(range(1000))
+        failed = []
+
+        def fail(name: str, points: Iterator[int] = points, at: int = number, failed: list[str] = failed) -> None:
+            if next(points) == at:
+                failed.append(name)
+                raise _Failure(name)
+
+        for device in held:
+            device.fail_at = fail
+        check = table.Table.check
+
+        def failing_check(self: table.Table, fail: Any = fail, check: Any = check) -> int:
+            fail("check")
+            return int(check(self))
+
+        with mock.patch.object(table.Table, "check", failing_check):
+            try:
+                model.memory.commit(staged)
+            except _Failure:
+                assert failed
+                model.assert_holds(model.bits)
+                assert model.memory.fingerprints == before
+            else:
+                break
+    model.assert_holds(after)
+    assert number == (6 if kind == "steps" else 3)
+
+
+def test_a_device_that_cannot_be_undone_makes_the_weights_uncertain(small: None) -> None:
+    held = [StandIn(), StandIn()]
+    model = make(*held)
+    staged = model.memory.stage(model.patches("steps")[0])
+
+    def fail(name: str) -> None:
+        raise _Failure(name)
+
+    def then_fail(name: str) -> None:
+        held[0].fail_at = fail
+
+    held[0].fail_at = then_fail  # once
+    held[1].fail_at = fail
+    with pytest.raises(CommitError, match="uncertain"):
+        model.memory.commit(staged)
+
+
+def test_memory_that_somebody_else_wrote_on_one_device_is_left_alone_on_all(small: None) -> None:
+    model = make(StandIn(), None, StandIn())
+    patches, _ = model.patches("steps")
+    staged = model.memory.stage(patches)
+    live = model.memory._segments["b"][1].live
+    live.add_(1)
+    with pytest.raises(StageError, match="someone else"):
+        model.memory.commit(staged)
+    live.sub_(1)
+    model.assert_holds(model.bits)
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes of the tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in known:
+                self.total += each.nbytes
+        return result
+
+
+@pytest.mark.parametrize("kind", ["whole", "whole with few differences"])
+def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes a 32nd part: a model of 288 MiB on a device where 192 MiB more than the reserve are free."""
+    for module, name in ((staging, "_DEVICE_PIECE_BYTES"), (staging, "_DIFFERING_BYTES"), (devices, "_STEP_BYTES")):
+        monkeypatch.setattr(module, name, getattr(module, name) // 32)
+    device = StandIn(free_bytes=devices.RESERVE_BYTES + 192 * MIB // 32)
+    model = make(device, rows=1 << 10, columns=1536)
+    patches, after = model.patches(kind)
+    staged = model.memory.stage(patches)
+    with _Allocations() as made:
+        for copy in staged.copies:
+            copy.exchange()
+            copy.exchange()
+    report = model.memory.commit(staged)
+    had_bytes = sum(device.allocated)
+    model.assert_holds(after)
+    assert sum(bits_N.nbytes for bits_N in model.bits.values()) == 288 * MIB // 32
+    assert had_bytes <= 192 * MIB // 32
+    assert made.total == 0
+    assert staged.device_bytes <= had_bytes
+    model.memory.rollback(report, {})
+    model.assert_holds(model.bits)
+
+
+@pytest.mark.parametrize("kind", ["steps", "whole"])
+def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -> None:
+    device = StandIn()
+    model = make(device)
+    device._free_bytes = sum(device.allocated) + devices.RESERVE_BYTES + 1000
+    allocated = list(device.allocated)
+    device._largest.clear()
+    patches, _ = model.patches(kind)
+    with pytest.raises(
+        StageError, match=r"Staging needs [\d,]+ bytes on cpu, where 268,436,456 are free, .* 268,435,456 stay"
+    ):
+        model.memory.stage(patches)
+    assert device.allocated == allocated
+    device._free_bytes = 1 << 40
+    model.memory.commit(model.memory.stage(patches))
+
+
+def test_a_gpu_that_says_that_little_is_free_is_believed() -> None:
+    device = Device(torch.device("cuda", 0))
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(300 * MIB, 80 << 30)) as asked,
+        mock.patch.object(torch, "empty", side_effect=lambda size, **_: size) as made,
+        mock.patch.object(Device, "empty", lambda self, size_bytes: torch.zeros(size_bytes, dtype=torch.uint8)),
+    ):
+        with pytest.raises(StageError, match="50,331,648 bytes on cuda:0, where 314,572,800 are free"):
+            device.allocate(45 * 10**6, "writes")
+        assert not made.called
+        assert device.allocate(40 * 10**6, "writes").numel() == 40 * 10**6
+        # What was given back serves the next version of about that size, whatever the driver says is free.
+        asked.return_value = (0, 80 << 30)
+        assert device.allocate(39 * 10**6, "writes").numel() == 39 * 10**6
+        with pytest.raises(StageError):
+            device.allocate(45 * 10**6, "writes")
+
+
+@with_kernels
+def test_no_check_moves_the_weights_to_the_host(kernels: ModuleType, small: None) -> None:
+    model = make(StandIn(kernels), rows=200, columns=100)
+    model_bytes = sum(bits_N.nbytes for bits_N in model.bits.values())
+    moved = []
+
+    def to_host(self: torch.Tensor) -> torch.Tensor:
+        moved.append(self.nbytes)
+        return self.clone()
+
+    steps, _ = model.patches("steps")
+    staged = model.memory.stage(steps)
+    with mock.patch.object(torch.Tensor, "cpu", to_host):
+        model.memory.audit()
+        model.memory.commit(staged)
+        assert all(model.memory.differs(name, signed_view(bits_N)) for name, bits_N in model.bits.items())
+        whole, _ = model.patches("whole", seed=2)
+        model.memory.stage(whole)
+    assert moved
+    assert sum(moved) < model_bytes / 8
+
+
+def test_positions_are_sent_once_and_checkpoint_indices_never() -> None:
+    """The table has positions and values; checkpoint indices follow from the line of the segment."""
+    device = StandIn()
+    model = make(device)
+    sent = []
+    pinned = device.pinned
+
+    def count(size_bytes: int) -> torch.Tensor:
+        sent.append(size_bytes)
+        return pinned(size_bytes)
+
+    patches, _ = model.patches("steps")
+    with mock.patch.object(device, "pinned", count):
+        staged = model.memory.stage(patches)
+    (sent_bytes,) = sent  # one copy per version
+    segments = sum(map(len, model.memory._segments.values()))
+    values_bytes = sum(patch.data.nbytes + 4 * patch.data.size for patch, _ in patches)
+    assert staged.changed == sum(patch.data.size for patch, _ in patches)
+    assert sent_bytes <= values_bytes + segments * (8 * table.COLUMNS + 3 * 16 + 64)
+
+
+def test_warming_up_serves_each_dtype_of_a_device() -> None:
+    device = StandIn()
+    make(device).memory.warm_up()
+    assert set(device.launches) == {"fingerprint", "warm_up"}
+
+
+def test_the_host_is_no_device_and_a_device_is_made_once() -> None:
+    assert devices.device_of(torch.zeros(1)) is None
+    assert devices.device_of(torch.zeros(1, device="meta")) is devices.device_of(torch.zeros(2, device="meta")) is not None
+
+
+@pytest.mark.skipif(RUNS or HAS_TRITON, reason="the tests above run as they are")
+def test_through_tritons_interpreter(tmp_path: Path) -> None:
+    run_again(__file__, tmp_path, "-k", "gpu_segments or constant_number", TRITON_INTERPRET="1")

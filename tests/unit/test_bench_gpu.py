@@ -1,0 +1,52 @@
+"""`python -m benchmarks.gpu` runs to its end without a GPU, and without all that a bare machine lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.interpreter import TRITON_SITE
+
+ROOT = Path(__file__).parents[2]
+MISSING = (
+    *("numba", "llvmlite", "obstore", "zstandard", "huggingface_hub", "hf_xet", "click", "rich"),
+    *("transformers", "accelerate", "peft", "vllm", "trl", "pytest", "hypothesis"),
+)
+"""What is not there on a machine with nothing but torch, triton, numpy, safetensors and what the kit carries."""
+
+_BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({missing!r}))
+sys.argv = ["benchmarks.gpu", "--json", {json_file!r}]
+runpy.run_module("benchmarks.gpu", run_name="__main__")
+"""
+
+
+def test_all_of_it_at_a_small_size_without_numba(tmp_path: Path) -> None:
+    if not TRITON_SITE.is_dir():
+        pytest.skip(f"no {TRITON_SITE}; `make setup` installs triton there")
+    json_file = tmp_path / "result.json"
+    code = _BARE.format(missing=MISSING, json_file=str(json_file))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TRITON_SITE), str(ROOT)]),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(json_file.read_text())
+    assert found["failures"] == {}
+    assert "interpreter" in found["machine"]["device"]
+    assert {bar["met"] for bar in found["bars"]} == {None}  # nobody is told that times of an interpreter meet a bar
+    launches = {row["what"]: row["launches"] for row in found["rows"]}
+    for operation, count in {"publish: detect": 2, "stage": 1, "commit": 1, "rollback": 1, "audit": 1}.items():
+        assert [launches[f"{tensors} tensors: {operation}"] for tensors in (15, 38)] == [count, count]
+    for what in ("copy on the device", "swap", "captured graph", "staging beside a busy stream", "anchor: commit"):
+        assert what in launches

@@ -1,0 +1,358 @@
+"""One worker's share of a replica, over small models: what it proves before it writes, and what it makes anew after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync import Publisher, open_store
+from deltasync.bits import int_view
+from deltasync.errors import ModelMismatchError
+from deltasync.kernels import cpu
+from deltasync.reader import ChannelReader
+from vllm_plugin import derived, load_plan, worker
+from vllm_plugin.reload import Mirror, _together
+from vllm_plugin.worker import WorkerReplica
+
+PATIENCE_S = 60.0
+
+Weights = dict[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    """Two matrices, and vLLM's loader of them; `shuffled` swaps the halves of one after loading, as FlashInfer wants it."""
+
+    def __init__(self, shuffled: bool = False) -> None:
+        super().__init__()
+        for seed, name in enumerate(("plain", "experts")):
+            weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+        if shuffled:
+            self.experts.data = self.experts.data.roll(4, 0)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self, name).copy_(tensor)
+
+
+def checkpoint() -> Weights:
+    return {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+
+
+def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
+    return WorkerReplica(SimpleNamespace(get_model=lambda: model), url)
+
+
+def proven(of: WorkerReplica, url: str) -> int | None:
+    """Audit, compare and identify, as the driver does at first; the version that is live."""
+    head = ChannelReader(open_store(url)).head()
+    of._audit(verify=True)
+    total = sum(of._memory.fingerprints.values()) & ((1 << 64) - 1)
+    version: int | None = of.settle(dataclasses.asdict(head), total, True)["version"]
+    return version
+
+
+@pytest.fixture
+def url(memory_url: str) -> Iterator[str]:
+    """A channel whose first version is the checkpoint's weights plus one ulp here and there."""
+    with Publisher(memory_url) as publisher:
+        weights = checkpoint()
+        weights["experts"].view(torch.int16)[0, 0] += 1
+        publisher.publish(weights.items()).wait(PATIENCE_S)
+    yield memory_url
+
+
+class TestProof:
+    def test_a_shuffle_that_keeps_the_shape_does_not_prove_itself(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The checkpoint that vLLM loaded lacks the shuffled tensor, and the weights are no version: nobody can tell."""
+        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
+        with pytest.raises(ModelMismatchError, match="1 tensors, such as experts, are not in the checkpoint"):
+            proven(replica(Model(shuffled=True), url), url)
+
+    def test_nor_does_a_tensor_of_another_shape(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = checkpoint() | {"experts": checkpoint()["experts"].reshape(6, 8)}
+        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(held.items()))
+        with pytest.raises(ModelMismatchError, match="experts"):
+            proven(replica(Model(), url), url)
+
+    def test_weights_that_are_a_version_need_no_checkpoint(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(()))
+        model = Model()
+        model.experts.data.view(torch.int16)[0, 0] += 1
+        assert proven(replica(model, url), url) == 1
+
+    def test_weights_that_are_the_checkpoint_need_not_be_a_version(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(checkpoint().items()))
+        assert proven(replica(Model(), url), url) is None
+
+    def test_a_tied_tensor_is_proven_by_the_one_that_it_is(self) -> None:
+        class Tied(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = torch.nn.Parameter(torch.randn(4, 3), requires_grad=False)
+
+            def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+                for _, tensor in weights:
+                    self.embed.copy_(tensor)
+
+        model = Tied()
+        specs = {name: load_plan.TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head", "other")}
+        plan = load_plan.record(model, specs)
+        plan.segments["other"] = [load_plan.Segment(int_view(torch.zeros(4, 3)).reshape(4, 3), (3, 1), 0)]
+        memory = load_plan.LiveMemory(specs, plan.segments)
+        assert load_plan.verify(plan, memory, specs, [("embed", model.embed.clone())]) == {"other"}
+        assert not plan.reasons
+        assert load_plan.verify(plan, memory, specs, [("embed", -model.embed)]) == {"head", "other"}
+        assert plan.reasons.keys() == {"embed"}
+
+
+class Impl:
+    """As FlashInfer's attention: a copy of the sinks in float32, made anew in place, or not."""
+
+    def __init__(self, source: torch.Tensor, in_place: bool) -> None:
+        self._sinks_source = source
+        self._in_place = in_place
+        self.scale = torch.tensor(1.0)
+        self.sinks = source.to(torch.float32)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        assert act_dtype == torch.bfloat16
+        if self._in_place:
+            self.sinks.copy_(self._sinks_source)
+        else:
+            self.sinks = self._sinks_source.to(torch.float32)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, source: torch.Tensor, in_place: bool) -> None:
+        super().__init__()
+        self.impl = Impl(source, in_place)
+        self.kv_cache = torch.arange(8.0)
+
+
+class WithSinks(Model):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.randn(8).to(torch.bfloat16), requires_grad=False)
+        self.attention = Attention(self.sinks, in_place)
+
+
+class TestDerivedCopies:
+    def test_a_copy_that_is_made_anew_in_place_is_found_and_refreshed(self) -> None:
+        model = WithSinks(in_place=True)
+        before = model.attention.impl.sinks.clone()
+        copies = derived.find(model)
+        assert [str(copy) for copy in copies] == ["Impl.sinks"]
+        held = model.attention.impl.sinks
+        assert torch.equal(held, before)
+        model.sinks.data.add_(1)
+        derived.refresh(copies)
+        assert model.attention.impl.sinks is held
+        assert torch.equal(held, model.sinks.float())
+
+    def test_a_copy_that_is_made_elsewhere_is_refused_and_left_as_it_was(self) -> None:
+        model = WithSinks(in_place=False)
+        held, before = model.attention.impl.sinks, model.attention.impl.sinks.clone()
+        with pytest.raises(ModelMismatchError, match=r"copy of a weight in Impl\.sinks and does not make it anew in place"):
+            derived.find(model)
+        assert model.attention.impl.sinks is held
+        assert torch.equal(held, before)
+
+    def test_a_copy_without_anybody_who_makes_it_anew_is_refused(self) -> None:
+        model = Model()
+        model.cached = model.plain.float().clone()
+        with pytest.raises(ModelMismatchError, match=r"Model\.cached"):
+            derived.find(model)
+
+    @pytest.mark.parametrize("name", derived.NAMES)
+    def test_a_copy_in_another_order_is_known_by_its_name(self, name: str) -> None:
+        model = Model()
+        setattr(model, name, model.plain.data.clone().T.contiguous())
+        with pytest.raises(ModelMismatchError, match=name):
+            derived.find(model)
+
+    def test_views_of_parameters_and_scales_are_no_copies(self) -> None:
+        model = Model()
+        model.view = model.plain.data.T
+        model.scale = torch.ones(48)
+        model.plain.data.fill_(1.0)
+        model.workspace = torch.zeros(48, dtype=torch.uint8)
+        model.kv_cache = torch.empty(1 << 40, device="meta")  # nobody looks at what lies in it
+        assert derived.find(model) == []
+
+    def test_commits_and_what_undoes_them_refresh_it(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        model = WithSinks(in_place=True)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(()))
+        with Publisher(memory_url) as publisher:
+            publisher.publish(weights.items()).wait(PATIENCE_S)
+            of = replica(model, memory_url)
+            assert proven(of, memory_url) == 1
+            before = model.attention.impl.sinks.clone()
+            weights["sinks"].add_(1)
+            publisher.publish(weights.items()).wait(PATIENCE_S)
+        for keep in (False, True):
+            assert of._stage(ChannelReader(open_store(memory_url)).head(), None)["state"] == "staged"
+            of.commit(alone=keep)
+            assert torch.equal(model.attention.impl.sinks, weights["sinks"].float())
+            if not keep:
+                of.undo()
+                assert torch.equal(model.attention.impl.sinks, before)
+                of._follower._settled = True
+
+    @pytest.mark.parametrize(
+        ("path", "pattern"),
+        [
+            ("v1/attention/backends/flashinfer.py", r"self\._sinks_source = sinks"),
+            ("v1/attention/backends/flashinfer.py", r"self\.sinks\.copy_\(source_sinks\)"),
+            ("v1/attention/backends/flashinfer.py", r"def process_weights_after_loading\(self, act_dtype"),
+            ("model_executor/layers/attention/attention.py", r"self\.impl\.process_weights_after_loading\(act_dtype\)"),
+            ("model_executor/layers/attention/mla_attention.py", r"W_UK_T_dcp_qrep"),
+        ],
+    )
+    def test_vllm_has_them_where_these_tests_say(self, path: str, pattern: str) -> None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:
+            pytest.skip("no vLLM")
+        assert re.search(pattern, Path(spec.origin).parent.joinpath(path).read_text())
+
+
+class TestMirror:
+    def test_layers_are_proven_one_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layers = [torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(3)]
+        tensors = {f"{number}": layer.weight.detach().clone() for number, layer in enumerate(layers)}
+        mirror = Mirror(SimpleNamespace(), {name: {layers[int(name)]} for name in tensors}, tensors)
+        reloaded = []
+
+        def reload(names: Any) -> float:
+            reloaded.append(sorted(names))
+            for name in names:
+                layers[int(name)].weight.data.copy_(tensors[name])
+            return 0.0
+
+        monkeypatch.setattr(mirror, "reload", reload)
+        before = [layer.weight.detach().clone() for layer in layers]
+        mirror.prove()
+        assert reloaded == [["0"], ["0"], ["1"], ["1"], ["2"], ["2"]]
+        assert all(torch.equal(layer.weight, old) for layer, old in zip(layers, before, strict=True))
+
+        layers[1].weight.data.mul_(2)  # the mirror would give something else
+        found = layers[1].weight.detach().clone()
+        with pytest.raises(ModelMismatchError, match=r"gives another Linear\.weight"):
+            mirror.prove()
+        assert torch.equal(layers[1].weight, found)
+
+    def test_layers_that_share_a_tensor_are_proven_together(self) -> None:
+        a, b, c = (torch.nn.Identity() for _ in range(3))
+        groups = _together({"1": {a}, "2": {b}, "3": {a, c}, "4": {c}})
+        assert [(layers, names) for layers, names in groups] == [({b}, {"2"}), ({a, c}, {"1", "3", "4"})]
+
+    def test_a_mirror_is_on_the_host_wherever_the_loader_puts_the_checkpoint(self) -> None:
+        loaded = torch.empty((2, 2), device="meta")
+        copied = []
+
+        class Loaded(torch.Tensor):
+            def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                if args[0] != "cpu":
+                    return self
+                copied.append((args, kwargs))
+                return torch.zeros(2, 2)
+
+        plan = load_plan.LoadPlan({"w": []}, {"w": {torch.nn.Identity()}}, {"w": "packed"})
+        specs = {"w": load_plan.TensorSpec("w", "float32", (2, 2))}
+        assert load_plan.mirrored(plan, specs, [("w", loaded.as_subclass(Loaded))])["w"].device.type == "cpu"
+        assert copied == [(("cpu",), {"copy": True, "memory_format": torch.contiguous_format})]
+
+
+class TestThreads:
+    @pytest.fixture(autouse=True)
+    def _unlimited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu, "_most", None)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    @pytest.mark.parametrize(
+        ("given", "expected"), [("1", 1), ("3", 3), ("2,4", 2), ("", None), ("none", None), ("0", None)]
+    )
+    def test_vllms_number_of_threads_is_kept_to(
+        self, given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        worker.limit_threads()
+        assert cpu._most == expected
+
+    def test_workers_without_a_number_share_the_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+        worker.limit_threads()
+        assert cpu._most == 4
+
+    def test_kernels_use_no_more_than_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        used: list[int] = []
+        monkeypatch.setattr(cpu, "get_num_threads", lambda: 8)
+        monkeypatch.setattr(cpu, "set_num_threads", used.append)
+        for most, wanted in ((None, []), (3, [3, 8]), (1, [1, 8])):
+            used.clear()
+            monkeypatch.setattr(cpu, "_most", most)
+            with cpu.threads(100):
+                pass
+            assert used == wanted
+
+    def test_a_threading_layer_that_ends_the_process_is_refused(self) -> None:
+        code = """
+from vllm_plugin import worker
+from deltasync.errors import ConfigError
+try:
+    worker.limit_threads()
+except ConfigError as error:
+    print(error)
+"""
+        environ = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
+        told = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=True
+        )
+        assert told.stdout.startswith("numba found neither OpenMP nor TBB here")
+
+    def test_what_is_here_is_not_refused(self) -> None:
+        assert cpu.threading_layer() in ("omp", "tbb")
+
+
+class TestWarmUp:
+    def test_kernels_are_compiled_before_vllm_watches_for_compilations(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[object] = []
+        kernels = SimpleNamespace(warm_up=lambda device, dtype: told.append((device.type, dtype)))
+        monkeypatch.setattr(worker, "segment_kernels", lambda device: kernels)
+        model = torch.nn.Module()
+        model.a = torch.nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+        model.b = torch.nn.Parameter(torch.empty((), dtype=torch.float32, device="meta"), requires_grad=False)
+        model.c = torch.nn.Parameter(torch.empty(2), requires_grad=False)
+        vllm_worker = SimpleNamespace(
+            model_runner=SimpleNamespace(get_model=lambda: model),
+            compile_or_warm_up_model=lambda: told.append("vLLM's") or 1.5,
+        )
+        worker.warm_up_first(vllm_worker)
+        assert vllm_worker.compile_or_warm_up_model() == 1.5
+        assert set(told[:2]) == {("meta", torch.int16), ("meta", torch.int32)}
+        assert told[2:] == ["vLLM's"]
+        worker.warm_up_first(SimpleNamespace())  # a platform's worker without it
+
+    def test_the_staging_thread_uses_the_models_device(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        used = []
+        monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+        of = replica(Model(), url)
+        assert of._thread.submit(lambda: 1).result(PATIENCE_S) == 1
+        assert used == []  # the host needs none
+        worker._use_device(torch.device("cuda", 3))
+        assert used == [torch.device("cuda", 3)]
