@@ -201,6 +201,8 @@ class Driver:
         async with self._busy:
             if not self._opened:
                 await self._open()
+            if self.pauses.held:
+                await self._settle(first=False)
             if self._version == (version or self._head.version) and await self._settled():
                 await self._audit_if_due()
                 self._report("serving", None)
@@ -253,14 +255,18 @@ class Driver:
         assert self._head is not None
         total = model_fingerprint(self._fingerprints)
         replies = await self._workers.call("settle", dataclasses.asdict(self._head), total, first)
-        version, before = replies[0]["version"], self._version
-        if version != before:
-            await self._engine.update_weight_version("unknown" if version is None else str(version))
+        version = replies[0]["version"]
+        if version != self._version:
+            await self._announce(version)
         if first and version is not None:
             logger.info("deltasync serves version=%d, which the loaded weights already were", version)
-        self._version = version
         if version is not None:
             await self.pauses.release()
+
+    async def _announce(self, version: int | None) -> None:
+        """Tell vLLM which version the weights are, which labels tokens and keeps the prefix cache apart."""
+        await self._engine.update_weight_version("unknown" if version is None else str(version))
+        self._version = version
 
     def _log_plan(self) -> None:
         patched = len(self._reader.specs) - len(self._reloaded)
@@ -302,10 +308,7 @@ class Driver:
         try:
             async with self.pauses.paused(self._settings.kv_cache == "recompute", is_safe):
                 reply = await self._commit_paused()
-                self._version = reply["version"]
-                announced = asyncio.ensure_future(self._engine.update_weight_version(str(reply["version"])))
-                await asyncio.sleep(0)  # it is on its way before generation resumes, which need not wait for the reply
-            await announced
+                await self._announce(reply["version"])
         except ApplyError as error:
             self._metrics.rolled_back(error)
             raise

@@ -68,6 +68,7 @@ class DeltaSyncEndpoints:
         self._task: asyncio.Task[None] | None = None
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._logprobs_mode: str | None = None
+        self._metrics: Metrics | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the header on completions."""
@@ -140,16 +141,18 @@ class DeltaSyncEndpoints:
         if self._settings.channel is None:
             return
         try:
+            self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
             if not self._refused:
-                self._start(engine_client, state)
+                self._start(engine_client, state, self._metrics)
         except DeltaSyncError as error:
             self._refused = str(error)
         except Exception as error:  # the server serves what it has loaded, and says why
             logger.exception("deltasync could not start")
             self._refused = f"deltasync could not start: {type(error).__name__}: {error}"
         if self._refused:
-            Metrics().refused()
+            if self._metrics is not None:
+                self._metrics.refused()
             logger.error("This server does not follow %s. %s", self._settings.channel, self._refused)
 
     async def _refusal(self, engine: Any, args: Namespace) -> str | None:
@@ -171,8 +174,7 @@ class DeltaSyncEndpoints:
             return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
         return found
 
-    def _start(self, engine: Any, state: Any) -> None:
-        metrics = Metrics()
+    def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
         if self._settings.adapter is not None:
             from vllm_plugin.adapters import AdapterDriver
 
