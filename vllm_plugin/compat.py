@@ -29,14 +29,14 @@ class Use:
         name: Dotted name within the module.
         arguments: Names of the first parameters of a function after `self`, in order; None for what is no function.
         since: First minor version that has it.
-        on_instance: An attribute that only objects have: checked in sources, not at start.
+        source_only: Checked in sources, not at start: only objects have it, or it is of another device's build.
     """
 
     module: str
     name: str
     arguments: tuple[str, ...] | None = None
     since: str = VERSIONS[0]
-    on_instance: bool = False
+    source_only: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}" + ("" if self.arguments is None else f"({', '.join(self.arguments)})")
@@ -65,13 +65,13 @@ USES = (
     Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
     # load_plan.py, as_loaded.py, reload.py: the model as its loader knows it, held by either of vLLM's model runners
     *(
-        Use(f"vllm.v1.worker.{runner}", f"GPUModelRunner.{name}", on_instance=True)
+        Use(f"vllm.v1.worker.{runner}", f"GPUModelRunner.{name}", source_only=True)
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
     # worker.py, derived.py: the end of a worker's start; copies of weights that an attention makes anew
-    Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), on_instance=True),
-    Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), on_instance=True),
+    Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), source_only=True),
+    Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), source_only=True),
     Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
     Use(
         "vllm.model_executor.model_loader.default_loader",
@@ -110,7 +110,7 @@ def outside(version: str) -> str | None:
 
 def changed(version: str) -> str | None:
     """What the imported vLLM, of this version, lacks, in one sentence; None if it has all of `USES`."""
-    wrong = _wrong(_minor(version), _live_arguments)
+    wrong = _wrong([use for use in USES if not use.source_only], _minor(version), _live_arguments)
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"vLLM {version} is not as deltasync knows it: {wrong[0]} has changed{more}." if wrong else None
 
@@ -119,10 +119,10 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _wrong(minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
-    """Which of `USES` a vLLM of this minor version lacks, or takes other arguments."""
+def _wrong(uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
+    """Which of these a vLLM of this minor version lacks, or takes other arguments."""
     wrong = []
-    for use in USES:
+    for use in uses:
         if VERSIONS.index(use.since) > VERSIONS.index(minor):
             continue
         try:
@@ -138,8 +138,6 @@ def _wrong(minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> l
 
 
 def _live_arguments(use: Use) -> Sequence[str] | None:
-    if use.on_instance:
-        return None
     found: Any = importlib.import_module(use.module)
     for part in use.name.split("."):
         found = getattr(found, part)
@@ -162,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     """Check the list against the source of a vLLM, and say what is missing; 0 if nothing is."""
     option, folder, minor = arguments
     assert option == "--source"
-    wrong = _wrong(minor, _source_arguments(folder))
+    wrong = _wrong(USES, minor, _source_arguments(folder))
     print("\n".join(f"changed: {use}" for use in wrong) or f"vLLM {minor}: all {len(USES)} uses are there")  # noqa: T201
     return 1 if wrong else 0
 

@@ -204,8 +204,8 @@ def _watch(settings: DemoSettings, out: Path, url: str, server: Child, trainer: 
         status = get_json(f"{url}/deltasync/status")
         if status is None:
             continue  # it has just ended, which `check` tells, or is too busy
-        if status["error"] is not None and status["state"] == "failed":
-            raise DeltaSyncError(f"The replica failed: {status['error']}")
+        if status["error"] is not None and status["state"] in ("failed", "refused"):
+            raise DeltaSyncError(f"The replica {status['state']}: {status['error']}")
         version = status["version"]
         if version is not None and (not proofs or version >= proofs[-1]["version"] + DIGEST_EVERY):
             proofs.append(get_json(f"{url}/deltasync/digest"))

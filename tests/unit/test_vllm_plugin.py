@@ -74,6 +74,8 @@ version, vllm.__version__ = vllm.__version__, "0.34.0"
 register()
 vllm.__version__ = version
 register()
+from vllm_plugin import compat
+print(compat.changed(version))
 """
 
 
@@ -81,10 +83,11 @@ def test_only_a_vllm_that_is_to_follow_and_can_is_prepared() -> None:
     env = {name: text for name, text in os.environ.items() if name != "VLLM_PLUGINS"}
     command = [sys.executable, "-c", _PROCESS]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    nothing, outside, ready = done.stdout.splitlines()[-3:]
+    nothing, outside, ready, changed = done.stdout.splitlines()[-4:]
     assert nothing == "[None, False]"
     assert "deltasync" in outside and outside.endswith(", False]"), "the routes are there to say so"
     assert "deltasync" in ready and ready.endswith(", True]")
+    assert changed == "None", "all that is used of vLLM is there"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pyte
         Use("vllm.v1.request", "Request.update_block_hashes", ("more",)),
         Use("vllm.v1.gone", "Request.update_block_hashes", ()),
         Use("vllm.v1.request", "Gone"),
-        Use("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.gone", on_instance=True),
+        Use("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.gone", source_only=True),
     ],
 )
 def test_what_is_missing_or_has_changed_is_named(
@@ -147,6 +150,8 @@ def test_uses_are_checked_in_a_vllm_that_is_imported(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(compat, "USES", [Use("vllm_plugin.compat", name, arguments) for name, arguments in names])
 
     uses(("outside", ("version",)), ("VERSIONS", None), ("Use.__str__", ()))
+    assert compat.changed("0.32.0") is None
+    monkeypatch.setattr(compat, "USES", [Use("vllm_plugin.gone", "gone", (), source_only=True)])
     assert compat.changed("0.32.0") is None
     uses(("outside", ("vllm_version",)), ("gone", None), ("changed", ("version",)))
     said = compat.changed("0.32.0")
