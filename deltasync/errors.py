@@ -36,14 +36,22 @@ from __future__ import annotations
 
 import msgspec
 
+from deltasync.printable import printable, redacted
+
 UNREADABLE_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for JSON that is malformed, that has other bytes than UTF-8, or that is nested too deeply."""
 
 
 class DeltaSyncError(Exception):
-    """Root of all errors raised by deltasync."""
+    """Root of all errors raised by deltasync.
+
+    Messages quote what a channel, a server or a replica said, and URLs. So each is one printable line without credentials.
+    """
 
     exit_code = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(redacted(arg)) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(DeltaSyncError, ValueError):

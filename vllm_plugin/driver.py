@@ -26,6 +26,7 @@ from deltasync.heartbeat import Heartbeat
 from deltasync.live import Region, combine, model_fingerprint
 from deltasync.manifest import Head
 from deltasync.poll import Poll
+from deltasync.printable import printable
 from deltasync.reader import ChannelReader
 from deltasync.stores import open_store
 from vllm_plugin import load_plan
@@ -190,7 +191,7 @@ class Driver:
             self._report("failed", f"{type(error).__name__}: {error}")
         except Exception as error:  # the server goes on with the weights it has, and says why
             self._metrics.failed(error)
-            self._report("failed", f"Unexpected {type(error).__name__}: {error}")
+            self._report("failed", printable(f"Unexpected {type(error).__name__}: {error}"))
             logger.exception("deltasync failed unexpectedly")
         self._metrics.looked(self._version, self._head.version if self._head is not None else None)
         self._looked.set()

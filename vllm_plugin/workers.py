@@ -13,6 +13,7 @@ import torch
 from deltasync.bits import signed_view
 from deltasync.errors import ApplyError, SleepingError
 from deltasync.live import Region
+from deltasync.printable import printable
 from deltasync.types import TensorSpec
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
@@ -98,7 +99,9 @@ def by_reason(reasons: dict[str, str]) -> list[dict[str, Any]]:
     names: dict[str, list[str]] = {}
     for name, reason in sorted(reasons.items()):
         names.setdefault(reason, []).append(name)
-    return [{"reason": reason, "tensors": len(found), "first": found[0]} for reason, found in names.items()]
+    return [
+        {"reason": printable(reason), "tensors": len(found), "first": printable(found[0])} for reason, found in names.items()
+    ]
 
 
 def regions_of(reply: dict[str, Any]) -> dict[str, list[Region]]:

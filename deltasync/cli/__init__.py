@@ -63,15 +63,16 @@ class _LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; our own errors become one sentence on stderr and their exit code."""
+        from deltasync.cli.output import echo
         from deltasync.errors import DeltaSyncError
 
         try:
             return super().invoke(ctx)
         except DeltaSyncError as error:
-            click.echo(f"deltasync: {error}", err=True)
+            echo(f"deltasync: {error}", err=True)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("deltasync: interrupted", err=True)
+            echo("deltasync: interrupted", err=True)
             sys.exit(130)
 
 

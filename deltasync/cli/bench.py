@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from deltasync.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
     from deltasync.bench.data import Sample
@@ -56,7 +57,7 @@ def codec_command(
         raise click.UsageError("--data demo needs --channel.")
 
     def say(text: str) -> None:
-        click.echo(text, err=True)
+        echo(text, err=True)
 
     def samples() -> Iterator[Sample]:
         if source in ("simulation", "all"):
@@ -71,10 +72,10 @@ def codec_command(
 
     result = codec.run(samples(), say)
     if as_json:
-        click.echo(json.dumps(result, indent=2))
+        echo_json(result, indent=2)
     else:
         for line in report.table(result):
-            click.echo(line)
+            echo(line)
     if plot_file is not None:
         report.plot(result, plot_file)
         say(f"written: {plot_file}")
@@ -98,12 +99,12 @@ def store_command(url: str, payload_bytes: int, as_json: bool) -> None:
     """
     from deltasync.bench import store
 
-    result = store.run(url, payload_bytes, lambda text: click.echo(text, err=True))
+    result = store.run(url, payload_bytes, lambda text: echo(text, err=True))
     if as_json:
-        click.echo(json.dumps(result, indent=2))
+        echo_json(result, indent=2)
     else:
         for line in store.table(result):
-            click.echo(line)
+            echo(line)
 
 
 @command.command("commit")
@@ -155,9 +156,9 @@ def commit_command(
     settings = commit.CommitSettings(
         size=size, changed_fraction=changed_fraction, commits=commits, window_s=window_s, pairs=pairs, device=device
     )
-    result = commit.run(settings, lambda text: click.echo(text, err=True))
+    result = commit.run(settings, lambda text: echo(text, err=True))
     if as_json:
-        click.echo(json.dumps(result, indent=2))
+        echo_json(result, indent=2)
     else:
         from deltasync.bench import commit_report
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 
 @click.command("check")
@@ -35,21 +35,21 @@ def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bo
             {"error": type(problem).__name__, "exit_code": problem.exit_code, "message": str(problem)}
             for problem in report.problems
         ]
-        click.echo(json.dumps(document, indent=2))
+        echo_json(document, indent=2)
         sys.exit(report.exit_code)
     for problem in report.problems:
-        click.echo(f"{type(problem).__name__}: {problem}")
+        echo(f"{type(problem).__name__}: {problem}")
     holds = ", ".join((count(report.versions, "version"), count(report.anchors, "anchor"), count(report.folds, "fold")))
-    click.echo(f"{reader.store.url}  head {'unknown' if report.head is None else report.head}")
-    click.echo(f"{'holds':13} {holds}, {report.data_bytes:,} bytes of data")
+    echo(f"{reader.store.url}  head {'unknown' if report.head is None else report.head}")
+    echo(f"{'holds':13} {holds}, {report.data_bytes:,} bytes of data")
     if report.publishing:
-        click.echo(f"{'publishing':13} {count(report.publishing, 'version')} after head")
+        echo(f"{'publishing':13} {count(report.publishing, 'version')} after head")
     if report.garbage_objects:
         garbage = f"{count(report.garbage_objects, 'object')}, {report.garbage_bytes:,} bytes"
-        click.echo(f"{'garbage':13} {garbage} that nothing refers to; `deltasync prune` deletes them")
+        echo(f"{'garbage':13} {garbage} that nothing refers to; `deltasync prune` deletes them")
     if report.proven is not None:
-        click.echo(f"{'proven':13} the bits of {count(len(report.proven), 'version')}")
+        echo(f"{'proven':13} the bits of {count(len(report.proven), 'version')}")
     if report.unproven:
-        click.echo(f"{'not proven':13} the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
-    click.echo(f"{'problems':13} {len(report.problems) or 'none'}")
+        echo(f"{'not proven':13} the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
+    echo(f"{'problems':13} {len(report.problems) or 'none'}")
     sys.exit(report.exit_code)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 
 @click.command("cp")
@@ -30,9 +30,7 @@ def command(source: str, target: str, trusted_keys: str | None, as_json: bool) -
         reader = ChannelReader(open_store(source), trusted_keys)
         copied = housekeeping.copy(reader, open_store(target), progress=progress)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(copied)))
+        echo_json(dataclasses.asdict(copied))
         return
     there = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
-    click.echo(
-        f"{target} is at version {copied.version}: copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{there}"
-    )
+    echo(f"{target} is at version {copied.version}: copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{there}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo
 
 
 @click.command("dashboard")
@@ -40,5 +41,5 @@ def command(
         out.write_bytes(page(observer.snapshot()))
         return
     with PageServer(observer, port, interval_s) as server:
-        click.echo(server.url)
+        echo(server.url)
         server.run()

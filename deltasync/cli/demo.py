@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
 import click
 
+from deltasync.cli.output import echo, echo_json
 from deltasync.config import CODECS
 from deltasync.demo import TASKS
 
@@ -41,18 +41,18 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, 
     began_s = time.monotonic()
 
     def say(text: str) -> None:
-        click.echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
+        echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
 
     interrupt_on_sigterm()
     summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec, task=task), say)
     if as_json:
-        click.echo(json.dumps(summary, indent=2))
+        echo_json(summary, indent=2)
     else:
         rows = report.table(summary)
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            click.echo(f"{name:<{width}}  {value}")
+            echo(f"{name:<{width}}  {value}")
     say(f"written: {out / 'summary.json'} and {out / 'run.png'}")
     if not summary["bit_exact"]:
-        click.echo("deltasync: the live weights are NOT the published ones", err=True)
+        echo("deltasync: the live weights are NOT the published ones", err=True)
         sys.exit(9)

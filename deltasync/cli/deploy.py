@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltasync.cli.output import echo, echo_json
 from deltasync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ def _deploy(spaces: Sequence[str], settings: SpaceSettings, dry_run: bool, as_js
     calls, hosts, api = plan(spaces, settings), {}, HfApi(library_name="deltasync")
     for call in calls:
         if not as_json:
-            click.echo(str(call))
+            echo(str(call))
         if not dry_run:
             result = call.make(api)
             if call.method == "space_info":
                 hosts[call.arguments["repo_id"]] = result.host
     if as_json:
         told = [{"method": call.method, "arguments": call.shown} for call in calls]
-        click.echo(json.dumps({"dry_run": dry_run, "calls": told, "hosts": hosts}))
+        echo_json({"dry_run": dry_run, "calls": told, "hosts": hosts})
         return
     for name, host in hosts.items():
-        click.echo(f"{name} is built now, and will answer at {host}")
+        echo(f"{name} is built now, and will answer at {host}")

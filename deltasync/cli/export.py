@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 
 def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -41,10 +41,10 @@ def command(channel: str, version: int | None, directory: Path, trusted_keys: st
         exported = housekeeping.export(reader, version, directory, progress=progress)
     files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
     if as_json:
-        click.echo(json.dumps({"version": exported, "files": dict(sorted(files.items()))}))
+        echo_json({"version": exported, "files": dict(sorted(files.items()))})
         return
-    click.echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
+    echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
     if "config.json" not in files:
-        click.echo(
+        echo(
             "deltasync: the channel holds no config.json; copy the model's config and tokenizer there to load it.", err=True
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 from deltasync.config import CODECS
 
 
@@ -42,6 +42,6 @@ def command(
     with progress_bars() as progress:
         fold = housekeeping.write_fold(reader, base, version, codec_name=codec, signer=signer, progress=progress)
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(fold), indent=2))
+        echo_json(dataclasses.asdict(fold), indent=2)
         return
-    click.echo(f"fold {base}-{version}: {fold.changed:,} elements changed, {fold.payload_bytes:,} bytes of {fold.codec}")
+    echo(f"fold {base}-{version}: {fold.changed:,} elements changed, {fold.payload_bytes:,} bytes of {fold.codec}")

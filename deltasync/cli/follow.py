@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 
 @click.command("follow")
@@ -44,23 +44,21 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
             if once:
                 raise
             if not waiting:
-                click.echo(f"deltasync: {error} Waiting for the first version.", err=True)
+                echo(f"deltasync: {error} Waiting for the first version.", err=True)
             version, waiting = None, True
         except DeltaSyncError as error:
             if once or before is None:
                 raise
-            click.echo(f"deltasync: {error} Staying at version {before}.", err=True)
+            echo(f"deltasync: {error} Staying at version {before}.", err=True)
             version, failed = before, True
         if version != before and version is not None:
             seen_s = time.monotonic()
             sync_s = time.perf_counter() - started
             fingerprint = sum(replica.fingerprints.values()) % (1 << 64)
             if as_json:
-                click.echo(
-                    json.dumps({"version": version, "sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"})
-                )
+                echo_json({"version": version, "sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"})
             else:
-                click.echo(f"version {version}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
+                echo(f"version {version}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
             return
         if poll is None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 _COUNT = click.IntRange(min=1)
 
@@ -47,9 +46,9 @@ def command(
         found = housekeeping.forget(reader, keep, dry_run=dry_run, progress=progress)
     if as_json:
         versions = {"kept": found.kept, "forgotten": sorted(found.versions), "folds": found.folds}
-        click.echo(json.dumps({**versions, "dry_run": dry_run}))
+        echo_json({**versions, "dry_run": dry_run})
         return
-    click.echo(f"{'would keep' if dry_run else 'kept':13} {count(len(found.kept), 'version')}: {ranges(found.kept)}")
+    echo(f"{'would keep' if dry_run else 'kept':13} {count(len(found.kept), 'version')}: {ranges(found.kept)}")
     shown = f"{count(len(found.versions), 'version')}{': ' if found.versions else ''}{ranges(found.versions)}"
     folds = f", and {count(len(found.folds), 'fold')}" if found.folds else ""
-    click.echo(f"{'would forget' if dry_run else 'forgot':13} {shown}{folds}")
+    echo(f"{'would forget' if dry_run else 'forgot':13} {shown}{folds}")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from deltasync.cli.output import echo
+
 
 @click.command("keygen")
 @click.argument("path", type=click.Path(path_type=Path))
@@ -18,4 +20,4 @@ def command(path: Path, name: str | None) -> None:
     """
     from deltasync import signing
 
-    click.echo(signing.new_key(path, name or path.name), nl=False)
+    echo(signing.new_key(path, name or path.name).rstrip("\n"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import cell, echo_json
 
 _COLUMNS = (
     ("version", "right"),
@@ -81,12 +81,12 @@ def command(channel: str, last: int | None, trusted_keys: str | None, as_json: b
         rows += [fold_row(fold, manifest.total) for fold in folds.values() if fold.version == version]
     if as_json:
         for line in rows:
-            click.echo(json.dumps(line))
+            echo_json(line)
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{reader.store.url}  run {head.run_id[:12]}  head {head.version}", title_justify="left")
+    table = Table(title=cell(f"{reader.store.url}  run {head.run_id[:12]}  head {head.version}"), title_justify="left")
     table.caption, table.caption_justify = _totals(rows), "left"
     for name, justify in _COLUMNS:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def command(channel: str, last: int | None, trusted_keys: str | None, as_json: b
             str(line["version"]) if line["kind"] != "fold" else f"{line['base_version']}-{line['version']}",
             "reference" if line.get("reference") else line["kind"],
             _text(line.get("step")),
-            line["created_at"][:19].replace("T", " "),
+            cell(line["created_at"][:19].replace("T", " ")),
             f"{line['changed_fraction']:.4%}",
             _text(line["delta_bytes"], ","),
             _text(line["bits_per_changed"], ".2f"),

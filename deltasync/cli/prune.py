@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -51,13 +51,13 @@ def command(channel: str, grace: float, dry_run: bool, trusted_keys: str | None,
     if as_json:
         keys = {"objects": [info.key for info in found.objects], "lists": found.lists, "heartbeats": found.heartbeats}
         sizes = {"bytes": freed, "waiting_objects": len(found.waiting), "waiting_bytes": waiting}
-        click.echo(json.dumps({**keys, **sizes, "dry_run": dry_run}))
+        echo_json({**keys, **sizes, "dry_run": dry_run})
         return
     if dry_run:
         for info in found.objects:
-            click.echo(f"{info.bytes:>16,} {info.key}")
-    click.echo(f"{'would delete' if dry_run else 'deleted':13} {count(len(found.objects), 'object')}, {freed:,} bytes")
+            echo(f"{info.bytes:>16,} {info.key}")
+    echo(f"{'would delete' if dry_run else 'deleted':13} {count(len(found.objects), 'object')}, {freed:,} bytes")
     if found.waiting:
-        click.echo(f"{'spared':13} {count(len(found.waiting), 'object')}, {waiting:,} bytes: too young, or being published")
+        echo(f"{'spared':13} {count(len(found.waiting), 'object')}, {waiting:,} bytes: too young, or being published")
     if found.heartbeats:
-        click.echo(f"{'would delete' if dry_run else 'deleted':13} {count(len(found.heartbeats), 'stale heartbeat')}")
+        echo(f"{'would delete' if dry_run else 'deleted':13} {count(len(found.heartbeats), 'stale heartbeat')}")

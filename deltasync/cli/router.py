@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from deltasync.cli.output import echo
 from deltasync.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ def command(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: 
     found = servers(replicas, ca_file)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        click.echo(write(out, found))
+        echo(write(out, found))
         return
     if shutil.which("haproxy") is None:
         raise ConfigError("HAProxy is not installed. On Debian or Ubuntu: apt-get install haproxy.")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo
 from deltasync.errors import ConfigError
 
 _EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
@@ -120,7 +121,7 @@ def command(
         given = {"DELTASYNC_ADAPTER": adapter, "DELTASYNC_TRUSTED_KEYS": trusted_keys}
         names = ["DELTASYNC_CHANNEL", *(name for name, value in given.items() if value is not None)]
         shown = [f"{name}={shlex.quote(env[name])}" for name in names]
-        click.echo(" ".join([*shown, shlex.join(line)]))
+        echo(" ".join([*shown, shlex.join(line)]))
         return
     check_port(host if host is not None else "", port)
     os.execvpe(line[0], line, env)

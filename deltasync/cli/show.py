@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 import msgspec
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import echo, echo_json
 
 
 @click.command("show")
@@ -26,29 +26,29 @@ def command(channel: str, version: int | None, trusted_keys: str | None, as_json
     manifest = reader.manifest(reader.head().version if version is None else version)
     document = msgspec.to_builtins(manifest)
     if as_json:
-        click.echo(json.dumps(document, indent=2))
+        echo_json(document, indent=2)
         return
     for field, value in document.items():
         if field not in ("delta", "anchor", "chain") and value not in (None, []):
-            click.echo(f"{field:16} {value}")
+            echo(f"{field:16} {value}")
     name = signing.signed_by(reader.store.read(layout.manifest(manifest.version)))
     if name is not None:
-        click.echo(f"{'signed by':16} {name}{'' if reader.trusted else ' (not checked)'}")
+        echo(f"{'signed by':16} {name}{'' if reader.trusted else ' (not checked)'}")
     if manifest.chain:
-        click.echo(f"{'chain':16} {len(manifest.chain)} versions, from version {manifest.chain[0].version}")
+        echo(f"{'chain':16} {len(manifest.chain)} versions, from version {manifest.chain[0].version}")
     if manifest.reference is not None:
-        click.echo(f"{'reference':16} {manifest.reference}")
+        echo(f"{'reference':16} {manifest.reference}")
     parts: dict[str, Any] = {"delta": manifest.delta, "anchor": manifest.anchor if manifest.reference is None else None}
     for kind, part in parts.items():
         if part is not None:
-            click.echo(f"{kind:16} {part.payload_bytes:,} bytes")
+            echo(f"{kind:16} {part.payload_bytes:,} bytes")
         for file in part.files if part is not None else []:
-            click.echo(f"{'file':16} {file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:16]}...")
+            echo(f"{'file':16} {file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:16]}...")
     for fold in housekeeping.read_folds(reader, versions=[manifest.version]).values():
-        click.echo(f"{'fold':16} from version {fold.base_version}  {fold.payload_bytes:,} bytes  {fold.changed:,} changed")
+        echo(f"{'fold':16} from version {fold.base_version}  {fold.payload_bytes:,} bytes  {fold.changed:,} changed")
     if manifest.delta is None:
         return
-    click.echo(
+    echo(
         f"{'changed':16} {manifest.delta.changed:,} of {manifest.total:,} elements "
         f"since version {manifest.delta.base_version}"
     )
@@ -57,4 +57,4 @@ def command(channel: str, version: int | None, trusted_keys: str | None, as_json
         patches.update(codec.open_payload(reader.fetch(file)).patches)
     fractions = {name: row["changed"] / reader.specs[name].element_count for name, row in patches.items()}
     for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
-        click.echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
+        echo(f"{fractions[name]:16.4%} {reader.specs[name]}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltasync.cli.keys import trusted_keys
+from deltasync.cli.output import cell, echo, echo_json
 from deltasync.cli.progress import count
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def command(
                 live.update(screen(found), refresh=True)
             else:
                 for change in changes(before, found):
-                    click.echo(json.dumps(change) if as_json else sentence(change))
+                    echo_json(change) if as_json else echo(sentence(change))
             if before is not None and found.head_version != before.head_version:
                 moved_s = time.monotonic()
             before = found
@@ -138,16 +138,15 @@ def sentence(change: dict[str, Any]) -> str:
 def screen(found: Snapshot) -> RenderableType:
     """All of it, for a terminal."""
     from rich.console import Group
-    from rich.text import Text
 
-    parts: list[RenderableType] = [Text(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
+    parts: list[RenderableType] = [cell(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
     if found.head_version is None:
-        parts.append(Text("Waiting for the first version.", "yellow"))
+        parts.append(cell("Waiting for the first version.", "yellow"))
     else:
-        parts += [Text(_summary(found)), _versions(found), _replicas(found), Text(_cost(found), "dim")]
-    parts += [Text(problem, "yellow") for problem in found.problems[-3:]]
+        parts += [cell(_summary(found)), _versions(found), _replicas(found), cell(_cost(found), "dim")]
+    parts += [cell(problem, "yellow") for problem in found.problems[-3:]]
     if found.error is not None:
-        parts.append(Text(found.error, "red"))
+        parts.append(cell(found.error, "red"))
     return Group(*parts)
 
 
@@ -186,10 +185,9 @@ def _versions(found: Snapshot) -> RenderableType:
 
 def _replicas(found: Snapshot) -> RenderableType:
     from rich.table import Table
-    from rich.text import Text
 
     if not found.replicas:
-        return Text("No replica has reported.", "yellow")
+        return cell("No replica has reported.", "yellow")
     table = Table(box=None)
     for name in ("replica", "state"):
         table.add_column(name)
@@ -199,13 +197,13 @@ def _replicas(found: Snapshot) -> RenderableType:
     for row in found.replicas:
         state = row.state if row.live or row.state == "stopped" else "silent"
         table.add_row(
-            Text(row.replica_id),
-            Text(state, _COLOURS.get(state, "yellow")),
+            cell(row.replica_id),
+            cell(state, _COLOURS.get(state, "yellow")),
             "" if row.version is None else str(row.version),
             "" if row.behind is None else str(row.behind),
             "" if row.lag_s is None else duration(row.lag_s),
             f"{duration(row.age_s)} ago",
-            Text(row.error or ""),
+            cell(row.error or ""),
         )
     return table
 

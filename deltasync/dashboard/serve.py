@@ -11,6 +11,7 @@ import msgspec
 
 from deltasync.dashboard.observe import Observer, Snapshot
 from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.printable import printable_in
 
 _HEADERS_AT_ONCE = 16
 _PLACE = b'<script type="application/json" id="data">null</script>'
@@ -26,7 +27,7 @@ def page(snapshot: Snapshot | None = None) -> bytes:
     if snapshot is None:
         return template
     # Inside a script element: no name in it can end the element.
-    data = msgspec.json.encode(snapshot).replace(b"<", rb"\u003c")
+    data = _encode(snapshot).replace(b"<", rb"\u003c")
     return template.replace(_PLACE, _PLACE.replace(b"null", data))
 
 
@@ -81,7 +82,11 @@ class PageServer:
             self._stop.wait(self._interval_s)
 
     def _show(self, snapshot: Snapshot) -> None:
-        self.data = msgspec.json.encode(snapshot)
+        self.data = _encode(snapshot)
+
+
+def _encode(snapshot: Snapshot) -> bytes:
+    return msgspec.json.encode(printable_in(msgspec.to_builtins(snapshot)))
 
 
 def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:

@@ -98,7 +98,7 @@ def parse(url: str) -> Place:
     if "@" in parts.netloc:
         raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+", parts.netloc):
-        raise ConfigError(f"A bucket is written {parts.scheme}://bucket/prefix, not {parts.netloc!r}.")
+        raise ConfigError(f"A bucket is written {parts.scheme}://bucket/prefix, not {parts.scheme}://{parts.netloc}.")
     if parts.fragment:
         raise ConfigError(f"A channel URL has no '#': {parts.scheme}://{parts.netloc}{parts.path}#...")
     prefix = unquote(parts.path).strip("/")
@@ -107,11 +107,12 @@ def parse(url: str) -> Place:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     known = _OPTIONS if parts.scheme == "s3" else ()
     for name in options:
-        if "key" in name or "token" in name or "secret" in name:
-            raise ConfigError(f"A channel URL holds no credentials ({name}=); set the variables of the environment.")
         if name not in known:
+            shown = f"{name}=" if re.fullmatch(r"[a-z_]{1,24}", name) else "(not shown)"  # it may be a secret
+            if "key" in name or "token" in name or "secret" in name:
+                raise ConfigError(f"A channel URL holds no credentials ({shown}); set the variables of the environment.")
             raise ConfigError(
-                f"Unknown option {name}= in a channel URL; {parts.scheme}:// knows {', '.join(known) or 'none'}."
+                f"Unknown option {shown} in a channel URL; {parts.scheme}:// knows {', '.join(known) or 'none'}."
             )
     return Place(
         scheme=parts.scheme,

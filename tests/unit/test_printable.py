@@ -1,0 +1,299 @@
+"""What a channel or a replica says reaches no terminal, log line or page as it is."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import json
+import logging
+import os
+import pty
+import threading
+import tty
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deltasync
+from deltasync import Publisher, codec, errors, heartbeat, layout, manifest, open_store
+from deltasync.cli import main
+from deltasync.errors import DeltaSyncError
+from deltasync.heartbeat import Heartbeat
+from deltasync.printable import printable, printable_in, redacted
+from deltasync.stores import Store
+
+# Title, clipboard, clear screen; the same by C1 codes; delete, backspace, bell; right-to-left and its isolate; other lines.
+HOSTILE = (
+    "\x1b]0;title\x07\x1b]52;c;aGk=\x07\x1b[2J\x9d0;title\x9c\x9b2J\x7f\x08\u202eltr\u2066\u200b[red]\r\nFORGED\u2028LINE"
+)
+assert codec  # numba takes hold of sys.stdout when it is imported: not while that is a terminal of ours
+COMMANDS = (
+    ["watch", "CHANNEL", "--once"],
+    ["watch", "CHANNEL", "--once", "--json"],
+    ["log", "CHANNEL"],
+    ["log", "CHANNEL", "--json"],
+    ["show", "CHANNEL"],
+    ["show", "CHANNEL", "--json"],
+    ["check", "CHANNEL", "--read-data"],
+    ["follow", "CHANNEL", "--once"],
+    ["dashboard", "CHANNEL", "--out", "PAGE"],
+)
+
+
+class _Terminal:
+    """A terminal that is written to while the block goes on; afterwards `seen` holds all of it."""
+
+    def __enter__(self) -> _Terminal:
+        self._ours, theirs = pty.openpty()
+        tty.setraw(theirs)  # what arrives is what was written
+        self.stream = open(theirs, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._read = bytearray()
+        self._reader = threading.Thread(target=self._take)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        self._reader.join(10)
+        os.close(self._ours)
+        self.seen = self._read.decode()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                data = os.read(self._ours, 65536)
+            except OSError:
+                return
+            if not data:
+                return
+            self._read += data
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str:
+    """What a command writes to a terminal."""
+    with _Terminal() as terminal, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", terminal.stream)
+        patch.setattr("sys.stderr", terminal.stream)
+        patch.setenv("COLUMNS", "200")
+        try:
+            main(arguments, standalone_mode=False)
+        except (SystemExit, DeltaSyncError):
+            pass
+    return terminal.seen
+
+
+def _hostile_parts(text: str) -> list[str]:
+    """What of `HOSTILE` got through. Rich writes colours and moves the cursor itself, but none of these."""
+    forbidden = ("\x1b]", "\x1b[2J", "\x07", "\x08", "\x7f", "\x9b", "\x9c", "\x9d", "\u202e", "\u2066", "\u200b", "\u2028")
+    return [repr(part) for part in (*forbidden, "\nFORGED", "\rFORGED") if part in text]
+
+
+def _leaves(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where text stands in a document; `(..., None, name)` for the name of a field whose name is data."""
+    if isinstance(document, str):
+        yield path
+    elif isinstance(document, dict):
+        for name, value in document.items():
+            if path and path[-1] in ("tensors", "fingerprints"):
+                yield (*path, None, name)
+            yield from _leaves(value, (*path, name))
+    elif isinstance(document, list):
+        for number, value in enumerate(document):
+            yield from _leaves(value, (*path, number))
+
+
+def _poisoned(document: Any, path: tuple[Any, ...]) -> Any:
+    changed = copy.deepcopy(document)
+    at = changed
+    if len(path) >= 2 and path[-2] is None:
+        for part in path[:-2]:
+            at = at[part]
+        at[path[-1] + HOSTILE] = at.pop(path[-1])
+        return changed
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] += HOSTILE
+    return changed
+
+
+def _channel(url: str) -> Store:
+    weights = {"a.weight": torch.linspace(-1, 1, 100), "b": torch.ones(3, 3)}
+    with Publisher(url) as publisher:
+        publisher.publish(weights.items(), step=1).wait(30)
+        weights["a.weight"][3] += 1
+        publisher.publish(weights.items(), step=2).wait(30)
+    store = open_store(url)
+    run_id = json.loads(store.read(layout.HEAD))["run_id"]
+    heartbeat.write(store, Heartbeat(replica_id="r", run_id=run_id, version=2, state="serving", error="none really"))
+    return store
+
+
+def _documents(store: Store) -> list[str]:
+    return [layout.CHANNEL, layout.HEAD, layout.manifest(1), layout.manifest(2), layout.replica("r")]
+
+
+def _relink(store: Store) -> None:
+    """Have head name the manifest that is there, so that readers get past its digest."""
+    head = json.loads(store.read(layout.HEAD))
+    head["manifest_sha256"] = manifest.sha256_hex(store.read(layout.manifest(2)))
+    store.replace(layout.HEAD, json.dumps(head).encode())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_command_shows_a_channels_text_as_it_is(
+    command: list[str], memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, page = _channel(memory_url), tmp_path / "page.html"
+    places = {"CHANNEL": memory_url, "PAGE": str(page)}
+    arguments = [places.get(word, word) for word in command]
+    clean = _run(monkeypatch, arguments)
+    assert not _hostile_parts(clean)
+    shown = 0
+    for key in _documents(store):
+        original = {name: store.read(name) for name in (key, layout.HEAD)}
+        document = json.loads(original[key])
+        for path in _leaves(document):
+            store.replace(key, json.dumps(_poisoned(document, path)).encode())
+            if key == layout.manifest(2):
+                _relink(store)
+            page.unlink(missing_ok=True)
+            seen = _run(monkeypatch, arguments)
+            if page.exists():
+                data = page.read_text().split('id="data">')[1].split("</script>")[0]
+                seen += "".join(_strings(json.loads(data)))
+            assert not _hostile_parts(seen), (key, path)
+            shown += "FORGED" in seen
+            for name, data in original.items():
+                store.replace(name, data)
+    assert shown, "nothing of what was planted was shown, so this test shows nothing"
+
+
+def _strings(document: Any) -> Iterator[str]:
+    if isinstance(document, dict):
+        for name, value in document.items():
+            yield name
+            yield from _strings(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from _strings(value)
+    elif isinstance(document, str):
+        yield document
+
+
+def test_watch_shows_no_replica_text_as_it_is_not_on_a_terminal_either(
+    memory_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = _channel(memory_url)
+    run_id = json.loads(store.read(layout.HEAD))["run_id"]
+    beat = Heartbeat(replica_id=f"r{HOSTILE}", run_id=run_id, version=1, state=f"s{HOSTILE}", error=f"e{HOSTILE}")
+    store.replace(layout.replica("r"), json.dumps({name: getattr(beat, name) for name in beat.__slots__}).encode())
+    main(["watch", memory_url, "--once"], standalone_mode=False)
+    seen = capsys.readouterr().out
+    assert seen.count("FORGED") == 3
+    assert not _hostile_parts(seen)
+
+
+def test_commands_print_by_one_function() -> None:
+    folder = Path(deltasync.__file__).parent / "cli"
+    wrong = [
+        f"{path.name}:{node.lineno}"
+        for path in folder.glob("*.py")
+        if path.name != "output.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("echo", "secho", "from_markup"))
+        or (isinstance(node, ast.Name) and node.id in ("print", "Text"))
+    ]
+    assert not wrong
+
+
+def _error_classes(root: type[DeltaSyncError] = DeltaSyncError) -> Iterator[type[DeltaSyncError]]:
+    yield root
+    for inner in root.__subclasses__():
+        yield from _error_classes(inner)
+
+
+@pytest.mark.parametrize("kind", sorted(set(_error_classes()), key=lambda kind: kind.__name__))
+def test_errors_are_printable_wherever_they_are_written(kind: type[DeltaSyncError]) -> None:
+    try:
+        raise kind(f"head names {HOSTILE}")
+    except DeltaSyncError as error:
+        stream = io.StringIO()
+        logger = logging.Logger("alone")
+        logger.addHandler(logging.StreamHandler(stream))
+        logger.exception("Failed: %s, %r", error, error)
+        assert "FORGED" in stream.getvalue()
+        assert not _hostile_parts(stream.getvalue())
+        assert not _hostile_parts(str(error))
+
+
+def test_a_heartbeat_in_an_ack_error_is_printable(memory_url: str) -> None:
+    store = open_store(memory_url)
+    heartbeat.write(store, Heartbeat(replica_id="r", run_id="run", version=1, state="staging", error=HOSTILE))
+    with pytest.raises(errors.AckTimeoutError, match="FORGED") as raised:
+        heartbeat.wait_for(store, "run", 2, "all", 0)
+    assert not _hostile_parts(str(raised.value))
+
+
+def test_printable_text_stays_as_it_is() -> None:
+    text = "Versión 3: 重み → 0.5 %, 'x' \\n ▁▂█"
+    assert printable(text) is text
+    assert printable("a\tb\ud800") == r"a\tb\ud800"
+    assert printable_in({"a\x1b": ["\x07", 1, None, ("\n",)]}) == {r"a\x1b": [r"\x07", 1, None, [r"\n"]]}
+
+
+SECRETS = ("AKIAPLANTED", "pLaNtEd/S3+cret", "hf_planted", "planted-token", "planted%2Fpassword", "c2lnbmVk")
+URLS = (
+    "s3://AKIAPLANTED:pLaNtEd/S3+cret@bucket/run",
+    "s3://AKIAPLANTED:pLaNtEd/S3+cret",
+    "s3://AKIAPLANTED:x/bucket/run",
+    "hf://user:hf_planted@buckets/namespace/name/run",
+    "hf://hf_planted@buckets/namespace/name/run",
+    "s3://bucket/run?token=planted-token",
+    "s3://bucket/run?region=eu-1&secret_access_key=pLaNtEd/S3+cret",
+    "s3://bucket/run?endpoint=https://user:planted-token@host/",
+    "s3://bucket/run?endpoint=https%3A%2F%2Fuser%3Aplanted-token%40host",
+    "s3://bucket/run?planted-token",
+    "https://user:planted%2Fpassword@host:8000/deltasync/status",
+    "https://bucket.s3.amazonaws.com/run/head.json?X-Amz-Signature=c2lnbmVk",
+    "gs://AKIAPLANTED:x@bucket/run",
+    "az://container/run?sig=c2lnbmVk",
+    "file:///data/run?token=planted-token",
+    "memory://name?token=planted-token",
+    "ftp://user:planted-token@host/run",
+)
+
+
+def _planted(text: str) -> list[str]:
+    return [secret for secret in (*SECRETS, "S3+cret") if secret in text]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_secrets_in_urls_are_in_no_message(url: str) -> None:
+    assert _planted(url), "the URL has no secret, so this test shows nothing"
+    for kind in set(_error_classes()):
+        error = kind(f"{url}/head.json cannot be read: {url!r}, '{url}'.")
+        assert not _planted(f"{error} {error!r} {error.args}"), kind
+    try:
+        store = open_store(url)
+    except DeltaSyncError as error:
+        assert not _planted(f"{error} {error!r}")
+    else:
+        assert not _planted(store.url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/a@b/run?endpoint=http://127.0.0.1:9000&region=eu-1&virtual_hosted=1&profile=p&anonymous=1",
+        "hf://buckets/namespace/name/run",
+        "file:///data/a@b/run:1",
+        "http://127.0.0.1:8000/deltasync/status?commits=0",
+        "http://[::1]:8000/v1",
+    ],
+)
+def test_urls_without_secrets_stay_as_they_are(url: str) -> None:
+    assert redacted(f"Cannot read '{url}' now.") == f"Cannot read '{url}' now."
