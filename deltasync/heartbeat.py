@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
+import queue
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,10 +31,13 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.manifest import Count
-from deltasync.stores.base import Store
+from deltasync.stores.base import ObjectInfo, Store
 
 LIVE_S = 60.0
 """A replica whose heartbeat is older than this no longer counts as live."""
+
+EXPIRED_S = 3600.0
+"""A heartbeat that was stored longer ago than this is not read: it neither counts nor is shown any more."""
 
 STOPPED = "stopped"
 """State of the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
@@ -40,9 +45,13 @@ STOPPED = "stopped"
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
+_LOOK_S = 1.0  # at least for each look, also for the one at the end
 
 _MOST_BYTES = 1 << 20  # of a heartbeat or a server's answer
+_MOST_HEARTBEATS = 4096
+_AT_ONCE = 32
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
@@ -74,23 +83,64 @@ def write(store: Store, heartbeat: Heartbeat) -> None:
     store.replace(layout.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
 
 
-def read_all(store: Store, run_id: str) -> list[Heartbeat]:
-    """Heartbeats of the replicas of one run, by replica id; unreadable ones are skipped."""
+def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[Heartbeat]:
+    """Heartbeats of the replicas of one run, by replica id; unreadable and expired ones are skipped.
+
+    They are read in parallel, at most the newest 4,096.
+
+    Args:
+        store: The channel's store.
+        run_id: The run whose replicas are meant.
+        deadline: When to stop, by `time.monotonic`; None for never. What was not read by then has state `unread`.
+
+    Raises:
+        TransientStoreError: not even the names of the heartbeats are known at the deadline.
+        StoreError: the heartbeats cannot be read.
+    """
+    (listed,) = _each([layout.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
+    if listed is None:
+        raise TransientStoreError(f"The heartbeats in {store.url} could not be listed in time.")
+    expired_s = time.time() - EXPIRED_S
+    recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store does not tell
+    recent = sorted(recent, key=lambda info: info.modified_s, reverse=True)[:_MOST_HEARTBEATS]
+    recent.sort(key=lambda info: info.key)
+    read = _each(recent, lambda info: (_read_one(store, info),), deadline)
     found = []
-    for info in store.list(layout.REPLICAS):
-        with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-            heartbeat = msgspec.json.decode(store.read(info.key, _MOST_BYTES), type=Heartbeat)
-            if heartbeat.run_id == run_id:
-                found.append(heartbeat)
+    for info, result in zip(recent, read, strict=True):
+        heartbeat = _unread(info, run_id) if result is None else result[0]
+        if heartbeat is not None and heartbeat.run_id == run_id:
+            found.append(heartbeat)
     return found
 
 
-def ask(urls: Sequence[str], run_id: str) -> list[Heartbeat]:
+def _read_one(store: Store, info: ObjectInfo) -> Heartbeat | None:
+    with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
+        return msgspec.json.decode(store.read(info.key, _MOST_BYTES), type=Heartbeat)
+    return None
+
+
+def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
+    """In the place of a heartbeat that may be of this run and may not serve the version: nobody is taken to serve it."""
+    name = info.key.removeprefix(layout.REPLICAS).removesuffix(".json")
+    error = "its heartbeat could not be read in time"
+    time_s = info.modified_s or time.time()
+    return Heartbeat(replica_id=name, run_id=run_id, version=None, state="unread", error=error, time_s=time_s)
+
+
+def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
     """What servers say of themselves at `GET /deltasync/status`. One out of reach, or with another run, serves nothing.
 
     Sends `DELTASYNC_HTTP_TOKEN` if it is set.
+
+    Args:
+        urls: Of the servers.
+        run_id: The run that they should follow.
+        deadline: By `time.monotonic`; who has not answered then counts as out of reach. None for a few seconds.
     """
-    return _each(urls, lambda url: _ask_one(url, run_id))
+    deadline = time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline
+    answers = _each(urls, lambda url: _ask_one(url, run_id), deadline)
+    late = "does not answer in time"
+    return [_unreachable(url, f"{url} {late}") if found is None else found for url, found in zip(urls, answers, strict=True)]
 
 
 def ask_status(url: str) -> dict[str, Any] | None:
@@ -112,7 +162,7 @@ def wake(urls: Sequence[str], version: int) -> None:
     """Have servers look for a version now instead of at their next poll; one that does not answer is left alone."""
     # Too short to wait for anything: a server looks at head as soon as it is asked for a version.
     body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
-    _each(urls, lambda url: _call(f"{url}/deltasync/sync", body))
+    _each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
 
 def check_ack(ack: str | int) -> int | None:
@@ -141,9 +191,9 @@ def wait_for(
         store: The channel's store.
         run_id: The run whose replicas count.
         version: Which; a replica that serves a later one counts too.
-        ack: `any`: at least one replica serves it. A number: at least so many. `all`: at least one replica is live and
-            every live one serves it.
-        timeout_s: How long to wait. The store is looked at least once.
+        ack: `any`: at least one live replica serves it. A number: at least so many do. `all`: at least one replica is live
+            and every live one serves it.
+        timeout_s: How long to wait. The last look may take a second more; what is not answered then is not waited for.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
 
     Returns:
@@ -157,16 +207,17 @@ def wait_for(
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
     while True:
+        look_until = max(deadline, time.monotonic() + _LOOK_S)
         try:
-            heartbeats = ask(urls, run_id) if urls else read_all(store, run_id)
+            heartbeats = ask(urls, run_id, look_until) if urls else read_all(store, run_id, look_until)
         except TransientStoreError:
             if time.monotonic() >= deadline:
                 raise
         else:
-            serving = [beat for beat in heartbeats if _serves(beat, version)]
-            lagging = [beat for beat in heartbeats if not _serves(beat, version) and is_live(beat)]
-            everyone = not lagging and any(is_live(beat) for beat in serving)
-            if everyone if needed is None else len(serving) >= needed:
+            live = [beat for beat in heartbeats if is_live(beat)]
+            serving = [beat for beat in live if _serves(beat, version)]
+            lagging = [beat for beat in live if not _serves(beat, version)]
+            if len(serving) >= (needed or 1) and not (needed is None and lagging):
                 return serving
             if time.monotonic() >= deadline:
                 raise AckTimeoutError(_explain(store, version, timeout_s, needed, serving, lagging, heartbeats))
@@ -233,6 +284,10 @@ def _ask_one(url: str, run_id: str) -> Heartbeat:
     answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
     if error is None:
         return heartbeat_of(url, answer, run_id)
+    return _unreachable(url, error)
+
+
+def _unreachable(url: str, error: str) -> Heartbeat:
     return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
 
 
@@ -241,8 +296,7 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     try:
         status = msgspec.json.decode(answer, type=_Status)
     except UNREADABLE_JSON as unreadable:
-        what = f"{url} does not answer as deltasync does: {unreadable}"
-        return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=what)
+        return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
     version, error, found = status.version, status.error, status.run_id
     if found is msgspec.UNSET:
         version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
@@ -258,16 +312,61 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
 def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:
     """What a GET, or with a body a POST, returns; what went wrong; the HTTP status of the answer, if there was one."""
     token = ReplicaSettings.from_env().http_token
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    opener = urllib.request.build_opener(_NoRedirects)
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
+        with opener.open(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
             return reply.read(_MOST_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
-        return b"", f"{url} answered {error.code}", error.code
+        redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
+        return b"", f"{url} answered {error.code}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer: {error}", None
 
 
-def _each(urls: Sequence[str], action: Callable[[str], _Result]) -> list[_Result]:
-    with ThreadPoolExecutor(max(1, len(urls))) as pool:
-        return list(pool.map(action, urls))
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would take the token along to whatever host a redirect names."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """None: the redirect becomes an error."""
+
+
+def _each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
+    """`action` of each item, by a few threads; None for those that are not done at the deadline.
+
+    The threads are daemons: a process must be able to end while a store or a server hangs.
+
+    Raises:
+        Exception: the first that `action` raised.
+    """
+    waiting = deque(enumerate(items))
+    done: queue.SimpleQueue[tuple[int, _Result | None, Exception | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                number, item = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                done.put((number, action(item), None))
+            except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                done.put((number, None, error))
+
+    for _ in range(min(_AT_ONCE, len(items))):
+        threading.Thread(target=work, name="deltasync-fleet", daemon=True).start()
+    results: list[_Result | None] = [None] * len(items)
+    for _ in items:
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            number, result, error = done.get(timeout=left_s)
+        except queue.Empty:
+            waiting.clear()
+            break
+        if error is not None:
+            waiting.clear()
+            raise error
+        results[number] = result
+    return results

@@ -36,7 +36,7 @@ def command(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: 
     found = servers(replicas, ca_file)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        echo(write(out, found))
+        echo(str(write(out, found)))
         return
     if shutil.which("haproxy") is None:
         raise ConfigError("HAProxy is not installed. On Debian or Ubuntu: apt-get install haproxy.")

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -91,9 +94,67 @@ def test_a_server_that_is_named_is_waited_for_though_it_stops() -> None:
     assert found.error == "http://a is stopping"
 
 
-def test_any_takes_an_old_heartbeat_that_serves_the_version(store: Store) -> None:
-    beat(store, "silent", 3, age_s=LONG_AGO_S)
-    assert wait(store, 3, "any") == ["silent"]
+@pytest.mark.parametrize("ack", ["any", "all", 1])
+def test_only_live_replicas_count(store: Store, ack: str | int) -> None:
+    for number in range(20):
+        beat(store, f"dead-{number}", 3, age_s=LONG_AGO_S)
+    with pytest.raises(AckTimeoutError, match="no replica is live"):
+        wait(store, 3, ack)
+    beat(store, "alive", 3)
+    assert wait(store, 3, ack) == ["alive"]
+
+
+def test_heartbeats_expire_from_acks_and_listings(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}")
+    beat(store, "new", 3)
+    beat(store, "gone", 1)
+    # Written an hour ago by the store's clock; by its own clock, which is wrong, it is live.
+    expired_s = time.time() - heartbeat.EXPIRED_S - 1
+    os.utime(tmp_path / "replicas" / "gone.json", (expired_s, expired_s))
+    assert [found.replica_id for found in heartbeat.read_all(store, RUN)] == ["new"]
+    assert wait(store, 3, "all") == ["new"]
+
+
+class SlowStore(FaultyStore):
+    """Takes its time for each read."""
+
+    def __init__(self, inner: Store, read_s: float) -> None:
+        super().__init__(inner)
+        self.read_s = read_s
+        self.read_keys: list[str] = []
+
+    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+        self.read_keys.append(key)
+        time.sleep(self.read_s)
+        return super().read(key, most_bytes)
+
+
+def test_five_hundred_dead_replicas_do_not_outlast_the_time_out(memory_url: str) -> None:
+    store = SlowStore(open_store(memory_url), 0.02)
+    for number in range(500):
+        beat(store.inner, f"dead-{number}", 1, age_s=LONG_AGO_S)
+    before = time.monotonic()
+    with pytest.raises(AckTimeoutError):
+        wait(store, 2, "any", timeout_s=1)
+    assert time.monotonic() - before < 4  # one by one it takes ten seconds
+
+
+def test_a_heartbeat_that_is_not_read_in_time_serves_nothing(memory_url: str) -> None:
+    store = SlowStore(open_store(memory_url), 30)
+    beat(store.inner, "hangs", 2)
+    before = time.monotonic()
+    with pytest.raises(AckTimeoutError, match=r"hangs \(serves no version, unread, .* could not be read in time"):
+        wait(store, 2, "all", timeout_s=0.1)
+    assert time.monotonic() - before < 10
+
+
+def test_the_number_of_heartbeats_is_bounded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_MOST_HEARTBEATS", 3)
+    store = SlowStore(open_store(memory_url), 0)
+    for number in range(9):
+        beat(store.inner, f"replica-{number}", 1)
+    assert len(heartbeat.read_all(store, RUN)) == 3
+    assert len(store.read_keys) == 3
 
 
 @pytest.mark.parametrize("ack", ["any", "all"])
@@ -261,3 +322,71 @@ def test_a_server_with_a_token_wants_it(store: Store, server: StatusServer, monk
         wait(store, 2, "any", urls=[server.url])
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
     assert wait(store, 2, "any", urls=[server.url]) == [server.url]
+
+
+class Recorder:
+    """A server on another host name that keeps what it is sent, or redirects to another one."""
+
+    def __init__(self, redirect_to: str | None = None) -> None:
+        self.headers: list[dict[str, str]] = []
+        recorder = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                recorder.headers.append({name.lower(): value for name, value in self.headers.items()})
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                self.send_response(200 if redirect_to is None else 302)
+                if redirect_to is not None:
+                    self.send_header("location", redirect_to)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://localhost:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def test_no_token_goes_where_a_redirect_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
+    with Recorder() as thief, Recorder(thief.url) as asked:
+        (found,) = heartbeat.ask([asked.url], RUN)
+        assert found.state == "unreachable"
+        assert found.error is not None and "302, a redirect, which is not followed" in found.error
+        heartbeat.wake([asked.url], 3)
+        assert [headers["authorization"] for headers in asked.headers] == ["Bearer secret"] * 2
+        assert asked.headers[1]["content-type"] == "application/json"
+        assert thief.headers == []
+
+
+def test_the_hubs_token_does_not_go_where_a_redirect_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import get_session
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with Recorder() as thief, Recorder(thief.url) as asked:
+        get_session().request("GET", asked.url, headers={"authorization": "Bearer secret"}, follow_redirects=True)
+        assert asked.headers[0]["authorization"] == "Bearer secret"
+        assert len(thief.headers) == 1
+        assert "authorization" not in thief.headers[0]
+
+
+def test_a_server_that_hangs_is_not_waited_for(store: Store) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the connection, and says nothing
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        before = time.monotonic()
+        with pytest.raises(AckTimeoutError, match="does not answer in time"):
+            wait(store, 2, "all", timeout_s=0.2, urls=[url])
+        assert time.monotonic() - before < 4.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import io
 import json
@@ -11,7 +12,7 @@ import os
 import pty
 import threading
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class _Terminal:
     def __enter__(self) -> _Terminal:
         self._ours, theirs = pty.openpty()
         tty.setraw(theirs)  # what arrives is what was written
-        self.stream = open(theirs, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.stream = open(theirs, "w", encoding="utf-8", buffering=1)
         self._read = bytearray()
         self._reader = threading.Thread(target=self._take)
         self._reader.start()
@@ -79,10 +80,8 @@ def _run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str:
         patch.setattr("sys.stdout", terminal.stream)
         patch.setattr("sys.stderr", terminal.stream)
         patch.setenv("COLUMNS", "200")
-        try:
+        with contextlib.suppress(SystemExit, DeltaSyncError):
             main(arguments, standalone_mode=False)
-        except (SystemExit, DeltaSyncError):
-            pass
     return terminal.seen
 
 
@@ -222,7 +221,7 @@ def test_errors_are_printable_wherever_they_are_written(kind: type[DeltaSyncErro
         raise kind(f"head names {HOSTILE}")
     except DeltaSyncError as error:
         stream = io.StringIO()
-        logger = logging.Logger("alone")
+        logger = logging.getLogger("tests.printable")
         logger.addHandler(logging.StreamHandler(stream))
         logger.exception("Failed: %s, %r", error, error)
         assert "FORGED" in stream.getvalue()
