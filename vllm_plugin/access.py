@@ -1,10 +1,17 @@
-"""Who may ask: one token, presented as a bearer token or, by browsers, as the password of any user."""
+"""Who may ask: whoever has the token, as a bearer token or, in browsers, as the password of any user; no other site's page.
+
+A browser sends what any page tells it to, with the passwords it keeps for us, from machines that reach us where the page's
+author does not. So requests that another site's page made are refused, token or not.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hmac
+import ipaddress
+from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 
 def presents(authorization: str | None, token: str) -> bool:
@@ -19,3 +26,44 @@ def presents(authorization: str | None, token: str) -> bool:
     elif scheme.lower() != "bearer":
         return False
     return hmac.compare_digest(found, token.encode())
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether an address to listen on, or the host of a URL, is this machine's own; None is all addresses."""
+    if host is None:
+        return False
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> str | None:
+    """Why a request is not to be answered, whoever sends it; None if it may be.
+
+    Args:
+        method: Of HTTP.
+        headers: By lower-case names.
+        only_loopback: The server listens on loopback and wants no token, so it answers to the names of loopback alone: a
+            name that was made to point here is another site's. Servers that others reach have names that we do not know.
+    """
+    host = headers.get("host", "")
+    if only_loopback and not is_loopback(_hostname(f"//{host}")):
+        return "This server is only for its own machine; set DELTASYNC_HTTP_TOKEN to reach it by other names."
+    if method == "GET" and headers.get("sec-fetch-mode") == "navigate":
+        return None  # a link: whoever follows it sees the answer, the page that has it does not
+    origin = headers.get("origin")
+    crossed = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    if crossed or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
+        return "Pages of other sites may not send requests here."
+    return None
+
+
+def _hostname(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

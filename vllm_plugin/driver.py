@@ -17,6 +17,7 @@ import datetime
 import logging
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deltasync import heartbeat, manifest
@@ -68,6 +69,9 @@ class Driver:
         self._version: int | None = None
         self._head: Head | None = None
         self._opened = False
+        self._callers = ThreadPoolExecutor(
+            2, "deltasync-callers"
+        )  # those who ask must not keep the driver's own looks waiting
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look at head now
         self._looked = asyncio.Event()  # the look at head that goes on or comes next has ended; then there is a new one
@@ -130,7 +134,8 @@ class Driver:
         """
         if version is None:
             try:
-                version = (await asyncio.to_thread(self._reader.head)).version
+                loop = asyncio.get_running_loop()
+                version = (await loop.run_in_executor(self._callers, self._reader.head)).version
             except NotPublishedError:
                 version = 1
         self._wake.set()
@@ -174,6 +179,7 @@ class Driver:
     async def stop(self) -> None:
         """Tell the channel that this server has ended in order. Call when `run` has ended."""
         self._state, self._error = heartbeat.STOPPED, None
+        self._callers.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await self._write_heartbeat()

@@ -8,6 +8,7 @@ POST /request_weight_update      the same, for trainers that speak PipelineRL's 
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
 With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
+Requests of other sites' pages are refused (`vllm_plugin.access`), and so are bodies that do not say that they are JSON.
 Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). Where deltasync cannot
 follow with this vLLM, or with its options, the routes are there and say why.
 """
@@ -28,8 +29,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.printable import redacted
 from vllm_plugin import bodies, compat
-from vllm_plugin.access import presents
+from vllm_plugin.access import is_loopback, presents, stranger
 from vllm_plugin.bodies import Sync, WeightUpdate
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.metrics import Metrics
@@ -41,6 +43,7 @@ from vllm_plugin.workers import Workers
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 _BODY_BYTES = 4 << 20  # other trainers name every tensor in theirs
+_MOST_HELD = 64  # requests that wait for a version
 _PAGE_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -69,6 +72,8 @@ class DeltaSyncEndpoints:
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._logprobs_mode: str | None = None
         self._metrics: Metrics | None = None
+        self._held = 0
+        self._only_loopback = False
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the header on completions."""
@@ -81,6 +86,7 @@ class DeltaSyncEndpoints:
 
         @app.get("/deltasync/status")
         async def status(request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> dict[str, Any]:
+            self._refuse_strangers(request)
             named = "authorization" in request.headers or self._settings.http_token is None
             if named:
                 await self._authorize(request)
@@ -140,6 +146,7 @@ class DeltaSyncEndpoints:
         """Start the driver, or learn why not; vLLM serves in any case."""
         if self._settings.channel is None:
             return
+        self._look_at_address(args)
         try:
             self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
@@ -153,7 +160,19 @@ class DeltaSyncEndpoints:
         if self._refused:
             if self._metrics is not None:
                 self._metrics.refused()
-            logger.error("This server does not follow %s. %s", self._settings.channel, self._refused)
+            logger.error("This server does not follow %s. %s", redacted(self._settings.channel), self._refused)
+
+    def _look_at_address(self, args: Namespace) -> None:
+        """Find out who reaches this server, and warn if that is everybody."""
+        host = getattr(args, "host", None)
+        without_token = self._settings.http_token is None
+        self._only_loopback = without_token and is_loopback(host)
+        if without_token and not self._only_loopback and not getattr(args, "uds", None):
+            logger.warning(
+                "This server listens on %s without DELTASYNC_HTTP_TOKEN: whoever reaches it may use /deltasync/*. "
+                "Set one, or --host 127.0.0.1.",
+                host or "all addresses",
+            )
 
     async def _refusal(self, engine: Any, args: Namespace) -> str | None:
         """Why this server cannot follow, in one sentence."""
@@ -194,7 +213,7 @@ class DeltaSyncEndpoints:
                 "error": self._refused,
                 "commits": [],
             }
-            return {"replica_id": self._settings.replica_id, "channel": self._settings.channel, **refused}
+            return {"replica_id": self._settings.replica_id, "channel": redacted(self._settings.channel), **refused}
         return self._running().status(commit_count) | {"logprobs_mode": self._logprobs_mode}
 
     def _not_ready(self) -> str | None:
@@ -202,6 +221,9 @@ class DeltaSyncEndpoints:
 
     async def _sync(self, wanted: WeightUpdate) -> Response:
         driver, before = self._running(), time.monotonic()
+        if self._held >= _MOST_HELD:
+            raise _Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
+        self._held += 1
         try:
             async with asyncio.timeout(wanted.timeout_s):
                 version = await driver.reach(wanted.version)
@@ -214,9 +236,17 @@ class DeltaSyncEndpoints:
             )
             told = {key: status[key] for key in ("state", "version", "head_version")}
             return JSONResponse({"error": sentence, "cause": status["error"], **told}, 504)
+        finally:
+            self._held -= 1
         return JSONResponse({"version": version, "waited_s": time.monotonic() - before})
 
+    def _refuse_strangers(self, request: Request) -> None:
+        sentence = stranger(request.method, request.headers, self._only_loopback)
+        if sentence is not None:
+            raise _Refused(403, sentence)
+
     async def _authorize(self, request: Request) -> None:
+        self._refuse_strangers(request)
         token = self._settings.http_token
         if token is not None and not presents(request.headers.get("authorization"), token):
             challenge = {"www-authenticate": 'Basic realm="deltasync"'}
@@ -234,6 +264,8 @@ async def _body(request: Request, kind: type[WeightUpdate]) -> WeightUpdate:
         data += chunk
         if len(data) > _BODY_BYTES:
             raise _Refused(413, f"The body is larger than {_BODY_BYTES:,} bytes.")
+    if data and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise _Refused(415, "Send the body as content-type: application/json.")
     try:
         return bodies.parse(bytes(data), kind)
     except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shlex
 import socket
 import sys
@@ -15,6 +16,8 @@ from deltasync.cli.keys import trusted_keys
 from deltasync.cli.output import echo
 from deltasync.errors import ConfigError
 
+_TOKEN = "DELTASYNC_HTTP_TOKEN"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
 _VERSIONS = "4"  # of an adapter that requests in flight may use at a time
 
@@ -79,7 +82,7 @@ def require_vllm() -> None:
     "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel is of an adapter; serve it as NAME."
 )
 @trusted_keys
-@click.option("--host", default=None, help="vLLM's, to check that the port is free.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all of them.")
 @click.option("--port", default=8000, show_default=True, help="vLLM's port.")
 @click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
@@ -88,19 +91,20 @@ def command(
     channel: str,
     adapter: str | None,
     trusted_keys: str | None,
-    host: str | None,
+    host: str,
     port: int,
     dry_run: bool,
     vllm_arguments: tuple[str, ...],
 ) -> None:
     """Start vLLM as a replica of a channel.
 
-    Unknown options go to vLLM. The same by hand:
+    Unknown options go to vLLM. Where others reach it, and DELTASYNC_HTTP_TOKEN is not set, it makes one and prints it. The
+    same by hand:
 
     \b
       DELTASYNC_CHANNEL=URL vllm serve MODEL \\
         --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension \\
-        --logprobs-mode processed_logprobs
+        --logprobs-mode processed_logprobs --host 127.0.0.1
 
     With --adapter, MODEL stays as it is, and requests for NAME are answered with the newest version of the adapter:
 
@@ -115,7 +119,7 @@ def command(
             "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
         )
     require_vllm()
-    arguments = [*vllm_arguments, "--port", str(port), *(["--host", host] if host is not None else [])]
+    arguments = [*vllm_arguments, "--port", str(port), "--host", host]
     line, env = vllm_command(model, channel, arguments, os.environ, adapter, trusted_keys)
     if dry_run:
         given = {"DELTASYNC_ADAPTER": adapter, "DELTASYNC_TRUSTED_KEYS": trusted_keys}
@@ -123,5 +127,9 @@ def command(
         shown = [f"{name}={shlex.quote(env[name])}" for name in names]
         echo(" ".join([*shown, shlex.join(line)]))
         return
-    check_port(host if host is not None else "", port)
+    check_port(host, port)
+    if host not in _LOOPBACK and not env.get(_TOKEN):
+        env[_TOKEN] = secrets.token_urlsafe(24)
+        echo(f"deltasync: others reach {host}, so /deltasync/* wants a token, made now: {_TOKEN}={env[_TOKEN]}", err=True)
+        echo(f"deltasync: set it for trainers that ask this server, or set {_TOKEN} before you start.", err=True)
     os.execvpe(line[0], line, env)

@@ -451,7 +451,7 @@ def test_sync_answers_once_the_version_is_served(
 )
 def test_a_bad_body_is_refused(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
-        reply = client.post("/deltasync/sync", content=body)
+        reply = client.post("/deltasync/sync", content=body, headers={"content-type": "application/json"})
         assert reply.status_code == 422
         assert "The body is not what this route takes" in reply.json()["error"]
 
