@@ -159,8 +159,7 @@ class Retention(_Settings):
 
 
 def _default_replica_id() -> str:
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-    return f"{host}-{os.getpid()}"
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[-64:].lstrip("-") or "replica"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +169,9 @@ class ReplicaSettings(ReaderSettings):
     Attributes:
         channel: URL of the channel; None when deltasync is not configured.
         adapter: Name under which vLLM serves the adapter that the channel holds; None if it holds the served model.
-        replica_id: Name of the heartbeat object.
+        allowed_channels: Prefixes, with commas between them, of the channels that callers of vLLM's weight-transfer routes
+            may name instead of `channel`, such as `s3://bucket/runs`; None for no other channel.
+        replica_id: Name of the heartbeat object: the host's by default, for a server with its port (`at_port`).
         poll_interval_s: Longest wait between two looks at head; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
         audit_interval_s: How often all bits in memory are read and held to the version, while no other version is there to
@@ -187,6 +188,7 @@ class ReplicaSettings(ReaderSettings):
 
     channel: str | None = None
     adapter: str | None = None
+    allowed_channels: str | None = None
     replica_id: str = dataclasses.field(default_factory=_default_replica_id)
     poll_interval_s: float = 1.0
     heartbeat_interval_s: float = 10.0
@@ -223,3 +225,50 @@ class ReplicaSettings(ReaderSettings):
             self.http_token is None or re.fullmatch(r"[!-~]+", self.http_token) is not None,
             "http_token must be visible ASCII characters without spaces; this one (not shown) is not.",
         )
+        _require(
+            all("://" in prefix and _is_plain(prefix) for prefix in self._prefixes),
+            "allowed_channels must be prefixes of URLs with commas between them, without options (`?`) and without `..`.",
+        )
+
+    @property
+    def _prefixes(self) -> list[str]:
+        found = [prefix.strip().rstrip("/") for prefix in (self.allowed_channels or "").split(",")]
+        return [prefix for prefix in found if prefix]
+
+    def at_port(self, port: int, rank: int | None = None) -> Self:
+        """These settings with a replica's name that is the same when its server starts again, unless a name was given.
+
+        Args:
+            port: That the server listens on.
+            rank: Of several engines that share the work of one port.
+        """
+        if self.replica_id != _default_replica_id():
+            return self
+        place = f"{self.replica_id}-{port}" + ("" if rank is None else f"-{rank}")
+        return dataclasses.replace(self, replica_id=place)
+
+    def with_called_channel(self, channel: str | None) -> Self:
+        """These settings with the channel that a caller over the network names, None for the configured one.
+
+        Raises:
+            ConfigError: it is another one than the configured one, and not below one of `allowed_channels`; or it has
+                options, by which a caller could choose a server (`?endpoint=`).
+        """
+        if channel is None or channel == self.channel:
+            return self
+        _require(
+            isinstance(channel, str) and _is_plain(channel),
+            "A channel that a caller names has no '?', '#', '%' and '..': options are for who starts the server.",
+        )
+        below = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in self._prefixes)
+        configured = "follows no channel" if self.channel is None else "follows the channel of its DELTASYNC_CHANNEL"
+        _require(
+            below,
+            f"This server {configured}, and callers may not name {channel!r}, which is not in DELTASYNC_ALLOWED_CHANNELS.",
+        )
+        return dataclasses.replace(self, channel=channel)
+
+
+def _is_plain(url: str) -> bool:
+    """Whether a URL is nothing but a place, spelled in one way."""
+    return re.search(r"[?#%\\\s]", url) is None and not {".", ".."} & set(url.split("/"))

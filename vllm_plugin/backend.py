@@ -2,7 +2,7 @@
 
     vllm serve MODEL --weight-transfer-config '{"backend": "deltasync"}'     with VLLM_SERVER_DEV_MODE=1
 
-    POST /init_weight_transfer_engine    {"init_info": {"channel": "s3://bucket/run"}}
+    POST /init_weight_transfer_engine    {"init_info": {}}
     POST /start_weight_update
     POST /update_weights                 {"update_info": {"version": 7}}
     POST /finish_weight_update           {"weight_version": "7"}
@@ -41,7 +41,7 @@ from vllm_plugin.worker import Reply, reply
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`init_info`: URL of the channel, `DELTASYNC_CHANNEL` by default."""
+    """`init_info`: URL of the channel, `DELTASYNC_CHANNEL` by default; another one must be allowed (`allowed_channels`)."""
 
     channel: str | None = None
 
@@ -140,7 +140,7 @@ class DeltaSyncEngine(WeightTransferEngine):
         """Choose the channel, which may still be empty: it is opened by the first update.
 
         Raises:
-            ConfigError: no channel is named, or another one is followed already.
+            ConfigError: no channel is named, it is not one that callers may name, or another one is followed already.
         """
         self._together(lambda: self._choose(init_info.channel))
 
@@ -168,9 +168,9 @@ class DeltaSyncEngine(WeightTransferEngine):
         self._loop.close()
 
     def _choose(self, channel: str | None) -> Reply:
-        settings = ReplicaSettings.from_env(channel=channel)
+        settings = ReplicaSettings.from_env().with_called_channel(channel)
         if settings.channel is None:
-            raise ConfigError('No channel is named: send {"init_info": {"channel": URL}}, or set DELTASYNC_CHANNEL.')
+            raise ConfigError('No channel is named: set DELTASYNC_CHANNEL, or send {"init_info": {"channel": URL}}.')
         if self._driver is not None and self._channel == settings.channel:
             return {}
         if self._driver is not None and self._driver.version is not None:

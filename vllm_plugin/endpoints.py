@@ -144,8 +144,10 @@ class DeltaSyncEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the driver, or learn why not; vLLM serves in any case."""
-        if self._settings.channel is None:
+        channel = self._settings.channel
+        if channel is None:
             return
+        self._settings = self._settings.at_port(getattr(args, "port", 0), getattr(args, "data_parallel_rank", None))
         self._look_at_address(args)
         try:
             self._metrics = Metrics()
@@ -160,7 +162,7 @@ class DeltaSyncEndpoints:
         if self._refused:
             if self._metrics is not None:
                 self._metrics.refused()
-            logger.error("This server does not follow %s. %s", redacted(self._settings.channel), self._refused)
+            logger.error("This server does not follow %s. %s", redacted(channel), self._refused)
 
     def _look_at_address(self, args: Namespace) -> None:
         """Find out who reaches this server, and warn if that is everybody."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,74 @@ def test_unknown_setting_is_refused() -> None:
 def test_default_replica_id_is_valid_whatever_the_host_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "ho st.exämple/" + "x" * 200)
     assert ReplicaSettings.from_env({}).replica_id
+
+
+def test_a_servers_replica_id_is_that_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7.example")
+    first, again = (ReplicaSettings.from_env({}).at_port(8000).replica_id for _ in range(2))
+    assert first == again == "node-7-example-8000"
+    assert ReplicaSettings.from_env({}).at_port(8000, 3).replica_id == "node-7-example-8000-3"
+    assert ReplicaSettings.from_env({"DELTASYNC_REPLICA_ID": "mine"}).at_port(8000).replica_id == "mine"
+    monkeypatch.setattr("socket.gethostname", lambda: "p" * 60 + "-" + "xyz")  # the end of a pod's name is what differs
+    assert ReplicaSettings.from_env({}).at_port(8000).replica_id.endswith("-xyz-8000")
+
+
+CONFIGURED = "s3://weights/run?endpoint=http://minio:9000"
+ALLOWED = "s3://weights/runs, file:///data/runs/"
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "followed"),
+    [
+        ({"DELTASYNC_CHANNEL": CONFIGURED}, None, CONFIGURED),
+        ({"DELTASYNC_CHANNEL": CONFIGURED}, CONFIGURED, CONFIGURED),
+        (
+            {"DELTASYNC_CHANNEL": CONFIGURED, "DELTASYNC_ALLOWED_CHANNELS": ALLOWED},
+            "s3://weights/runs/7",
+            "s3://weights/runs/7",
+        ),
+        ({"DELTASYNC_ALLOWED_CHANNELS": ALLOWED}, "file:///data/runs/a/b", "file:///data/runs/a/b"),
+        ({"DELTASYNC_ALLOWED_CHANNELS": ALLOWED}, "s3://weights/runs", "s3://weights/runs"),
+        ({}, None, None),
+    ],
+)
+def test_callers_may_name_channels_that_are_allowed(
+    environ: dict[str, str], asked: str | None, followed: str | None
+) -> None:
+    assert ReplicaSettings.from_env(environ).with_called_channel(asked).channel == followed
+
+
+@pytest.mark.parametrize("environ", [{}, {"DELTASYNC_CHANNEL": CONFIGURED}, {"DELTASYNC_CHANNEL": "s3://weights/run"}])
+@pytest.mark.parametrize("allowed", [None, ALLOWED])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "s3://weights/other",
+        "s3://weights/runs-evil/7",
+        "s3://weights.evil/runs/7",
+        "s3://weights/runs/7?endpoint=http://169.254.169.254",
+        "s3://weights/runs?endpoint=http://internal",
+        "s3://weights/run?endpoint=http://internal",
+        "file:///data/runs/../../etc",
+        "file:///data/runs/%2e%2e/%2e%2e/etc",
+        "file:///data/runs/./x",
+        "file:///data/runs/x#y",
+        "file:///etc",
+        "memory://x",
+        "",
+        7,
+    ],
+)
+def test_callers_may_name_no_other_channel(environ: dict[str, str], allowed: str | None, asked: Any) -> None:
+    given = environ if allowed is None else {**environ, "DELTASYNC_ALLOWED_CHANNELS": allowed}
+    with pytest.raises(ConfigError, match=r"callers? (may not name|names has no)"):
+        ReplicaSettings.from_env(given).with_called_channel(asked)
+
+
+@pytest.mark.parametrize("allowed", ["bucket/runs", "s3://bucket/runs?endpoint=x", "s3://bucket/runs/..", "s3://a, b"])
+def test_bad_lists_of_allowed_channels_are_refused(allowed: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_channels"):
+        ReplicaSettings.from_env({"DELTASYNC_ALLOWED_CHANNELS": allowed})
 
 
 def test_settings_are_frozen() -> None:
