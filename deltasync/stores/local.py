@@ -1,19 +1,30 @@
 """`file://`: a directory, shared by processes of one machine or over a network file system with atomic link and rename.
 
 Written here and not taken from obstore, whose local store does not fsync (docs/decisions/0003-stores.md).
+
+Whoever may write to the directory is not trusted with the rest of the machine: below the root, symbolic links are not
+followed, and only ordinary files are read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import Capabilities, ObjectInfo, check_size
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO would block
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""What no other try makes better. A full disk may pass."""
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class LocalStore:
@@ -24,95 +35,175 @@ class LocalStore:
     def __init__(self, root: str) -> None:
         self._root = Path(root)
         self.url = f"file://{self._root}"
+        self._durable: set[str] = set()  # folders whose own entry was synced by this store
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: a synced temporary file, linked to its name."""
-        with self._temporary(key, data) as (temporary, path):
+        with self._temporary(key, data) as (folder, temporary, name):
             try:
-                os.link(temporary, path)
+                os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 raise ObjectExistsError(f"{self.url}/{key} already exists.") from None
 
     def replace(self, key: str, data: bytes) -> None:
         """See `Store.replace`: a synced temporary file, renamed over its name."""
-        with self._temporary(key, data) as (temporary, path):
-            os.replace(temporary, path)
+        with self._temporary(key, data) as (folder, temporary, name):
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def read(self, key: str, most_bytes: int | None = None) -> bytes:
         """See `Store.read`."""
-        try:
-            with self._path(key).open("rb") as file:
-                check_size(f"{self.url}/{key}", os.fstat(file.fileno()).st_size, most_bytes)
-                return file.read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
-        except OSError as error:
-            raise StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.") from error
+        with self._opened(key) as file:
+            size = os.fstat(file).st_size
+            check_size(f"{self.url}/{key}", size, most_bytes)
+            with open(file, "rb", closefd=False) as stream:
+                data = stream.read(size + 1)
+            check_size(f"{self.url}/{key}", len(data), most_bytes)  # it may grow
+            return data
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`."""
-        try:
-            with self._path(key).open("rb") as file:
-                file.seek(start)
-                data = file.read(end - start)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
-        except OSError as error:
-            raise StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.") from error
+        with self._opened(key) as file, open(file, "rb", closefd=False) as stream:
+            stream.seek(start)
+            data = stream.read(end - start)
         if len(data) < end - start:
             raise StoreError(f"{self.url}/{key} ends before byte {end}.")
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`."""
-        found = []
-        for folder, _, names in os.walk(self._root / prefix.rpartition("/")[0]):
-            for name in names:
-                path = Path(folder, name)
-                key = path.relative_to(self._root).as_posix()
-                if key.startswith(prefix) and not name.startswith("."):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = path.stat()
-                        found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+        found: list[ObjectInfo] = []
+        *folders, _ = prefix.split("/")
+        try:
+            with self._folder(folders) as start:
+                for folder, _, names, at in os.fwalk(".", dir_fd=start):
+                    inside = "/".join([*folders, *folder.split("/")[1:], ""])
+                    for name in names:
+                        key = inside + name
+                        if key.startswith(prefix) and not name.startswith("."):
+                            with contextlib.suppress(FileNotFoundError):
+                                status = os.stat(name, dir_fd=at, follow_symlinks=False)
+                                if stat.S_ISREG(status.st_mode):
+                                    found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+        except OSError as error:
+            if error.errno not in _ABSENT or self._leads_elsewhere(folders):
+                raise self._unreadable("/".join(folders), error) from error
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, *keys: str) -> None:
         """See `Store.delete`."""
         for key in keys:
-            path = self._path(key)
+            *folders, name = layout.check_key(key).split("/")
             try:
-                path.unlink(missing_ok=True)
-                if path.parent != self._root:
-                    with contextlib.suppress(OSError):
-                        path.parent.rmdir()  # if that was all it held; whoever is about to write there tries again
+                with self._folder(folders) as folder:
+                    os.unlink(name, dir_fd=folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
             except OSError as error:
                 raise StoreError(f"{self.url}/{key} cannot be deleted: {error.strerror}.") from error
+            if folders:
+                with contextlib.suppress(OSError), self._folder(folders[:-1]) as above:
+                    os.rmdir(folders[-1], dir_fd=above)  # if that was all it held; who is about to write there tries again
 
     def watch(self, key: str, on_change: Callable[[], None]) -> None:
         """See `Store.watch`; looking at a file costs nothing worth saving."""
 
-    def _path(self, key: str) -> Path:
-        return self._root / layout.check_key(key)
+    @contextlib.contextmanager
+    def _folder(self, parts: Sequence[str], create: bool = False) -> Iterator[int]:
+        """A descriptor of a folder below the root, reached without following links.
+
+        Args:
+            parts: The folders that lead there.
+            create: Make those that are missing, durably.
+        """
+        if create and not self._root.is_dir():
+            _make_durable(self._root)
+        at = os.open(self._root, _FOLDER)
+        try:
+            for number, part in enumerate(parts, start=1):
+                path = "/".join(parts[:number])
+                if create:
+                    self._make(at, part, path)
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = inner
+            yield at
+        finally:
+            os.close(at)
+
+    def _make(self, above: int, name: str, path: str) -> None:
+        """Make sure that a folder is there, and that its entry in the one above it is on the disk."""
+        try:
+            os.mkdir(name, dir_fd=above)
+        except FileExistsError:
+            if path in self._durable:
+                return
+        os.fsync(above)
+        self._durable.add(path)
 
     @contextlib.contextmanager
-    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
-        """A durable file beside its final place; after the block the folder is synced and the temporary name gone."""
-        path = self._path(key)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    def _opened(self, key: str) -> Iterator[int]:
+        """A descriptor of an object, to read from."""
+        *folders, name = layout.check_key(key).split("/")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary, path
-            folder = os.open(path.parent, os.O_RDONLY)
+            with self._folder(folders) as folder:
+                file = os.open(name, _FILE, dir_fd=folder)
             try:
-                os.fsync(folder)
+                status = os.fstat(file)
+                if stat.S_ISDIR(status.st_mode):
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                if not stat.S_ISREG(status.st_mode):
+                    raise StoreError(f"{self.url}/{key} is not an ordinary file, and is not read.")
+                yield file
             finally:
-                os.close(folder)
+                os.close(file)
         except OSError as error:
-            raise TransientStoreError(f"{self.url}/{key} cannot be written: {error.strerror}.") from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            if error.errno in _ABSENT and not self._leads_elsewhere([*folders, name]):
+                raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
+            raise self._unreadable(key, error) from error
+
+    def _unreadable(self, key: str, error: OSError) -> StoreError:
+        if error.errno == errno.ELOOP or self._leads_elsewhere(key.split("/")):
+            return StoreError(f"{self.url}/{key} leads elsewhere by a symbolic link, which is not followed.")
+        return StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.")
+
+    def _leads_elsewhere(self, parts: Sequence[str]) -> bool:
+        """Whether a part of the way below the root is a symbolic link."""
+        return any(self._root.joinpath(*parts[:number]).is_symlink() for number in range(1, len(parts) + 1))
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[int, str, str]]:
+        """A durable file beside its final place: a descriptor of its folder, its name, and the final one.
+
+        After the block the folder is synced and the temporary name gone.
+        """
+        *folders, name = layout.check_key(key).split("/")
+        temporary = f".{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            with self._folder(folders, create=True) as folder:
+                try:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                    with open(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as file:
+                        file.write(data)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    yield folder, temporary, name
+                    os.fsync(folder)
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary, dir_fd=folder)
+        except OSError as error:
+            kind = StoreError if error.errno in _LASTING else TransientStoreError
+            raise kind(f"{self.url}/{key} cannot be written: {error.strerror}.") from error
+
+
+def _make_durable(folder: Path) -> None:
+    """Make a folder and those above it that are missing, and sync the entry of each."""
+    if not folder.parent.is_dir():
+        _make_durable(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    above = os.open(folder.parent, _FOLDER)
+    try:
+        os.fsync(above)
+    finally:
+        os.close(above)

@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import socket
+import stat
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from deltasync import open_store
-from deltasync.errors import ConfigError, ObjectExistsError, StoreError, TransientStoreError
+from deltasync.errors import (
+    ConfigError,
+    CorruptDataError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+)
 from deltasync.stores import Store
 from tests.contract.store_contract import StoreContract
 
@@ -90,6 +102,101 @@ class TestFileStore(StoreContract):
     def test_a_path_with_spaces_and_signs_is_that_path(self, tmp_path: Path) -> None:
         open_store(f"file://{tmp_path}/a%20b%23c").create("x", b"1")
         assert (tmp_path / "a b#c" / "x").read_bytes() == b"1"
+
+    @pytest.mark.parametrize("key", ["link", "folder/link", "linked/secret"])
+    def test_symbolic_links_are_not_followed(self, tmp_path: Path, key: str) -> None:
+        outside, root = tmp_path / "outside", tmp_path / "root"
+        outside.mkdir()
+        (outside / "secret").write_bytes(b"secret")
+        (root / "folder").mkdir(parents=True)
+        (root / "link").symlink_to(outside / "secret")
+        (root / "folder" / "link").symlink_to(outside / "secret")
+        (root / "linked").symlink_to(outside)
+        store = open_store(f"file://{root}")
+        for read in (lambda: store.read(key), lambda: store.read_range(key, 0, 1)):
+            with pytest.raises(StoreError, match="symbolic link, which is not followed"):
+                read()
+        assert list(store.list("")) == list(store.list("folder/")) == []
+        with pytest.raises(StoreError, match="symbolic link, which is not followed"):
+            list(store.list("linked/"))
+        with pytest.raises(StoreError) as refused:
+            store.create("linked/new", b"x")
+        assert not isinstance(refused.value, TransientStoreError)
+        store.replace("link", b"mine")  # the link goes, what it led to stays
+        store.delete("linked/secret")
+        assert (outside / "secret").read_bytes() == b"secret"
+        assert [path.name for path in outside.iterdir()] == ["secret"]
+
+    def test_the_root_itself_may_be_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "run").symlink_to(tmp_path / "disk")
+        store = open_store(f"file://{tmp_path}/run")
+        store.create("folder/a", b"1")
+        assert store.read("folder/a") == b"1"
+        assert [info.key for info in store.list("")] == ["folder/a"]
+
+    @pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
+    def test_what_is_no_ordinary_file_is_not_read(self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_store(f"file://{tmp_path}")
+        path = tmp_path / "head.json"
+        with contextlib.ExitStack() as stack:
+            if kind == "fifo":
+                os.mkfifo(path)
+            elif kind == "socket":
+                monkeypatch.chdir(tmp_path)  # names of sockets are short
+                stack.enter_context(socket.socket(socket.AF_UNIX)).bind("head.json")
+            else:
+                with contextlib.suppress(PermissionError):
+                    os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
+                if not path.exists():
+                    pytest.skip("may not make devices")
+            before = time.monotonic()
+            with pytest.raises(StoreError) as refused:
+                store.read("head.json", 1 << 20)
+            assert not isinstance(refused.value, ObjectMissingError)
+            assert time.monotonic() - before < 5
+            assert list(store.list("")) == []
+
+    def test_a_file_that_grows_while_it_is_read_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_store(f"file://{tmp_path}")
+        (tmp_path / "a").write_bytes(b"x" * 1_000_000)
+        monkeypatch.setattr(os, "fstat", lambda _: os.stat_result((stat.S_IFREG | 0o644, *[0] * 9)))  # 0 bytes so far
+        with pytest.raises(CorruptDataError, match="may have 0 at most"):
+            store.read("a", 0)
+        assert len(store.read("a", 10)) == 1
+
+    def test_new_folders_are_synced_up_to_the_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        synced: list[str] = []
+
+        def fsync(descriptor: int) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path)))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        store = open_store(f"file://{tmp_path}/new/run")
+        store.create("a/b/c", b"1")
+        assert [path for path in synced if not path.endswith(".tmp")] == [
+            *("", "/new"),  # entries of the root and the one above it
+            *("/new/run", "/new/run/a"),
+            "/new/run/a/b",  # the object's own
+        ]
+        synced.clear()
+        open_store(f"file://{tmp_path}/new/run").create("a/b/d", b"1")  # another process may have died before it synced
+        assert [path for path in synced if not path.endswith(".tmp")] == ["/new/run", "/new/run/a", "/new/run/a/b"]
+
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+    @pytest.mark.parametrize("verb", ["create", "replace"])
+    def test_what_no_other_try_makes_better_is_not_transient(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, verb: str
+    ) -> None:
+        store = open_store(f"file://{tmp_path}")
+
+        def fail(*arguments: object, **options: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(StoreError, match=os.strerror(number)) as refused:
+            getattr(store, verb)("a", b"1")
+        assert not isinstance(refused.value, TransientStoreError)
 
     def test_deleting_what_is_a_folder_is_a_store_error(self, tmp_path: Path) -> None:
         store = open_store(f"file://{tmp_path}")

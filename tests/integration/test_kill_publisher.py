@@ -75,7 +75,7 @@ class KillingStore(LocalStore):
                 super().delete(key)
 
     @contextlib.contextmanager
-    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
+    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[int, str, str]]:
         """The object is written and synced under another name when this yields."""
         with super()._temporary(key, data) as names:
             self._at("during", *self._doing)
