@@ -6,7 +6,8 @@
     .lock-store       held while a file is added and old ones make room
 
 Nothing in it is trusted: what is read has to pass the check that the object has to pass anyway, and a file that fails is
-dropped and fetched anew. Locks end with the process that holds them. The directory may be deleted at any time.
+dropped and fetched anew. At each use the directory must be this user's, and nobody else may write to it; no link in it is
+followed. Locks end with the process that holds them. The directory may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
-from deltasync.errors import FormatError
+from deltasync.errors import CorruptDataError, FormatError
 from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ _POLL_S = 0.005
 # A process may hang while it holds a lock. Longer than a download takes, and than writing a file does.
 _DOWNLOAD_S, _STORE_S = 300.0, 30.0
 _PAUSE_S = 60.0
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
@@ -85,16 +87,15 @@ class CachedStore:
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
             return self._download(key, check, most_bytes)
-        path = self._directory / sha256
-        found = self._load(path, check)
+        found = self._load(sha256, check)
         if found is not None:
             return found
         with self._lock(sha256[:2], _DOWNLOAD_S):
-            found = self._load(path, check)  # whoever held the lock before may have brought it
+            found = self._load(sha256, check)  # whoever held the lock before may have brought it
             if found is not None:
                 return found
             data = self._download(key, check, most_bytes)
-            self._keep(path, data)
+            self._keep(sha256, data)
         return data
 
     def create(self, key: str, data: bytes) -> None:
@@ -130,72 +131,92 @@ class CachedStore:
         check(data)
         return data
 
-    def _load(self, path: Path, check: Check) -> bytes | None:
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[int]:
+        """A descriptor of the directory, looked at anew: what is in it is opened by this alone.
+
+        Raises:
+            OSError: it is not there, it is a link, or others than this user may write to it.
+        """
+        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
         try:
-            data = path.read_bytes()
-            check(data)
+            _check_ours(os.fstat(folder), stat.S_ISDIR)
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _load(self, name: str, check: Check) -> bytes | None:
+        try:
+            with self._folder() as folder, _opened(folder, name, os.O_RDONLY) as file:
+                size = os.fstat(file).st_size
+                if size > self._limit_bytes:
+                    raise CorruptDataError(f"{name} is larger than the cache.")
+                with open(file, "rb", closefd=False) as stream:
+                    data = stream.read(size + 1)
+                check(data)
+                with contextlib.suppress(OSError):
+                    os.utime(file)  # when it was last read
+                return data
         except FileNotFoundError:
             return None
         except FormatError:
-            logger.warning("%s was damaged; fetching it anew.", path)
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return None
+            logger.warning("%s was damaged; fetching it anew.", self._directory / name)
+            with contextlib.suppress(OSError), self._folder() as folder:
+                os.unlink(name, dir_fd=folder)
         except OSError as error:
             self._give_up(error)
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # when it was last read
-        return data
+        return None
 
-    def _keep(self, path: Path, data: bytes) -> None:
+    def _keep(self, name: str, data: bytes) -> None:
         """Add a file. Not synced: after a power failure its check finds out."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        with self._lock("store", _STORE_S) as held:
-            if not held or len(data) > self._limit_bytes:
+        temporary = f".{name}.tmp"
+        with self._lock("store", _STORE_S) as folder:
+            if folder is None or len(data) > self._limit_bytes:
                 return
             try:
-                self._make_room(len(data))
-                temporary.write_bytes(data)
-                os.replace(temporary, path)
+                self._make_room(folder, len(data))
+                _write(folder, temporary, data)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError as error:
                 self._give_up(error)
                 with contextlib.suppress(OSError):
-                    temporary.unlink()
+                    os.unlink(temporary, dir_fd=folder)
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, folder: int, size: int) -> None:
         """Drop the files read longest ago until one of `size` bytes has room. Holds .lock-store."""
         files = []
-        with os.scandir(self._directory) as entries:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if _NAME.fullmatch(entry.name):
-                        status = entry.stat()
-                        files.append((status.st_mtime_ns, status.st_size, entry.path))
+                        status = entry.stat(follow_symlinks=False)
+                        files.append((status.st_mtime_ns, status.st_size, entry.name))
                     elif _TEMPORARY.fullmatch(entry.name):
-                        os.unlink(entry.path)  # of a process that died: only the holder of the lock writes
+                        os.unlink(entry.name, dir_fd=folder)  # of a process that died: only the lock's holder writes
         total, count = size + sum(file_size for _, file_size, _ in files), 1 + len(files)
-        for _, file_size, path in sorted(files):
+        for _, file_size, name in sorted(files):
             if total <= self._limit_bytes and count <= _MOST_FILES:
                 return
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                os.unlink(name, dir_fd=folder)
             total, count = total - file_size, count - 1
 
     @contextlib.contextmanager
-    def _lock(self, name: str, wait_s: float) -> Iterator[bool]:
-        """Hold a lock file among processes and threads, or, which is what it yields, not."""
-        held = False
+    def _lock(self, name: str, wait_s: float) -> Iterator[int | None]:
+        """Hold a lock file among processes and threads: yields a descriptor of the directory, or None if it does not."""
+        held = None
         with contextlib.ExitStack() as stack:
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file = stack.enter_context((self._directory / f".lock-{name}").open("ab"))
+                folder = stack.enter_context(self._folder())
+                file = stack.enter_context(_opened(folder, f".lock-{name}", os.O_RDWR | os.O_CREAT))
                 deadline = time.monotonic() + wait_s
-                while not (held := _try_lock(file)):
+                while not _try_lock(file):
                     if time.monotonic() >= deadline:
                         raise TimeoutError(errno.ETIMEDOUT, f"a lock was held for {wait_s:g} s")
                     time.sleep(_POLL_S)
                 stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked process may have a copy that stays open
+                held = folder
             except OSError as error:
                 self._give_up(error)
             yield held
@@ -207,7 +228,33 @@ class CachedStore:
             logger.warning("The cache in %s cannot be used (%s); going on without it.", self._directory, error.strerror)
 
 
-def _try_lock(file: IO[bytes]) -> bool:
+def _check_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    """Raise OSError for what is of another kind, or of others, who could read the weights or lead us elsewhere."""
+    if not is_kind(status.st_mode):
+        raise OSError(errno.EINVAL, "it is of another kind")
+    if status.st_uid != os.getuid():
+        raise OSError(errno.EPERM, "it belongs to another user")
+    if status.st_mode & 0o022:
+        raise OSError(errno.EPERM, "others may write to it; chmod 700 it")
+
+
+@contextlib.contextmanager
+def _opened(folder: int, name: str, flags: int) -> Iterator[int]:
+    """A descriptor of an ordinary file of this user."""
+    file = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
+    try:
+        _check_ours(os.fstat(file), stat.S_ISREG)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _write(folder: int, name: str, data: bytes) -> None:
+    with open(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=folder), "wb") as file:
+        file.write(data)
+
+
+def _try_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -231,10 +278,5 @@ def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers:
         if workers == 1:
             return store
         directory = str(Path(tempfile.gettempdir(), f"deltasync-{os.getuid()}"))
-        with contextlib.suppress(OSError):
-            os.mkdir(directory, 0o700)
-        with contextlib.suppress(OSError):
-            if os.lstat(directory).st_uid != os.getuid():  # who could read the weights
-                logger.warning("%s belongs to another user; going on without a cache.", directory)
-                return store
-    return CachedStore(store, directory, limit_bytes)
+        return CachedStore(store, directory, limit_bytes)
+    return CachedStore(store, os.path.realpath(directory), limit_bytes)  # who sets it may have it lead elsewhere

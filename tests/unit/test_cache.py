@@ -245,7 +245,7 @@ class TestTrouble:
         assert len(warnings()) == 1
         assert "cannot be used (Not a directory)" in warnings()[0]
 
-    @pytest.mark.parametrize("step", ["write_bytes", "replace"])
+    @pytest.mark.parametrize("step", ["write", "replace"])
     def test_a_full_disk_is_no_error(
         self,
         store: CachedStore,
@@ -255,14 +255,14 @@ class TestTrouble:
         monkeypatch: pytest.MonkeyPatch,
         step: str,
     ) -> None:
-        def fail(path: Path, data: object) -> int:
-            with open(path, "ab") as file:
-                file.write(b"half")
+        def fail(*arguments: object, **options: object) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                (directory / f".{sha256(b'one')}.tmp").write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
         inner.create("a", b"one")
         with monkeypatch.context() as patch:
-            patch.setattr(*((Path, step) if step == "write_bytes" else (os, step)), fail)
+            patch.setattr("deltasync.stores.cache._write" if step == "write" else "os.replace", fail)
             assert ask(store, "a", b"one") == b"one"
             assert files(directory) == {}
             assert ask(store, "a", b"one") == b"one"  # does not even try
@@ -436,7 +436,8 @@ class TestProcesses:
         for key in "ab":
             open_store(url).create(key, key.encode())
         first, second = start(2)
-        die = "import os; Path.write_bytes = lambda path, data: (path.touch(), os.kill(os.getpid(), 9)); "
+        die = "import os, deltasync.stores.cache as cache; write = cache._write; "
+        die += "cache._write = lambda folder, name, data: (write(folder, name, b''), os.kill(os.getpid(), 9)); "
         tell(first, f"{die} slow.sleep_s = 0; ask('a', {sha256(b'a')!r})")
         assert first.wait(30) == -signal.SIGKILL
         assert files(directory) == {f".{sha256(b'a')}.tmp": 0}
@@ -510,8 +511,68 @@ class TestBehindCache:
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
         (tmp_path / f"deltasync-{other}").mkdir()
-        assert behind_cache(remote, None, MB, workers=2) is remote
+        assert ask(behind_cache(remote, None, MB, workers=2), "a", b"one") == b"one"
+        assert not list((tmp_path / f"deltasync-{other}").iterdir())
         assert "belongs to another user" in caplog.text
+
+    def test_whose_the_directory_is_is_looked_at_at_each_use(
+        self, remote: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = behind_cache(remote, None, MB, workers=2)
+        assert ask(store, "a", b"one") == b"one"
+        (directory,) = tmp_path.iterdir()
+        for change, said in (
+            (lambda: directory.chmod(0o770), "others may write"),
+            (lambda: directory.chmod(0o707), "others may"),
+        ):
+            change()
+            before = len(downloads(remote))
+            assert isinstance(store, CachedStore)
+            store._off_until, store._warned = 0.0, False
+            assert ask(store, "a", b"one") == b"one"
+            assert len(downloads(remote)) == before + 1
+            assert said in caplog.text
+            caplog.clear()
+            directory.chmod(0o700)
+        owner = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: owner)
+        store._off_until = 0.0
+        assert ask(store, "a", b"one") == b"one"
+        assert len(downloads(remote)) == 4
+
+    def test_a_link_in_the_place_of_the_directory_is_not_followed(self, remote: FaultyStore, tmp_path: Path) -> None:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(0o700)
+        (tmp_path / f"deltasync-{os.getuid()}").symlink_to(elsewhere)
+        assert ask(behind_cache(remote, None, MB, workers=2), "a", b"one") == b"one"
+        assert not list(elsewhere.iterdir())
+
+    @pytest.mark.parametrize(
+        "name", [f".{sha256(b'one')}.tmp", ".lock-store", f".lock-{sha256(b'one')[:2]}", sha256(b"one")]
+    )
+    def test_links_in_the_directory_are_not_followed(
+        self, remote: FaultyStore, directory: Path, tmp_path: Path, name: str
+    ) -> None:
+        directory.mkdir(mode=0o700)
+        target = tmp_path / "precious"
+        target.write_bytes(b"one")
+        (directory / name).symlink_to(target)
+        store = behind_cache(remote, str(directory), MB, workers=2)
+        for _ in range(2):
+            assert ask(store, "a", b"one") == b"one"
+        assert downloads(remote)  # not from the link
+        assert target.read_bytes() == b"one"
+        assert target.stat().st_mode & 0o777 == 0o644
+
+    def test_files_are_for_this_user_alone(self, remote: FaultyStore, directory: Path) -> None:
+        ask(behind_cache(remote, str(directory), MB, workers=2), "a", b"one")
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+
+    def test_a_fifo_in_the_place_of_an_object_blocks_nobody(self, remote: FaultyStore, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        os.mkfifo(directory / sha256(b"one"))
+        assert ask(behind_cache(remote, str(directory), MB, workers=2), "a", b"one") == b"one"
 
     @pytest.mark.parametrize("url", ["file:///data/run", "memory://run"])
     def test_what_is_local_is_not_cached(self, url: str, tmp_path: Path) -> None:
