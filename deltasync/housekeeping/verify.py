@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from deltasync import chain, layout, retention
+from deltasync import chain, companions, layout, retention
 from deltasync.errors import ApplyError, ChainError, CorruptDataError, DeltaSyncError, FormatError, MissingVersionError
 from deltasync.housekeeping.survey import Progress, fold_keys, in_parallel, quiet, read_fold
 from deltasync.live import LiveMemory
@@ -233,7 +233,8 @@ class _Replay:
                 self._read(delta.files)
         if part is not None:
             self._apply(chain.Step(version, None, None, part.payload_bytes), part.files)
-            self._read(part.companions or [])
+            with self._report.noting():
+                self._read(companions.named(part))
 
     def _prove_fold(self, key: str, fold: Fold) -> None:
         """Apply it, compare, and go back to where it starts."""

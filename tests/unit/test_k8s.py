@@ -51,6 +51,32 @@ def test_the_parts_belong_together(file: str) -> None:
     assert probes["readinessProbe"]["path"] == {"replicas.yaml": "/deltasync/ready", "router.yaml": "/health"}[file]
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_containers_may_do_as_little_as_they_need(file: str) -> None:
+    pod = documents(file)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_what_a_replica_writes_to_is_mounted() -> None:
+    pod = documents("replicas.yaml")["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    home = re.search(r"^ENV HOME=(\S+)$", (DEPLOY / "spaces" / "vllm" / "Dockerfile").read_text(), re.MULTILINE)
+    settings = {variable["name"]: variable.get("value", "") for variable in container["env"]}
+    assert home is not None
+    for path in ("/tmp", "/dev/shm", home[1], settings["DELTASYNC_CACHE_DIR"], settings["HF_HOME"]):
+        assert any(path == mount or path.startswith(f"{mount}/") for mount in mounts), path
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+    assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
+
+
 def test_replicas_are_what_the_image_takes() -> None:
     found = documents("replicas.yaml")
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
