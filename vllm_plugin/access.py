@@ -29,16 +29,9 @@ def presents(authorization: str | None, token: str) -> bool:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether an address to listen on, or the host of a URL, is this machine's own; None is all addresses."""
-    if host is None:
-        return False
-    name = host.rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    """Whether an address to listen on is this machine's own; None is all addresses."""
+    address = _address(host or "")
+    return _is_localhost(host or "") if address is None else address.is_loopback
 
 
 def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> str | None:
@@ -47,11 +40,11 @@ def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> st
     Args:
         method: Of HTTP.
         headers: By lower-case names.
-        only_loopback: The server listens on loopback and wants no token, so it answers to the names of loopback alone: a
+        only_loopback: The server listens on loopback and wants no token, so it answers to addresses and `localhost` alone: a
             name that was made to point here is another site's. Servers that others reach have names that we do not know.
     """
     host = headers.get("host", "")
-    if only_loopback and not is_loopback(_hostname(f"//{host}")):
+    if only_loopback and not _is_nobodys(host):
         return "This server is only for its own machine; set DELTASYNC_HTTP_TOKEN to reach it by other names."
     if method == "GET" and headers.get("sec-fetch-mode") == "navigate":
         return None  # a link: whoever follows it sees the answer, the page that has it does not
@@ -62,8 +55,21 @@ def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> st
     return None
 
 
-def _hostname(url: str) -> str | None:
+def _is_nobodys(host: str) -> bool:
+    """Whether a Host header has no name in it that somebody can own."""
     try:
-        return urlsplit(url).hostname
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return _is_localhost(name) or _address(name) is not None
+
+
+def _is_localhost(name: str) -> bool:
+    return f".{name.rstrip('.').lower()}".endswith(".localhost")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name.strip("[]"))
     except ValueError:
         return None
