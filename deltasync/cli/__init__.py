@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -62,7 +63,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; our own errors become one sentence on stderr and their exit code."""
+        """Run the command; our own errors become one sentence on stderr and their exit code, others a traceback and 1."""
         from deltasync.cli.output import echo
         from deltasync.errors import DeltaSyncError
 
@@ -74,6 +75,13 @@ class _LazyGroup(click.Group):
         except KeyboardInterrupt:
             echo("deltasync: interrupted", err=True)
             sys.exit(130)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, OSError):
+            raise  # for click; OSError is how it learns of a closed pipe
+        except Exception as error:  # noqa: BLE001 - shown as Python does, but printable
+            for line in "".join(traceback.format_tb(error.__traceback__)).splitlines():
+                echo(line, err=True)
+            echo(f"deltasync: unexpected {type(error).__name__}: {error}", err=True)
+            sys.exit(1)
 
 
 @click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -196,6 +196,17 @@ def test_watch_shows_no_replica_text_as_it_is_not_on_a_terminal_either(
     assert not _hostile_parts(seen)
 
 
+def test_an_unexpected_error_is_printable_too(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError(HOSTILE)
+
+    monkeypatch.setattr("deltasync.stores.open_store", fail)
+    for command in ("watch", "log", "show", "check", "follow"):
+        seen = _run(monkeypatch, [command, memory_url])
+        assert "FORGED" in seen and "in fail" in seen
+        assert not _hostile_parts(seen)
+
+
 def test_commands_print_by_one_function() -> None:
     folder = Path(deltasync.__file__).parent / "cli"
     wrong = [
