@@ -69,9 +69,7 @@ class Driver:
         self._version: int | None = None
         self._head: Head | None = None
         self._opened = False
-        self._callers = ThreadPoolExecutor(
-            2, "deltasync-callers"
-        )  # those who ask must not keep the driver's own looks waiting
+        self._callers = ThreadPoolExecutor(2, "deltasync-callers")  # who asks must not keep the driver's own looks waiting
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look at head now
         self._looked = asyncio.Event()  # the look at head that goes on or comes next has ended; then there is a new one

@@ -147,9 +147,9 @@ class DeltaSyncEndpoints:
         channel = self._settings.channel
         if channel is None:
             return
-        self._settings = self._settings.at_port(getattr(args, "port", 0), getattr(args, "data_parallel_rank", None))
-        self._look_at_address(args)
         try:
+            self._settings = self._settings.at_port(getattr(args, "port", 0), getattr(args, "data_parallel_rank", None))
+            self._look_at_address(args)
             self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
             if not self._refused:
