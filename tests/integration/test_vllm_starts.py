@@ -33,6 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("vllm"))
 
 
+@pytest.mark.slow
 def test_a_list_of_plugins_without_deltasync_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
     log, port = tmp_path / "server.log", free_port()
     with (
