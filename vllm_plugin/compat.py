@@ -98,6 +98,11 @@ USES = (
 )
 
 
+def unsuited(version: str) -> str | None:
+    """Why deltasync does not follow with the imported vLLM, of this version, in one sentence; None if it does."""
+    return outside(version) or changed(version)
+
+
 def outside(version: str) -> str | None:
     """Why deltasync does not follow with this version of vLLM, in one sentence; None if it was run with it."""
     if _minor(version) in VERSIONS:

@@ -182,8 +182,7 @@ class DeltaSyncEndpoints:
 
         if engine is None:
             return "There is no engine in this process."
-        found = compat.outside(vllm.__version__) or compat.changed(vllm.__version__)
-        found = found or compat.refusal(engine.vllm_config, args)
+        found = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
         transfer = engine.vllm_config.weight_transfer_config
         if found is None and transfer is not None and transfer.backend == "deltasync":
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."

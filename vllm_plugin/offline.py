@@ -102,7 +102,7 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
     """
     import vllm
 
-    unsuited = compat.outside(vllm.__version__) or compat.changed(vllm.__version__)
+    unsuited = compat.unsuited(vllm.__version__)
     if unsuited is not None:
         raise ConfigError(unsuited)
     return OfflineReplica(llm, ReplicaSettings.from_env(channel=channel, **settings))

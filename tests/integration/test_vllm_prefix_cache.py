@@ -59,9 +59,14 @@ def change_much(server: Server) -> int:
     return version
 
 
+def model(server: Server) -> str:
+    name: str = get_json(f"{server.url}/v1/models")["data"][0]["id"]
+    return name
+
+
 def ask(server: Server, prompt: Any, *, headers: dict[str, str] | None = None, count: int = 8, **fields: Any) -> Any:
     body = {
-        "model": get_json(f"{server.url}/v1/models")["data"][0]["id"],
+        "model": model(server),
         "prompt": prompt,
         "max_tokens": count,
         "temperature": 0,
@@ -222,11 +227,6 @@ def test_a_session_finds_its_prefix_over_a_commit_and_nobody_else_does(server: S
     assert tenant(server, prompt, "a", x_deltasync_session=versions) == 0
     assert tenant(server, prompt, None) == 0
     assert tenant(server, prompt, None, x_deltasync_session="999") == found  # as good as none: that of the live version
-
-
-def model(server: Server) -> str:
-    name: str = get_json(f"{server.url}/v1/models")["data"][0]["id"]
-    return name
 
 
 ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
