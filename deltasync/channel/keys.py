@@ -1,0 +1,149 @@
+"""Object keys of a channel. The only place that formats or parses a key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+
+from deltasync.layout import check_key
+
+CHANNEL = "channel.json"
+HEAD = "head.json"
+EPOCHS = "epochs/"
+VERSIONS = "versions/"
+PARTS = "parts/"
+ANCHORS = "anchors/"
+FOLDS = "folds/"
+REPLICAS = "replicas/"
+TOOL = "000000-"
+"""How the name of an author that is a tool begins."""
+
+LARGEST_VERSION = 9_999_999_999
+
+_EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
+_VERSION = r"[0-9]{10}"
+_SLOT = re.compile(rf"versions/([0-9]{{7}})/({_VERSION})\.({_EPOCH})\.safetensors")
+_FOLD = re.compile(rf"folds/({_VERSION})-({_VERSION})\.({_EPOCH})\.safetensors")
+_EPOCH_DOCUMENT = re.compile(rf"epochs/({_EPOCH})\.json")
+_FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})/.+")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """The place of one record in the log of an epoch."""
+
+    version: int
+    epoch: str
+
+    @property
+    def key(self) -> str:
+        """Its key."""
+        return slot(self.version, self.epoch)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """What the key of a fold tells: from which version to which one, 0 for nothing, and who wrote it."""
+
+    base: int
+    version: int
+    author: str
+
+
+def new_epoch(number: int) -> str:
+    """A name for an epoch: its number, and random digits, so that two writers that take one number have two names."""
+    return f"{number:06d}-{secrets.token_hex(4)}"
+
+
+def new_author() -> str:
+    """A name for a tool that writes folds or anchors."""
+    return TOOL + secrets.token_hex(4)
+
+
+def is_epoch(name: str) -> bool:
+    """Whether it is the name of an epoch or of an author."""
+    return re.fullmatch(_EPOCH, name) is not None
+
+
+def epoch_number(epoch: str) -> int:
+    """The number of an epoch."""
+    return int(epoch[:6])
+
+
+def folder(version: int) -> str:
+    """Where the records of a version lie, as a prefix."""
+    return f"{VERSIONS}{version // 1000:07d}/"
+
+
+def slot(version: int, epoch: str) -> str:
+    """Key of the record of a version."""
+    return f"{folder(version)}{version:010d}.{epoch}.safetensors"
+
+
+def slot_of(key: str) -> Slot | None:
+    """The slot of a key, None for any other key."""
+    match = _SLOT.fullmatch(key)
+    if match is None or int(match[1]) != int(match[2]) // 1000:
+        return None
+    return Slot(int(match[2]), match[3])
+
+
+def fold(base: int, version: int, author: str) -> str:
+    """Key of a fold; `base` is 0 for one from nothing, which announces an anchor."""
+    return f"{FOLDS}{base:010d}-{version:010d}.{author}.safetensors"
+
+
+def fold_of(key: str) -> Span | None:
+    """What the key of a fold tells, None for any other key."""
+    match = _FOLD.fullmatch(key)
+    return Span(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def epoch_document(epoch: str) -> str:
+    """Key of what an epoch says of itself."""
+    return f"{EPOCHS}{epoch}.json"
+
+
+def epoch_of(key: str) -> str | None:
+    """The epoch of such a key, None for any other key."""
+    match = _EPOCH_DOCUMENT.fullmatch(key)
+    return match[1] if match else None
+
+
+def parts_folder(version: int, author: str, attempt: int = 0) -> str:
+    """Where the parts of a version lie."""
+    return f"{PARTS}{version:010d}.{author}.{attempt}"
+
+
+def part(rank: int, number: int) -> str:
+    """File name of a part; parts of a rank count from 1."""
+    return f"{rank:03d}-{number:05d}.safetensors"
+
+
+def anchor_folder(version: int, author: str, attempt: int = 0) -> str:
+    """Where the files of an anchor lie."""
+    return f"{ANCHORS}{version:010d}.{author}.{attempt}"
+
+
+def anchor_shard(shard: int, shard_count: int) -> str:
+    """File name of one weight file of an anchor, as transformers names them; shards count from 1."""
+    if shard_count == 1:
+        return "model.safetensors"
+    return f"model-{shard:05d}-of-{shard_count:05d}.safetensors"
+
+
+def file_of(key: str) -> Slot | None:
+    """Version and author of a file under parts/ or anchors/, None for any other key."""
+    match = _FILE.fullmatch(key)
+    return Slot(int(match[1]), match[2]) if match else None
+
+
+def replica(replica_id: str) -> str:
+    """Key of a replica's heartbeat."""
+    return check_key(f"{REPLICAS}{replica_id}.json")
+
+
+def probe(epoch: str) -> str:
+    """Key by which a writer finds out whether the store decides who creates an object."""
+    return f"probe/{epoch}"

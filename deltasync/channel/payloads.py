@@ -1,0 +1,187 @@
+"""The bits that a record or a fold leads to: its payloads, its weight files or its reference, as patches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from deltasync import checkpoint, codec, fingerprint
+from deltasync.channel.anchors import read_weights
+from deltasync.channel.documents import Reference
+from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.record import Stored
+from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
+from deltasync.kernels import cpu
+from deltasync.types import Patch, TensorSpec
+
+_FILES_AHEAD = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetched:
+    """All that it takes to decode a record, in memory.
+
+    Attributes:
+        stored: The record.
+        payloads: (key, bytes) of each payload, that in the record first.
+    """
+
+    stored: Stored
+    payloads: Sequence[tuple[str, bytes]]
+
+
+def fetch(reader: ChannelReader, stored: Stored) -> Fetched:
+    """Fetch the payloads of a delta or fold. May run in several threads.
+
+    Raises:
+        FormatError, MissingVersionError: as `ChannelReader.fetch`.
+    """
+    return Fetched(stored, list(_payloads(reader, stored)))
+
+
+def patches(
+    reader: ChannelReader,
+    stored: Stored,
+    old: codec.OldBits | None = None,
+    wanted: codec.Wanted | None = None,
+    fetched: Fetched | None = None,
+) -> Iterator[tuple[Patch, int]]:
+    """Patches of one record and the fingerprint of each tensor after it, fetched and decoded tensor by tensor.
+
+    Args:
+        reader: The channel.
+        stored: A version or a fold.
+        old: Gives the bits of a tensor before it; some codecs need them.
+        wanted: As in `Codec.decode`.
+        fetched: What `fetch` returned; otherwise files are fetched as they are needed.
+
+    Raises:
+        FormatError, MissingVersionError: as `ChannelReader.fetch` and `Codec.decode`.
+    """
+    record = stored.record
+    if record.reference is not None:
+        yield from _reference_patches(reader, record.version, record.reference)
+    elif record.anchor is not None:
+        yield from _anchor_patches(reader, stored)
+    else:
+        files = _payloads(reader, stored) if fetched is None else iter(fetched.payloads)
+        yield from decode(stored, files, reader.specs, old, wanted)
+
+
+def decode(
+    stored: Stored,
+    payloads: Iterator[tuple[str, bytes]],
+    specs: Mapping[str, TensorSpec],
+    old: codec.OldBits | None,
+    wanted: codec.Wanted | None = None,
+) -> Iterator[tuple[Patch, int]]:
+    """As `patches`, of a delta or fold whose payloads are there."""
+    record = stored.record
+    assert record.delta is not None and record.base is not None
+    parts, changed = _Parts(), 0
+    for key, data in payloads:
+        with _naming(key):
+            payload = codec.open_payload(data)
+        names = (payload.codec, payload.version, payload.base_version)
+        if names != (record.delta.codec, record.version, record.base.version):
+            raise CorruptDataError(f"{key} says {names}, which is not what its record says.")
+        changed += sum(row["changed"] for row in payload.patches.values())
+        if changed > record.delta.changed:
+            raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
+        fingerprints = payload.fingerprints
+        for patch in codec.get(payload.codec).decode(payload, specs, old, wanted):
+            parts.check(patch, fingerprints[patch.name], key)
+            yield patch, fingerprints[patch.name]
+
+
+def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:
+    """Which tensors are not those of a checkpoint, as a sentence.
+
+    Args:
+        reader: The channel.
+        reference: The checkpoint.
+        fingerprints: Of every tensor here.
+    """
+    wrong = [name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)]
+    return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
+
+
+def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, bytes]]:
+    """(key, bytes) of each payload; the next ones are being fetched while one is used."""
+    data = stored.data
+    if data is None:
+        data = reader.stored(stored.key, stored.sha256, stored.bytes).data
+    assert data is not None
+    if codec.has_payload(data):
+        yield stored.key, data
+    parts = stored.payload_files
+    if parts:
+        yield from zip((file.key for file in parts), ahead(reader.fetch, parts, _FILES_AHEAD), strict=True)
+
+
+def _anchor_patches(reader: ChannelReader, stored: Stored) -> Iterator[tuple[Patch, int]]:
+    missing = dict(reader.specs)
+    files = stored.payload_files
+    for file, data in zip(files, ahead(reader.fetch, files, 2), strict=True):
+        with _naming(file.key):
+            for name, bits_N, expected in read_weights(data, reader.specs):
+                if missing.pop(name, None) is None:
+                    raise CorruptDataError(f"{name} is there twice.")
+                yield Patch(name, None, bits_N, absolute=True), expected
+    if missing:
+        raise CorruptDataError(f"The anchor of version {stored.record.version} lacks {', '.join(sorted(missing)[:5])}.")
+
+
+def _reference_patches(reader: ChannelReader, version: int, reference: Reference) -> Iterator[tuple[Patch, int]]:
+    specs = reader.specs
+    if reference.fingerprints.keys() != specs.keys():
+        raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
+    try:
+        found = checkpoint.load(reference)
+    except ConfigError as error:
+        raise MissingVersionError(
+            f"Version {version} refers to the checkpoint {reference}, which this machine cannot load: {error}"
+        ) from error
+    wrong = []
+    try:
+        for name, bits_N in found.read(specs):
+            expected = int(reference.fingerprints[name], 16)
+            if cpu.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
+                yield Patch(name, None, bits_N, absolute=True), expected
+            else:
+                wrong.append(name)
+    except ModelMismatchError as error:
+        raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {error}") from error
+    if wrong:
+        raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {_differing(wrong, specs)}")
+
+
+class _Parts:
+    """The payloads of one record: those that patch the same tensor patch different ranges of it, to one fingerprint."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+
+    def check(self, patch: Patch, expected: int, key: str) -> None:
+        index_K = patch.index_K
+        first, last = (0, sys.maxsize) if index_K is None else (int(index_K[0]), int(index_K[-1]))
+        known, ranges = self._known.setdefault(patch.name, (expected, []))
+        if known != expected or any(first <= end and start <= last for start, end in ranges):
+            raise CorruptDataError(f"{key} contradicts another payload of its version about {patch.name}.")
+        ranges.append((first, last))
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Say of what is wrong within which file it is."""
+    try:
+        yield
+    except CorruptDataError as error:
+        raise CorruptDataError(f"{key}: {error}") from error
+
+
+def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"{len(names)} of {len(specs)} tensors differ: {shown}."

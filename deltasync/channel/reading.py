@@ -1,0 +1,305 @@
+"""Read a channel. Everything that leaves here was held to its bounds, and to the digest or signature that covers it.
+
+Nothing here touches weights, and nothing decides where to go: `plan` does, and `follow`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from deltasync.channel import documents, keys, record
+from deltasync.channel.documents import Channel, File, Head, Opening, Version, sha256_hex
+from deltasync.channel.keys import Slot, Span
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Trusted, signed_by
+from deltasync.config import ReaderSettings
+from deltasync.errors import (
+    CorruptDataError,
+    FormatError,
+    MissingVersionError,
+    NotPublishedError,
+    ObjectMissingError,
+    RunMismatchError,
+)
+from deltasync.stores.base import ObjectInfo, Store
+from deltasync.stores.cache import CachedStore
+from deltasync.types import TensorSpec
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+_Document = TypeVar("_Document", Channel, Head, Opening)
+
+
+def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
+    """Results of `action` in order, those of the next `count` items being made in threads meanwhile."""
+    if len(items) == 1:
+        yield action(items[0])
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch") as pool:
+        waiting = deque(pool.submit(action, item) for item in items[:count])
+        try:
+            for at in range(len(items)):
+                result = waiting.popleft().result()
+                if at + count < len(items):
+                    waiting.append(pool.submit(action, items[at + count]))
+                yield result
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """What a listing of records tells; nothing of it was read.
+
+    Attributes:
+        slots: Ascending by number, then epoch, with what the store says of each object.
+    """
+
+    slots: Sequence[tuple[Slot, ObjectInfo]]
+
+    @property
+    def epochs(self) -> list[str]:
+        """Those that have a slot, ascending."""
+        return sorted({slot.epoch for slot, _ in self.slots})
+
+    def of(self, epoch: str) -> list[tuple[Slot, ObjectInfo]]:
+        """The log of an epoch, ascending."""
+        return [(slot, info) for slot, info in self.slots if slot.epoch == epoch]
+
+
+class ChannelReader:
+    """One channel, read-only. Pins the run it saw first: another run under the same URL is refused.
+
+    May be used by several threads.
+
+    Args:
+        store: The channel's.
+        trusted_keys: What no such key has signed is refused; from the environment if None, and else everything is taken.
+
+    Attributes:
+        trusted: The keys, None if everything is taken.
+        signed: Whether channel.json has a signature, checked or not; known once it was read.
+    """
+
+    def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
+        self.store = store
+        if not isinstance(trusted_keys, Trusted):
+            path = ReaderSettings.from_env(trusted_keys=trusted_keys).trusted_keys
+            trusted_keys = None if path is None else Trusted(path=Path(path))
+        self.trusted = trusted_keys
+        self.signed = False
+        self._channel: Channel | None = None
+        self._specs: dict[str, TensorSpec] = {}
+
+    def channel(self) -> Channel:
+        """The channel's description.
+
+        Raises:
+            NotPublishedError: there is none yet.
+        """
+        if self._channel is None:
+            found = self.read_channel()
+            self._specs = found.specs
+            self._channel = found
+        return self._channel
+
+    def read_channel(self) -> Channel:
+        """As `channel`, read again.
+
+        Raises:
+            NotPublishedError: there is none yet.
+        """
+        try:
+            data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
+        except ObjectMissingError:
+            raise NotPublishedError(f"{self.store.url} holds no channel yet.") from None
+        if self.trusted is not None:
+            self.trusted.check(keys.CHANNEL, data)
+        found = documents.decode(data, Channel, keys.CHANNEL)
+        self.signed = signed_by(data) is not None
+        return found
+
+    def check_run(self) -> None:
+        """Make sure that the channel is still the one that was read first.
+
+        Raises:
+            RunMismatchError: it is another run.
+            NotPublishedError: there is none any more.
+        """
+        expected, found = self.channel().run_id, self.read_channel().run_id
+        if found != expected:
+            raise RunMismatchError(
+                f"{self.store.url} now holds run {found}, and not {expected}, which was followed. Start anew to follow it."
+            )
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensor table by name."""
+        self.channel()
+        return self._specs
+
+    def head(self) -> Head | None:
+        """The hint. None if there is none, or if it is damaged or of another run: it is never needed."""
+        try:
+            found = documents.decode(self.store.read(keys.HEAD, documents.SMALL_BYTES), Head, keys.HEAD)
+        except (ObjectMissingError, FormatError):
+            return None
+        return found if found.run_id == self.channel().run_id else None
+
+    def opening(self, epoch: str) -> Opening | None:
+        """What an epoch says of itself; None if there is nothing, or if it is damaged."""
+        key = keys.epoch_document(epoch)
+        try:
+            return documents.decode(self.store.read(key, documents.SMALL_BYTES), Opening, key)
+        except (ObjectMissingError, FormatError):
+            return None
+
+    def slot(self, slot: Slot, known: ObjectInfo | None = None) -> Stored | None:
+        """The record in a slot, a version or a seal; None if there is nothing.
+
+        Args:
+            slot: Which.
+            known: What a listing or an event told of it, if one did.
+
+        Raises:
+            CorruptDataError: it is damaged, or not of this run.
+        """
+        try:
+            data = self.store.read(slot.key, record.most_bytes(slot.key, self.specs), known)
+        except ObjectMissingError:
+            return None
+        return self._decoded(data, slot.key)
+
+    def record(self, version: Version) -> Stored:
+        """The record of a version.
+
+        Raises:
+            MissingVersionError: not in the store.
+            CorruptDataError: it is not the one that the version is named by.
+        """
+        return self.stored(version.key, version.sha256)
+
+    def stored(self, key: str, sha256: str | None = None, size: int = 0) -> Stored:
+        """A record or a fold.
+
+        Args:
+            key: Where it is.
+            sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
+            size: Its bytes, 0 if they are not known.
+
+        Raises:
+            MissingVersionError: not in the store.
+            CorruptDataError: it is damaged, has another digest, or is not of this run.
+        """
+        most = record.most_bytes(key, self.specs)
+        try:
+            data = self.store.read(key, most) if sha256 is None else self._known(key, sha256, size, most)
+        except ObjectMissingError:
+            raise MissingVersionError(f"{self.store.url} has no {key}.") from None
+        return self._decoded(data, key)
+
+    def _decoded(self, data: bytes, key: str) -> Stored:
+        found = record.decode(data, key, self.trusted)
+        expected = self.channel().run_id
+        if found.record.run_id != expected:
+            raise CorruptDataError(f"{key} belongs to run {found.record.run_id}, this channel to run {expected}.")
+        if found.payload_bytes - found.record.body_bytes > record.most_payload_bytes(self.specs):
+            raise CorruptDataError(f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take.")
+        return found
+
+    def fetch(self, file: File) -> bytes:
+        """The bytes of a file that a document names.
+
+        Raises:
+            MissingVersionError: the object is gone.
+            CorruptDataError: another length or another sha256.
+        """
+        try:
+            data = self._known(file.key, file.sha256, file.bytes, file.bytes)
+        except ObjectMissingError:
+            raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
+        if len(data) != file.bytes:
+            raise CorruptDataError(f"{file.key} has {len(data)} bytes, its record says {file.bytes}.")
+        return data
+
+    def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
+        """An object whose digest is known, checked; out of the node's cache if the store has one."""
+
+        def check(data: bytes) -> None:
+            if sha256_hex(data) != sha256:
+                raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")
+
+        if isinstance(self.store, CachedStore):
+            return self.store.read_known(key, sha256, size, check, most_bytes)
+        data = self.store.read(key, most_bytes)
+        check(data)
+        return data
+
+    def slots(self, prefix: str = keys.VERSIONS) -> Listing:
+        """The records that a listing shows.
+
+        Args:
+            prefix: Of their keys: all of them, or those of one folder (`keys.folder`).
+        """
+        found = ((keys.slot_of(info.key), info) for info in self.store.list(prefix))
+        return Listing(sorted(((slot, info) for slot, info in found if slot is not None), key=lambda pair: pair[0]))
+
+    def folds(self) -> list[tuple[Span, ObjectInfo]]:
+        """The folds that a listing shows."""
+        found = ((keys.fold_of(info.key), info) for info in self.store.list(keys.FOLDS))
+        return [(span, info) for span, info in found if span is not None]
+
+    def epochs(self) -> list[str]:
+        """Epochs that have a document, ascending."""
+        found = (keys.epoch_of(info.key) for info in self.store.list(keys.EPOCHS))
+        return sorted(epoch for epoch in found if epoch is not None)
+
+    def newest(self, listing: Listing | None = None) -> Stored | None:
+        """The newest record that can be read: of the greatest epoch that has one, the last. None if there is no record.
+
+        Damaged ones are passed over. If it is a seal, its base is the newest version, and `next_epoch` goes on.
+
+        Args:
+            listing: Of all records; made now if None.
+        """
+        found = self.slots() if listing is None else listing
+        for epoch in reversed(found.epochs):
+            for slot, info in reversed(found.of(epoch)):
+                try:
+                    stored = self.slot(slot, info)
+                except FormatError:
+                    continue
+                if stored is not None:
+                    return stored
+        return None
+
+    def numbered(self, version: int) -> Stored:
+        """The record of a version that is asked for by number: that of the greatest epoch.
+
+        Raises:
+            MissingVersionError: there is none.
+        """
+        for slot, info in reversed(self.slots(keys.folder(version)).slots):
+            if slot.version == version:
+                stored = self.slot(slot, info)
+                if stored is not None and stored.record.is_version:
+                    return stored
+        raise MissingVersionError(f"Version {version} is not in {self.store.url}: not published yet, or forgotten.")
+
+    def versions(self) -> Iterator[Version]:
+        """All versions that lead to the newest one, newest first, each read. Ends where one is missing or damaged."""
+        stored = self.newest()
+        at = None if stored is None else stored.version if stored.record.is_version else stored.record.base
+        while at is not None:
+            try:
+                found = self.record(at)
+            except (MissingVersionError, FormatError):
+                return
+            yield found.version
+            at = found.record.base
