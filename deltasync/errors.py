@@ -9,8 +9,7 @@
     ├── ChainError                     5  versions do not connect
     │   ├── NotPublishedError          5    the channel has no version yet: wait
     │   ├── MissingVersionError        5    a version or a payload it needs is gone
-    │   ├── HeadRewindError            5    head names an older version than before
-    │   ├── StaleHeadError             5    head names a version that is too old to be taken
+    │   ├── StaleChannelError          5    the newest version is too old to be taken
     │   └── RunMismatchError           5    the channel now belongs to another run
     ├── StoreError                     6  the object store refused or failed
     │   ├── ObjectMissingError         6    no object has this key
@@ -18,9 +17,9 @@
     │   └── TransientStoreError        6    worth another try
     ├── PublishError                   7  a version did not become visible
     │   ├── ChannelInUseError          7    the channel holds a run; resume it or choose another URL
-    │   ├── HeadConflictError          7    another publisher wrote this version; ours is not visible
-    │   ├── PublishLostError           7    given up after all retries; the next publish is an anchor
-    │   └── PublishStateUnknownError   7    the manifest is stored, the head may or may not be
+    │   ├── FencedError                7    another publisher has opened the channel; this one must stop
+    │   ├── PublishPendingError        7    the store has not answered yet; the next publish asks again
+    │   └── PublishLostError           7    given up after all retries; the next publish is an anchor
     ├── ModelMismatchError             8  names, shapes or dtypes differ from the channel's
     ├── ApplyError                     9  a version did not become live
     │   ├── StageError                 9    live weights untouched, retry
@@ -92,11 +91,7 @@ class MissingVersionError(ChainError):
     """A version, or an object that a version refers to, is not in the store."""
 
 
-class HeadRewindError(ChainError):
-    """Head names an older version than one that was already served."""
-
-
-class StaleHeadError(ChainError):
+class StaleChannelError(ChainError):
     """The newest version is older than is allowed: nothing newer was published, or it is kept back."""
 
 
@@ -132,16 +127,16 @@ class ChannelInUseError(PublishError):
     """The channel already holds a run; resume it or choose another URL."""
 
 
-class HeadConflictError(PublishError):
-    """Another publisher wrote this version; nothing of ours became visible."""
+class FencedError(PublishError):
+    """Another publisher has opened the channel, or has written this version; nothing of ours became visible. Stop."""
+
+
+class PublishPendingError(PublishError):
+    """The store has not said whether it has the version; the same bytes are put again by the next publish."""
 
 
 class PublishLostError(PublishError):
     """The version was given up after all retries and is not visible; the next publish starts from an anchor."""
-
-
-class PublishStateUnknownError(PublishError):
-    """The manifest is stored but the head may not be; re-read head before drawing conclusions."""
 
 
 class ModelMismatchError(DeltaSyncError):

@@ -15,12 +15,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from deltasync import layout
+from deltasync.channel import keys
+from deltasync.channel.documents import SMALL_BYTES, Epoch, Number, Sha256, Version
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     UNREADABLE_JSON,
@@ -30,7 +31,6 @@ from deltasync.errors import (
     ObjectMissingError,
     TransientStoreError,
 )
-from deltasync.manifest import Count
 from deltasync.stores.base import ObjectInfo, Store
 
 LIVE_S = 60.0
@@ -47,7 +47,8 @@ _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
 _LOOK_S = 1.0  # at least for each look, also for the one at the end
 
-_MOST_BYTES = 1 << 20  # of a heartbeat or a server's answer
+_MOST_BYTES = 1 << 20  # of a server's answer
+_ERROR = 500  # characters
 _MOST_HEARTBEATS = 4096
 _AT_ONCE = 32
 
@@ -62,25 +63,36 @@ class Heartbeat:
     Attributes:
         replica_id: Its name.
         run_id: The run it follows, None before it knows.
-        version: Version it serves, None before the first.
+        version, epoch, sha256: Identity of the version that it serves, None before the first.
         state: `waiting`, `staging`, `committing`, `serving`, `sleeping`, `failed` or `stopped`.
-        head_version: Newest version it has seen.
+        newest_version: Newest version it has seen.
         error: What is wrong, None if nothing is.
         time_s: Seconds since the epoch, by the replica's clock.
     """
 
     replica_id: str
     run_id: str | None
-    version: Count | None
+    version: Number | None
     state: str
-    head_version: Count | None = None
+    epoch: Epoch | None = None
+    sha256: Sha256 | None = None
+    newest_version: Number | None = None
     error: str | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def serving(self) -> Version | None:
+        """The version that it serves; None before the first, and where it does not say which of that number."""
+        if self.version is None or self.epoch is None or self.sha256 is None:
+            return None
+        return Version(self.version, self.epoch, self.sha256)
 
 
 def write(store: Store, heartbeat: Heartbeat) -> None:
     """Overwrite the replica's heartbeat."""
-    store.replace(layout.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
+    if heartbeat.error is not None and len(heartbeat.error) > _ERROR:
+        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: _ERROR - 4]} ...")
+    store.put(keys.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
 
 
 def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[Heartbeat]:
@@ -97,7 +109,7 @@ def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[H
         TransientStoreError: not even the names of the heartbeats are known at the deadline.
         StoreError: the heartbeats cannot be read.
     """
-    (listed,) = _each([layout.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
+    (listed,) = _each([keys.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
     if listed is None:
         raise TransientStoreError(f"The heartbeats in {store.url} could not be listed in time.")
     expired_s = time.time() - EXPIRED_S
@@ -115,13 +127,13 @@ def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[H
 
 def _read_one(store: Store, info: ObjectInfo) -> Heartbeat | None:
     with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-        return msgspec.json.decode(store.read(info.key, _MOST_BYTES), type=Heartbeat)
+        return msgspec.json.decode(store.read(info.key, SMALL_BYTES), type=Heartbeat)
     return None
 
 
 def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
     """In the place of a heartbeat that may be of this run and may not serve the version: nobody is taken to serve it."""
-    name = info.key.removeprefix(layout.REPLICAS).removesuffix(".json")
+    name = info.key.removeprefix(keys.REPLICAS).removesuffix(".json")
     error = "its heartbeat could not be read in time"
     time_s = info.modified_s or time.time()
     return Heartbeat(replica_id=name, run_id=run_id, version=None, state="unread", error=error, time_s=time_s)
@@ -160,7 +172,7 @@ def ask_status(url: str) -> dict[str, Any] | None:
 
 def wake(urls: Sequence[str], version: int) -> None:
     """Have servers look for a version now instead of at their next poll; one that does not answer is left alone."""
-    # Too short to wait for anything: a server looks at head as soon as it is asked for a version.
+    # Too short to wait for anything: a server looks as soon as it is asked for a version.
     body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
     _each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
@@ -183,7 +195,13 @@ def check_ack(ack: str | int) -> int | None:
 
 
 def wait_for(
-    store: Store, run_id: str, version: int, ack: str | int, timeout_s: float, urls: Sequence[str] = ()
+    store: Store,
+    run_id: str,
+    version: int,
+    published: Mapping[int, str],
+    ack: str | int,
+    timeout_s: float,
+    urls: Sequence[str] = (),
 ) -> list[Heartbeat]:
     """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
 
@@ -191,6 +209,8 @@ def wait_for(
         store: The channel's store.
         run_id: The run whose replicas count.
         version: Which; a replica that serves a later one counts too.
+        published: Digests of the records that the caller published, by number; later ones may come in meanwhile. A replica
+            counts by its version's digest, never by the number alone.
         ack: `any`: at least one live replica serves it. A number: at least so many do. `all`: at least one replica is live
             and every live one serves it.
         timeout_s: How long to wait. The last look may take a second more; what is not answered then is not waited for.
@@ -215,8 +235,8 @@ def wait_for(
                 raise
         else:
             live = [beat for beat in heartbeats if is_live(beat)]
-            serving = [beat for beat in live if _serves(beat, version)]
-            lagging = [beat for beat in live if not _serves(beat, version)]
+            serving = [beat for beat in live if _serves(beat, version, published)]
+            lagging = [beat for beat in live if not _serves(beat, version, published)]
             if len(serving) >= (needed or 1) and not (needed is None and lagging):
                 return serving
             if time.monotonic() >= deadline:
@@ -230,8 +250,11 @@ def is_live(heartbeat: Heartbeat) -> bool:
     return heartbeat.state != STOPPED and _age_s(heartbeat) < LIVE_S
 
 
-def _serves(heartbeat: Heartbeat, version: int) -> bool:
-    return heartbeat.state not in ("failed", STOPPED) and heartbeat.version is not None and heartbeat.version >= version
+def _serves(heartbeat: Heartbeat, version: int, published: Mapping[int, str]) -> bool:
+    serving = heartbeat.serving
+    if serving is None or serving.version < version or heartbeat.state in ("failed", STOPPED):
+        return False
+    return published.get(serving.version) == serving.sha256
 
 
 def _age_s(heartbeat: Heartbeat) -> float:
@@ -265,7 +288,7 @@ def _explain(
 
 
 def _describe(heartbeat: Heartbeat) -> str:
-    serves = "no version" if heartbeat.version is None else f"version {heartbeat.version}"
+    serves = "no version" if heartbeat.version is None else f"version {heartbeat.serving or heartbeat.version}"
     error = "" if heartbeat.error is None else f", error: {heartbeat.error}"
     return f"{heartbeat.replica_id} (serves {serves}, {heartbeat.state}, {_age_s(heartbeat):.0f} s ago{error})"
 
@@ -275,7 +298,9 @@ class _Status(msgspec.Struct):
 
     state: str
     run_id: str | msgspec.UnsetType | None = msgspec.UNSET
-    version: Count | None = None
+    version: Number | None = None
+    epoch: Epoch | None = None
+    sha256: Sha256 | None = None
     error: str | None = None
     channel: str | None = None
 
@@ -298,6 +323,7 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     except UNREADABLE_JSON as unreadable:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
     version, error, found = status.version, status.error, status.run_id
+    epoch, sha256 = status.epoch, status.sha256
     if found is msgspec.UNSET:
         version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
         found = None
@@ -306,7 +332,9 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     state = status.state
     if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
         version, state, error = None, "unreachable", f"{url} is stopping"
-    return Heartbeat(replica_id=url, run_id=found, version=version, state=state, error=error)
+    return Heartbeat(
+        replica_id=url, run_id=found, version=version, state=state, epoch=epoch, sha256=sha256, error=error
+    )
 
 
 def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:

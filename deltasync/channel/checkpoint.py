@@ -22,7 +22,7 @@ from deltasync.bits import bits_of, cast
 from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.manifest import Reference
+from deltasync.channel.documents import Reference
 from deltasync.types import Patch, TensorSpec
 
 _INDEX = "model.safetensors.index.json"
