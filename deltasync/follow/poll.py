@@ -1,4 +1,4 @@
-"""FOLLOW: when to look at head again."""
+"""When to ask for the next version again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from deltasync import layout
-from deltasync.stores.base import Store
+from deltasync.channel import keys
+from deltasync.stores.base import ObjectInfo, Store
 
 _FIRST_S = 0.02
 _GROWTH = 1.5
@@ -21,31 +21,31 @@ _LOOKS_APART = 0.03  # of the longest
 
 
 class Poll:
-    """How long to wait between two looks at head: from 20 ms, because the next version may follow soon, up to an interval.
+    """How long to wait between two requests: from 20 ms, because the next version may follow soon, up to an interval.
 
     Trainers publish at a rhythm. Around the time at which the next version is due by the last few, the waits are short
-    again: 3 % of the time between two versions, which costs up to 50 looks for each. Where the store tells of changes it is
-    only looked at rarely, while that works.
+    again: 3 % of the time between two versions, which costs up to 50 requests for each. Where the store tells of new objects
+    it is only asked rarely, while that works.
 
     Args:
         store: The channel's store.
         interval_s: Longest wait.
-        on_change: Called from another thread when head may have changed: look at once.
+        on_change: Called from another thread when there may be a new record, with what is known of it: ask at once.
     """
 
-    def __init__(self, store: Store, interval_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(self, store: Store, interval_s: float, on_change: Callable[[ObjectInfo | None], None]) -> None:
         self._interval_s = interval_s
         self._delay_s = _FIRST_S
         self._moved_s: float | None = None
         self._between_s: deque[float] = deque(maxlen=4)
-        self._watch = store.watch(layout.HEAD, on_change)
+        self._watch = store.watch(keys.VERSIONS, on_change)
 
     def delay_s(self, moved: bool, settled: bool = True) -> float:
         """Seconds to wait now.
 
         Args:
-            moved: Whether the last look brought a new version.
-            settled: Whether nothing is left to do until head changes.
+            moved: Whether the last request brought a new version.
+            settled: Whether nothing is left to do until there is a new record.
         """
         now_s = time.monotonic()
         if moved:

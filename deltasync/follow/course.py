@@ -1,0 +1,302 @@
+"""Where a replica goes next: polls, looks, and plans. It touches no weights, and is shared by every kind of replica.
+
+    poll     ask for the slot after the version that there is: one request, in steady state all there is
+    look     read head, or list, to find the newest version: at first, when lost, and now and then
+    plan     the cheapest way there (`channel.plan`)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from deltasync.channel import keys
+from deltasync.channel.documents import Version
+from deltasync.channel.keys import Slot
+from deltasync.channel.plan import find_way
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.errors import (
+    ChainError,
+    FormatError,
+    MissingVersionError,
+    NotPublishedError,
+    StaleChannelError,
+)
+from deltasync.stores.base import ObjectInfo
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Between two looks, while replicas poll; and between two tries to find a way where there was none."""
+
+_LOOK_LIVE_S = 30.0
+_LIST_EVERY = 12  # looks
+_AVOID_S = 60.0
+_SEALS = 16  # followed in one poll
+_BATCH = 64  # hops that are merged into one commit
+_BATCH_BYTES = 1 << 28  # of their payloads; what they decode to is held in memory
+_IDENTIFY = 8  # newest versions, and anchors, that the loaded weights may be
+
+
+class Course:
+    """One replica's way through a channel. Not thread-safe.
+
+    Args:
+        reader: The channel's.
+        max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
+
+    Attributes:
+        newest: The newest version that is known.
+        looked_s: When the store last answered, by `time.monotonic`; None before the first time.
+    """
+
+    def __init__(self, reader: ChannelReader, max_age_s: float | None = None) -> None:
+        self.reader = reader
+        self.newest: Version | None = None
+        self.looked_s: float | None = None
+        self._max_age_s = max_age_s
+        self._newest_created_s: float | None = None
+        self._next_epoch: str | None = None
+        self._look_due_s = 0.0
+        self._looks = 0
+        self._lost = True
+        self._rest: list[Stored] = []
+        self._found_at_once = 0
+        self._avoided: dict[str, float] = {}
+        self._suspects: set[str] = set()
+        self._singly_to = 0
+
+    def next(
+        self, have: Version | None, *, number: int | None = None, known: ObjectInfo | None = None, told: bool = False
+    ) -> list[Stored]:
+        """What to take now: records and folds that are worth one commit; nothing if there is nothing newer.
+
+        Args:
+            have: The version whose bits the replica has, None for none.
+            number: Go to this version instead of the newest.
+            known: What an event told of a new record.
+            told: Events are told, so looks can be rare.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            MissingVersionError: no way leads there now; ask again later.
+            ChainError, FormatError, StoreError: nothing to take now.
+        """
+        if number is not None:
+            return self._batch(self._to_number(have, number), have)
+        if self._rest and self._rest[0].base == have:
+            return self._batch(self._rest, have)
+        self._rest = []
+        looked = have is None or self._lost or time.monotonic() >= self._look_due_s
+        way = self._look(have) if looked else []
+        if not way and have is not None and not self._lost:
+            way = self._poll(have, known)
+        self._look_due_s = max(self._look_due_s, time.monotonic() + _LOOK_LIVE_S) if told and looked else self._look_due_s
+        self._found_at_once = self._found_at_once + 1 if way else 0
+        if self._found_at_once > 1 and len(way) == 1:
+            self._look_due_s = 0.0  # it lags behind: several versions at once are cheaper
+        return self._batch(way, have)
+
+    def refused(self, way: Sequence[Stored], failed: str | None = None) -> None:
+        """Take another way from now on than this one.
+
+        Args:
+            way: What was to be taken.
+            failed: Key of the record whose objects were missing or damaged; None where the bits were not the promised ones.
+        """
+        self._lost, self._rest = True, []
+        self._look_due_s = 0.0
+        if failed is not None:
+            self._avoided[failed] = time.monotonic()
+        elif len(way) > 1:
+            self._singly_to = way[-1].record.version  # to find out which of them it is
+        else:
+            self._suspects.update(stored.key for stored in way)
+
+    def identify(self, total: int) -> Stored | None:
+        """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
+
+        Looks at the newest versions, and at those that can be had from nothing, which is what servers load.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+        """
+        wanted = f"{total:016x}"
+        newest = self._find_newest(listed=False)
+        at: Version | None = newest
+        for _ in range(_IDENTIFY):
+            if at is None:
+                break
+            try:
+                stored = self.reader.record(at)
+            except (MissingVersionError, FormatError):
+                break
+            if stored.record.fingerprint == wanted:
+                return stored
+            at = stored.record.base
+        for key in self._sources():
+            try:
+                stored = self.reader.stored(key)
+            except (MissingVersionError, FormatError):
+                continue
+            if stored.record.fingerprint == wanted and stored.record.is_version:
+                return stored
+            if stored.record.fingerprint == wanted and stored.is_fold:
+                return self.reader.record(stored.version)
+        return None
+
+    def _sources(self) -> list[str]:
+        """Keys of the first record and of the newest folds from nothing."""
+        announced = sorted((span.version, info.key) for span, info in self.reader.folds() if span.base == 0)
+        found = [key for _, key in announced[-_IDENTIFY:][::-1]]
+        first = self.reader.slots(keys.folder(1)).slots[:1]
+        return [*found, *(info.key for _, info in first)]
+
+    def _poll(self, have: Version, known: ObjectInfo | None) -> list[Stored]:
+        """Ask for the next record."""
+        epoch = self._next_epoch or have.epoch
+        for _ in range(_SEALS):
+            slot = Slot(have.version + 1, epoch)
+            if slot.key in self._avoided or slot.key in self._suspects:
+                break
+            try:
+                stored = self.reader.slot(slot, known if known is not None and known.key == slot.key else None)
+            except FormatError as error:
+                logger.warning("%s Looking for another way.", error)
+                self._avoided[slot.key] = time.monotonic()
+                break
+            self.looked_s = time.monotonic()
+            if stored is None:
+                self._check_age()
+                return []
+            if stored.record.base != have:
+                logger.warning("%s does not follow version %s. Looking at the channel anew.", slot.key, have)
+                break
+            if stored.record.next_epoch is None:
+                self._note(stored)
+                return [stored]
+            epoch = self._next_epoch = stored.record.next_epoch
+        self._lost = True
+        return self._look(have)
+
+    def _look(self, have: Version | None) -> list[Stored]:
+        """Find the newest version, and a way there.
+
+        Raises:
+            MissingVersionError: none leads there; the next call looks again, at the earliest after `LOOK_S`.
+        """
+        now = time.monotonic()
+        self._avoided = {key: since for key, since in self._avoided.items() if now - since < _AVOID_S}
+        self._look_due_s = now + LOOK_S
+        self._looks += 1
+        listed = self._looks % _LIST_EVERY == 0
+        while True:
+            newest = self._find_newest(listed)
+            if have is not None and not _is_after(newest, have) and not listed and self._lost:
+                listed = True
+                continue
+            try:
+                return self._way(have, newest)
+            except (MissingVersionError, FormatError):
+                if listed:
+                    self._lost = True
+                    self._avoided = {}  # what the store answered once may have been wrong
+                    raise
+                listed = True  # head may be wrong
+
+    def _way(self, have: Version | None, newest: Version) -> list[Stored]:
+        way: list[Stored] = []
+        if have is None or _is_after(newest, have):
+            way = find_way(self.reader, have, newest, self._avoided.keys() | self._suspects)
+            self._next_epoch = None
+        if way:
+            self._note(way[-1])
+        self._lost = False
+        self._check_age()
+        return way
+
+    def _find_newest(self, listed: bool) -> Version:
+        """By head, or by a listing."""
+        head = None if listed else self.reader.head()
+        if head is not None:
+            self.looked_s = time.monotonic()
+            self._known(head.newest)
+            return head.newest
+        self.reader.check_run()
+        stored = self.reader.newest()
+        self.looked_s = time.monotonic()
+        if stored is None:
+            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
+        if stored.record.is_version:
+            self._note(stored)
+            return stored.version
+        if stored.record.base is None:
+            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
+        self._next_epoch = stored.record.next_epoch
+        self._known(stored.record.base)
+        return stored.record.base
+
+    def _to_number(self, have: Version | None, number: int) -> list[Stored]:
+        newest = self._find_newest(listed=False)
+        if number > newest.version:
+            newest = self._find_newest(listed=True)
+        if not 1 <= number <= newest.version:
+            raise MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
+        target = newest if number == newest.version else self.reader.numbered(number).version
+        backward = have is not None and have.version >= target.version and have != target
+        way = find_way(self.reader, None if backward else have, target, self._avoided.keys() | self._suspects)
+        self._rest, self._lost = [], True
+        return way
+
+    def _batch(self, way: Sequence[Stored], have: Version | None) -> list[Stored]:
+        """The first hops of a way that are worth one commit; the rest is remembered.
+
+        Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
+        replica that serves must not go back to an older version in between.
+        """
+        most = 1 if have is not None and have.version < self._singly_to else _BATCH
+        count, payload_bytes = 0, 0
+        onward = have is not None and bool(way) and way[0].use_anchor
+        for stored in way:
+            payload_bytes += stored.payload_bytes
+            if onward and stored.record.version <= have.version + 1:  # type: ignore[union-attr]
+                count += 1
+                continue
+            if count and not onward and (way[0].use_anchor or count >= most or payload_bytes > _BATCH_BYTES):
+                break
+            count += 1
+        self._rest = list(way[count:])
+        return list(way[:count])
+
+    def _note(self, stored: Stored) -> None:
+        """A record that was read is the newest that is known."""
+        self._known(stored.version)
+        if self.newest == stored.version:
+            self._newest_created_s = stored.record.created_s
+
+    def _known(self, version: Version) -> None:
+        if self.newest is None or _is_after(version, self.newest):
+            self.newest, self._newest_created_s = version, None
+
+    def _check_age(self) -> None:
+        """Raises StaleChannelError if the newest version is too old."""
+        if self._max_age_s is None or self.newest is None:
+            return
+        if self._newest_created_s is None:
+            self._newest_created_s = self.reader.record(self.newest).record.created_s
+        age_s = time.time() - self._newest_created_s
+        if age_s > self._max_age_s:
+            raise StaleChannelError(
+                f"The newest version, {self.newest.version}, is {age_s:.0f} s old; at most {self._max_age_s:g} s are allowed. "
+                "Nothing newer was published, or somebody keeps it back."
+            )
+
+
+def _is_after(one: Version, other: Version) -> bool:
+    """Whether a replica that has the other may go to it: by epoch, then by number."""
+    return (one.epoch, one.version) > (other.epoch, other.version)
+
+
+__all__ = ["LOOK_S", "ChainError", "Course"]
