@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from deltasync.bits import tensor_of
-from deltasync.codec.base import OldBits, Payload, Table, Wanted, spec_for, take
+from deltasync.codec.base import Encoded, OldBits, Payload, Table, Wanted, spec_for, take
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError
 from deltasync.kernels.coder import Blocks
@@ -105,7 +105,7 @@ class BlockEncoder:
         blocks = Blocks.around(spec.element_count, BLOCK, index_K, first, last)
         self._changes.append(Change(spec, index_K, step_K, new, fingerprint, first, blocks))
 
-    def finish(self, version: int, base_version: int) -> bytes:
+    def finish(self, version: int, base_version: int) -> Encoded:
         """See `DeltaEncoder.finish`."""
         table = Table()
         models, group_of = self._fit()
@@ -128,7 +128,7 @@ class BlockEncoder:
         table.arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         table.arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
         table.arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
-        return table.save(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
+        return table.finish(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
 
     def _fit(self) -> tuple[list[Model], list[int]]:
         """The models, and which of them each change has."""
