@@ -201,7 +201,7 @@ class JobMaker:
             new, (start, _) = self.shadow.bits[name], self.shadow.ranges[name]
             encoder.add(self.specs[name], patch.index_K, patch.data, new, digest, start)
         part = layout.delta_part(self._peers.rank + 1, self._peers.size)
-        return [(part, encoder.finish(version, base_version))]
+        return [(part, encoder.finish(version, base_version).to_bytes())]
 
     def _anchor_files(self) -> tuple[Spool | None, list[tuple[str, Contents]], int]:
         """The checkpoint directory of the shadow, and the bytes of its weights: a copy, in memory until it is uploaded.

@@ -93,7 +93,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
             index_K, step_K = cpu.diff(old[tensor], new[tensor])
             if index_K.size:
                 encoder.add(spec, index_K, step_K, new[tensor], _FINGERPRINT)
-        return encoder.finish(2, 1)
+        return encoder.finish(2, 1).to_bytes()
 
     def apply(payload: bytes, live: Bits) -> None:
         opened = codec.open_payload(payload)

@@ -2,12 +2,13 @@
 
 The payload is a safetensors file. Its `__metadata__` holds strings only:
 
-    format        "deltasync/1"
+    format        "deltasync/2"
     codec         "raw" | "packed" | "context"
     version, base_version   decimal
     patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta, ...codec's own fields}}
 
-plus whatever the codec adds. Tensors that did not change are not named.
+plus whatever the codec adds. Tensors that did not change are not named. Payloads have no entry named `.record`; where a
+payload is part of a record, that entry is the record's document, which is not this room's business.
 """
 
 from __future__ import annotations
@@ -22,18 +23,37 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
-from safetensors.torch import save as safetensors_save
 
-from deltasync.bits import bits_of
-from deltasync.errors import CorruptDataError, UnsupportedFormatError
-from deltasync.manifest import FORMAT
+from deltasync.bits import bits_of, dtype_name
+from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
 from deltasync.types import Patch, TensorSpec
+
+FORMAT = "deltasync/2"
+
+RECORD = ".record"
+"""The entry that a record has beside those of its payload."""
 
 MOST_HEADER_BYTES = 100_000_000
 """What the safetensors library reads at most."""
 
 LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
 """What the safetensors library, or torch for it, raises about files that are none."""
+
+_ENTRY_DTYPES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+}
+"""What safetensors calls torch's dtypes."""
 
 OldBits = Callable[[str], np.ndarray]
 Wanted = Callable[[str], np.ndarray | None]
@@ -57,9 +77,26 @@ class DeltaEncoder(Protocol):
         """
         ...
 
-    def finish(self, version: int, base_version: int) -> bytes:
+    def finish(self, version: int, base_version: int) -> Encoded:
         """The payload."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded delta that is not yet a file: entries and metadata of the payload (see `body`)."""
+
+    arrays: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload file."""
+        return sum(buffer.nbytes for buffer in body(self.arrays, self.metadata))
+
+    def to_bytes(self) -> bytes:
+        """The payload file."""
+        return b"".join(body(self.arrays, self.metadata))
 
 
 class Codec(Protocol):
@@ -120,8 +157,8 @@ class Table:
         self.rows: dict[str, dict[str, Any]] = {}
         self.arrays: dict[str, torch.Tensor] = {}
 
-    def save(self, codec: str, version: int, base_version: int, extra: Mapping[str, str]) -> bytes:
-        """The safetensors file."""
+    def finish(self, codec: str, version: int, base_version: int, extra: Mapping[str, str]) -> Encoded:
+        """The payload."""
         metadata = {
             "format": FORMAT,
             "codec": codec,
@@ -130,7 +167,47 @@ class Table:
             "patches": json.dumps(self.rows, separators=(",", ":")),
             **extra,
         }
-        return safetensors_save(self.arrays, metadata)
+        return Encoded(self.arrays, metadata)
+
+
+def body(
+    arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str], record_bytes: int | None = None
+) -> list[memoryview]:
+    """A safetensors file, or all of a record that precedes the bytes of its document.
+
+    The safetensors library puts entries into an order of its own, in which `.record` need not be the last, and metadata into
+    any order. Here large items come first, so that all are aligned, and the same input gives the same bytes.
+
+    Args:
+        arrays: The entries, on the host.
+        metadata: The `__metadata__`.
+        record_bytes: Size of the last entry, `.record`, whose bytes are not included; None for none. A body does not become
+            shorter by a larger one.
+
+    Returns:
+        Buffers whose concatenation it is. They share memory with contiguous `arrays`.
+
+    Raises:
+        ModelMismatchError: an entry has a name that only the format may use, or a dtype that is not supported.
+    """
+    if clash := arrays.keys() & {"__metadata__", RECORD}:
+        raise ModelMismatchError(f"A tensor cannot be named {clash.pop()!r}.")
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    buffers: list[memoryview] = []
+    end = 0
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].element_size()):
+        start, end = end, end + array.nbytes
+        header[name] = _entry(_ENTRY_DTYPES[dtype_name(array.dtype)], list(array.shape), start, end)
+        buffers.append(bits_of(array).view(np.uint8).data)
+    if record_bytes is not None:
+        header[RECORD] = _entry("U8", [record_bytes], end, end + record_bytes)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return [memoryview(struct.pack("<Q", len(text)) + text), *buffers]
+
+
+def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 def open_payload(data: bytes) -> Payload:
@@ -149,7 +226,7 @@ def open_payload(data: bytes) -> Payload:
             version=int(metadata["version"]),
             base_version=int(metadata["base_version"]),
             patches=json.loads(metadata["patches"]),
-            arrays=load_tensors(data),
+            arrays={name: array for name, array in load_tensors(data).items() if name != RECORD},
             metadata=metadata,
         )
         rows = payload.fingerprints

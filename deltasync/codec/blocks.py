@@ -7,8 +7,9 @@
     .tables  uint8[T]      the tables of all groups, one after the other, without gaps
 
 A block is `block_elements` (metadata) elements of a tensor, its last one what is left; one without changes has no words.
-A tensor's row in the table of patches names its group by number. A tensor for which all that is larger than its plain bits
-is stored as `{name}` in the served dtype and shape, marked `"dense": true`.
+A tensor's row in the table of patches names its group by number. A tensor for which all that is larger than all its bits is
+stored as `{name}`: in its dtype and shape, marked `"dense": true`, or compressed, marked `"dense": [sizes of its planes]`
+(`dense` describes them).
 
 Tensors with many changes have a group of their own; the others share one with those that are alike, so that tables cost
 little next to what they describe.
@@ -25,13 +26,15 @@ import numpy as np
 import torch
 
 from deltasync.bits import tensor_of
-from deltasync.codec.base import OldBits, Payload, Table, Wanted, spec_for, take
+from deltasync.codec import dense
+from deltasync.codec.base import RECORD, Encoded, OldBits, Payload, Table, Wanted, spec_for, take
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError
 from deltasync.kernels.coder import Blocks
 from deltasync.types import Patch, TensorSpec, index_dtype
 
 BLOCK = 1 << 19
+_RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # no entry of a tensor may have these names
 OWN_GROUP = 1 << 15  # changed elements from which on a tensor has tables of its own
 
 
@@ -46,6 +49,11 @@ class Change:
     fingerprint: str
     first_block: int
     blocks: Blocks
+
+    @property
+    def whole(self) -> bool:
+        """Whether `new` are all elements of the tensor."""
+        return self.new.size == self.spec.element_count
 
 
 class Model(Protocol):
@@ -105,7 +113,7 @@ class BlockEncoder:
         blocks = Blocks.around(spec.element_count, BLOCK, index_K, first, last)
         self._changes.append(Change(spec, index_K, step_K, new, fingerprint, first, blocks))
 
-    def finish(self, version: int, base_version: int) -> bytes:
+    def finish(self, version: int, base_version: int) -> Encoded:
         """See `DeltaEncoder.finish`."""
         table = Table()
         models, group_of = self._fit()
@@ -114,13 +122,12 @@ class BlockEncoder:
         for change, group in zip(self._changes, group_of, strict=True):
             row = table.rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
             coded, row_BF = models[group].encode(change)
-            whole = change.new.size == change.spec.element_count
-            if whole and coded.nbytes + row_BF.nbytes >= change.new.nbytes:
-                row["dense"] = True
-                table.arrays[change.spec.name] = tensor_of(change.new.copy(), change.spec)
+            found = _dense(change, coded.nbytes + row_BF.nbytes)
+            if found is not None:
+                row["dense"], table.arrays[change.spec.name] = found
                 continue
             row["group"] = used.setdefault(group, len(used))
-            if not whole:
+            if not change.whole:
                 row["blocks"] = [change.first_block, change.first_block + len(row_BF)]
             words.append(coded)
             blocks.append(row_BF)
@@ -128,7 +135,7 @@ class BlockEncoder:
         table.arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         table.arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
         table.arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
-        return table.save(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
+        return table.finish(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
 
     def _fit(self) -> tuple[list[Model], list[int]]:
         """The models, and which of them each change has."""
@@ -142,6 +149,17 @@ class BlockEncoder:
         return [self._model.fit(changes) for changes in members.values()], [number[key] for key in keys]
 
 
+def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | None:
+    """The mark and the entry of a dense tensor, or None if sparse is smaller."""
+    # Compressed, bits rarely take less than half of their bytes.
+    if not change.whole or change.spec.name in _RESERVED or 2 * sparse_bytes < change.new.nbytes:
+        return None
+    found = dense.compress(change.new)
+    if found is not None and found[1].nbytes < sparse_bytes:
+        return found
+    return (True, tensor_of(change.new.copy(), change.spec)) if sparse_bytes >= change.new.nbytes else None
+
+
 def decode(
     model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None, wanted: Wanted | None
 ) -> Iterator[Patch]:
@@ -152,8 +170,11 @@ def decode(
     streams = _Streams(model, payload, block_elements)
     for name, row in payload.patches.items():
         spec = spec_for(specs, name, row["changed"])
-        if row.get("dense"):
-            yield Patch(name, None, take(payload, name, spec.dtype, spec.element_count), absolute=True)
+        if mark := row.get("dense"):
+            plain = mark is True
+            array = payload.arrays.get(name)
+            data = take(payload, name, spec.dtype, spec.element_count) if plain else dense.decompress(array, mark, spec)
+            yield Patch(name, None, data, absolute=True)
         else:
             ranges = None if wanted is None else wanted(name)
             patch = streams.next_patch(spec, row, old, ranges)

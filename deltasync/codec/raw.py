@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deltasync.bits import tensor_of
-from deltasync.codec.base import OldBits, Payload, Table, Wanted, spec_for, take
+from deltasync.codec.base import Encoded, OldBits, Payload, Table, Wanted, spec_for, take
 from deltasync.errors import CorruptDataError
 from deltasync.types import Patch, TensorSpec, index_dtype
 
@@ -38,7 +38,7 @@ class RawEncoder:
         self._element_count += spec.element_count
         self._changed += index_K.size
 
-    def finish(self, version: int, base_version: int) -> bytes:
+    def finish(self, version: int, base_version: int) -> Encoded:
         """See `DeltaEncoder.finish`."""
         unchanged = 1 - self._changed / self._element_count if self._element_count else 1.0
         blog = {
@@ -47,7 +47,7 @@ class RawEncoder:
             "sparsity": str(unchanged),
             "changed_params": json.dumps(list(self._table.rows)),
         }
-        return self._table.save(RawCodec.name, version, base_version, blog)
+        return self._table.finish(RawCodec.name, version, base_version, blog)
 
 
 class RawCodec:

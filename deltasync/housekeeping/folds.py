@@ -66,7 +66,7 @@ def write_fold(
             encoder.add(reader.specs[name], index_K, step_K, new_N, fingerprint.to_hex(fingerprints[name]))
             changed += index_K.size
         progress("tensors", done, len(reader.specs))
-    payload = encoder.finish(version, base) if changed else None
+    payload = encoder.finish(version, base).to_bytes() if changed else None
     return store_fold(reader, base, version, codec_name=codec_name, changed=changed, payload=payload, signer=signer)
 
 

@@ -53,7 +53,7 @@ def payloads(name: str) -> Iterator[bytes]:
                 step_K = new_N[index_K] - old_N[index_K]
                 digest = fingerprint.to_hex(reference.fingerprint(fingerprint.tensor_key(spec.name), new_N))
                 encoder.add(spec, index_K, step_K, new_N, digest)
-            yield encoder.finish(2, 1)
+            yield encoder.finish(2, 1).to_bytes()
 
 
 def weight_files() -> Iterator[bytes]:

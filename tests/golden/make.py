@@ -142,7 +142,6 @@ def publish(
         mock.patch("deltasync.jobs.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.housekeeping.folds.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
-        mock.patch("deltasync.codec.base.safetensors_save", save),
         mock.patch("deltasync.anchor.safetensors_save", save),
         Publisher(
             f"file://{folder}",

@@ -420,7 +420,7 @@ def _wrong_fold(store: Store) -> None:
     encoder = codec.get("packed").encoder()
     digest = fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key("w"), new))
     encoder.add(reader.specs["w"], index_K[1:], step_K[1:], new, digest)
-    payload = encoder.finish(6, 2)
+    payload = encoder.finish(6, 2).to_bytes()
     housekeeping.store_fold(reader, 2, 6, codec_name="packed", changed=index_K.size - 1, payload=payload)
 
 

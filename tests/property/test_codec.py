@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from deltasync import codec, fingerprint
-from deltasync.bits import bits_of
-from deltasync.codec import blocks
+from deltasync.bits import bits_of, tensor_of
+from deltasync.codec import DeltaEncoder, blocks
+from deltasync.codec.base import body
 from deltasync.codec.context import ContextModel, classes_of
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
-from deltasync.errors import CorruptDataError, StageError, UnsupportedFormatError
+from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
 from deltasync.kernels import coder_reference, reference
 from deltasync.types import TensorSpec
 from tests import strategies as our
@@ -36,7 +37,7 @@ def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.param
 
 
-def _encode(codec_name: str, model: Model) -> bytes:
+def _encoder(codec_name: str, model: Model) -> DeltaEncoder:
     specs, old, new = model
     encoder = codec.get(codec_name).encoder()
     for name, spec in specs.items():
@@ -44,7 +45,11 @@ def _encode(codec_name: str, model: Model) -> bytes:
         if index_K.size:
             digest = reference.fingerprint(fingerprint.tensor_key(name), new[name])
             encoder.add(spec, index_K, step_K, new[name], fingerprint.to_hex(digest))
-    return encoder.finish(8, 7)
+    return encoder
+
+
+def _encode(codec_name: str, model: Model) -> bytes:
+    return _encoder(codec_name, model).finish(8, 7).to_bytes()
 
 
 def _assert_leads_from_old_to_new(data: bytes, model: Model) -> None:
@@ -251,7 +256,7 @@ def test_safetensors_opens_every_payload(codec_name: str, model: Model) -> None:
         file.flush()
         with safe_open(file.name, framework="pt") as opened:
             metadata = opened.metadata()
-            assert metadata["format"] == "deltasync/1"
+            assert metadata["format"] == "deltasync/2"
             assert metadata["codec"] == codec_name
             assert (metadata["version"], metadata["base_version"]) == ("8", "7")
             rows = json.loads(metadata["patches"])
@@ -261,6 +266,73 @@ def test_safetensors_opens_every_payload(codec_name: str, model: Model) -> None:
     assert {name: row["changed"] for name, row in rows.items()} == {
         name: int((old[name] != new[name]).sum()) for name in specs if (old[name] != new[name]).any()
     }
+
+
+ENTRIES = {f"{dtype}{kind}": (dtype, shape) for dtype in (*our.DTYPES, "bool") for kind, shape in (("", (3,)), ("~", ()))}
+
+
+@pytest.mark.parametrize("record_bytes", [None, 0, 1, 1000])
+@pytest.mark.parametrize("named", [["bfloat16"], [], [*ENTRIES, "~~", "empty"]], ids=["one", "none", "all"])
+def test_a_body_is_a_file_whose_last_entry_is_the_record(named: list[str], record_bytes: int | None) -> None:
+    random = np.random.default_rng(0)
+    arrays = {}
+    for name in named:
+        dtype, shape = ENTRIES.get(name, ("uint8", (0,) if name == "empty" else (5,)))
+        spec = TensorSpec(name, dtype, shape)
+        values = random.integers(0, 2 if dtype == "bool" else 256, spec.element_count * spec.item_bytes, np.uint8)
+        arrays[name] = tensor_of(values.view(spec.bits_dtype), spec)
+    document = random.integers(0, 256, record_bytes or 0, np.uint8)
+    buffers = body(arrays, {"format": "ü"} if named else {}, record_bytes)
+    assert sum(map(len, buffers)) == len(b"".join(buffers))
+    for array in arrays.values():
+        if array.numel():
+            assert any(
+                buffer.nbytes and np.frombuffer(buffer, np.uint8).ctypes.data == array.data_ptr() for buffer in buffers
+            )
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(b"".join([*buffers, document.data]))
+        file.flush()
+        with safe_open(file.name, framework="pt") as opened:
+            assert set(opened.keys()) == {*arrays, *([] if record_bytes is None else [".record"])}
+            assert opened.metadata() == ({"format": "ü"} if named else None)
+            for name, array in arrays.items():
+                found = opened.get_tensor(name)
+                assert (found.dtype, found.shape) == (array.dtype, array.shape)
+                np.testing.assert_array_equal(bits_of(found), bits_of(array))
+            if record_bytes is not None:
+                np.testing.assert_array_equal(opened.get_tensor(".record").numpy(), document)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_a_longer_record_never_shortens_its_body(one: int, other: int) -> None:
+    arrays = {"w": torch.zeros(10)}
+    lengths = [sum(map(len, body(arrays, {}, record_bytes))) for record_bytes in sorted((one, other))]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", ".record"])
+def test_a_tensor_cannot_have_a_name_of_the_container(name: str) -> None:
+    with pytest.raises(ModelMismatchError, match=name):
+        body({name: torch.zeros(1)}, {})
+
+
+@CODECS
+@given(model=our.model_pairs())
+def test_a_record_reads_as_its_payload(codec_name: str, model: Model) -> None:
+    encoded = _encoder(codec_name, model).finish(8, 7)
+    data = encoded.to_bytes()
+    assert len(data) == encoded.nbytes
+    record = b"".join([*body(encoded.arrays, encoded.metadata, 5), b"12345"])
+    _assert_leads_from_old_to_new(record, model)
+    assert codec.open_payload(record).arrays.keys() == codec.open_payload(data).arrays.keys()
+    assert data == _encode(codec_name, model)
+
+
+def test_a_payload_of_another_format_is_not_read() -> None:
+    encoded = _encoder("packed", _like_training("bfloat16", 1000, 0.1)).finish(8, 7)
+    data = b"".join(body(encoded.arrays, encoded.metadata | {"format": "deltasync/1"}))
+    with pytest.raises(UnsupportedFormatError, match="deltasync/1"):
+        codec.open_payload(data)
 
 
 @given(our.model_pairs())

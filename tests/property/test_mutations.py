@@ -50,7 +50,7 @@ def test_no_mutation_gives_wrong_bits_under_the_right_fingerprint(name: str, tim
     index_K, step_K = cpu.diff(old_N, new_N)
     encoder = codec.get(name).encoder()
     encoder.add(SPEC, index_K, step_K, new_N, "0" * 16)
-    payload = encoder.finish(2, 1)
+    payload = encoder.finish(2, 1).to_bytes()
     wanted = cpu.fingerprint(KEY, new_N)
     rng = random.Random(0)
     errors = 0

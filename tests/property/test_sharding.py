@@ -51,7 +51,7 @@ def encoded(shadow: Shadow, changes: dict, name: str) -> bytes:
         for tensor, patch in changes.items():
             start = shadow.ranges[tensor][0]
             encoder.add(shadow.specs[tensor], patch.index_K, patch.data, shadow.bits[tensor], "0" * 16, start)
-        return encoder.finish(2, 1)
+        return encoder.finish(2, 1).to_bytes()
 
 
 @pytest.mark.parametrize("codec_name", ["packed", "raw"])

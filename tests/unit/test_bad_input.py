@@ -372,7 +372,7 @@ def _set_row(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     "change",
     [
-        _set_metadata("format", "deltasync/2"),
+        _set_metadata("format", "deltasync/1"),
         _set_metadata("codec", "raw"),
         _set_metadata("codec", "telepathy"),
         _set_metadata("version", "3"),

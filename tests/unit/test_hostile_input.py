@@ -19,6 +19,7 @@ import deltasync
 from deltasync import Publisher, Replica, codec, heartbeat, layout, manifest, open_store
 from deltasync.anchor import metadata
 from deltasync.checkpoint import load
+from deltasync.codec.base import FORMAT
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, StageError
 from deltasync.heartbeat import Heartbeat, heartbeat_of
 from deltasync.live import LiveMemory
@@ -115,7 +116,7 @@ def test_a_delta_of_other_shapes_is_corrupt(store: FaultyStore, name: str) -> No
     index_K, step_K = np.array([3, 79_999], np.int32), np.array([1, 1], np.uint16)
     encoder = codec.get(name).encoder()
     encoder.add(spec, index_K, step_K, np.zeros(spec.element_count, np.uint16), "0" * 16)
-    _replace_payload(store, encoder.finish(2, 1))
+    _replace_payload(store, encoder.finish(2, 1).to_bytes())
     _refused(store, "w")
 
 
@@ -125,7 +126,7 @@ def test_a_delta_of_other_dtypes_is_corrupt_or_not_the_published_bits(store: Fau
     index_K = np.arange(0, 800, 3, dtype=np.int32)
     spec = TensorSpec("w", "float64", (20, 40))
     encoder.add(spec, index_K, np.full(index_K.size, 1 << 40, np.uint64), np.zeros(800, np.uint64), "0" * 16)
-    _replace_payload(store, encoder.finish(2, 1))
+    _replace_payload(store, encoder.finish(2, 1).to_bytes())
     replica = Replica(store)
     replica.sync(1)
     with pytest.raises(DeltaSyncError):
@@ -149,7 +150,7 @@ def test_a_payload_with_more_tables_than_patches_is_corrupt(store: FaultyStore) 
 
 def _payload_metadata(rows: dict[str, Any], block_elements: str = "", name: str = "packed") -> dict[str, str]:
     return {
-        "format": manifest.FORMAT,
+        "format": FORMAT,
         "codec": name,
         "version": "2",
         "base_version": "1",

@@ -37,7 +37,7 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
         half = (number - 1) * 50 if len(indices) < 50 else 0
         digest = fingerprint.to_hex(whole + error)
         encoder.add(SPEC, index_K, np.ones(len(indices), np.uint16), new[half:], digest, half)
-        key, data = f"{layout.delta_dir(2)}/{layout.delta_part(number, len(parts))}", encoder.finish(2, 1)
+        key, data = f"{layout.delta_dir(2)}/{layout.delta_part(number, len(parts))}", encoder.finish(2, 1).to_bytes()
         store.create(key, data)
         files.append(FileRef(key=key, bytes=len(data), sha256=manifest.sha256_hex(data)))
     sha256 = manifest.sha256_hex(store.read(layout.manifest(1)))
@@ -93,7 +93,7 @@ def test_payloads_that_contradict_each_other_are_refused(memory_url: str, codec_
 def test_blocks_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
     encoder = codec.get("packed").encoder()
     encoder.add(SPEC, np.array([60], np.int32), np.ones(1, np.uint16), np.ones(50, np.uint16), "0" * 16, 50)
-    payload = codec.open_payload(encoder.finish(2, 1))
+    payload = codec.open_payload(encoder.finish(2, 1).to_bytes())
     assert payload.patches["w"]["blocks"] == [0, 1]
     damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "blocks": wrong}})
     with pytest.raises(CorruptDataError):

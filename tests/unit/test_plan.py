@@ -48,7 +48,7 @@ def write_fold(store: Store, states: list[Weights], base: int, version: int) -> 
             digest = cpu.fingerprint(fingerprint.tensor_key(name), new)
             encoder.add(spec, index_K, step_K, new, fingerprint.to_hex(digest))
             changed += index_K.size
-    data = encoder.finish(version, base)
+    data = encoder.finish(version, base).to_bytes()
     folder = layout.fold_dir(base, version)
     key = f"{folder}/{layout.delta_part(1, 1)}"
     document = Fold(
