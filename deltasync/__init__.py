@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync import errors
-    from deltasync.publisher import Publisher
-    from deltasync.receipt import Receipt
-    from deltasync.replica import Replica
+    from deltasync.publish import Publisher
+    from deltasync.publish import Receipt
+    from deltasync.follow import Replica
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Publisher": "deltasync.publisher",
-    "Receipt": "deltasync.receipt",
-    "Replica": "deltasync.replica",
+    "Publisher": "deltasync.publish",
+    "Receipt": "deltasync.publish",
+    "Replica": "deltasync.follow",
     "open_store": "deltasync.stores",
 }
 

@@ -77,14 +77,14 @@ class ReaderSettings(_Settings):
 
     Attributes:
         trusted_keys: File of public keys (`signing.Trusted`); what none of them has signed is refused. None to take all.
-        max_head_age_s: Refuse head while the version that it names was encoded longer ago; None for no limit.
+        max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
     """
 
     trusted_keys: str | Path | None = None
-    max_head_age_s: float | None = None
+    max_age_s: float | None = None
 
     def __post_init__(self) -> None:
-        _require(self.max_head_age_s is None or self.max_head_age_s > 0, "max_head_age_s must be positive.")
+        _require(self.max_age_s is None or self.max_age_s > 0, "max_age_s must be positive.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
+from deltasync.channel.keys import Span
 from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError
+from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ def find_way(
     if have is not None and 0 < target.version - have.version <= _NEAR:
         numbers = range(have.version + 1, target.version + 1)
         try:
-            return _read(reader, have, target, [Hop(number - 1, number, 0) for number in numbers], left_out, {})
+            return _read(reader, have, target, [Hop(number - 1, number, 0) for number in numbers], left_out, {}, {})
         except (MissingVersionError, FormatError) as error:
             logger.info("%s Looking for another way.", error)
     return _Search(reader, target, left_out).way(have)
@@ -116,7 +118,8 @@ class _Search:
         listing = reader.slots()
         self._epochs = {slot.version: slot.epoch for slot, _ in listing.slots if slot.epoch <= target.epoch}
         sizes = {slot.version: info.bytes for slot, info in listing.slots if slot.epoch <= target.epoch}
-        self._hops = [*_log_hops(reader, sizes), *_fold_hops(reader)]
+        self._known = {info.key: info for _, info in [*listing.slots, *(folds := reader.folds())]}
+        self._hops = [*_log_hops(reader, sizes), *_fold_hops(reader, folds)]
 
     def way(self, have: Version | None) -> list[Stored]:
         """See `find_way`."""
@@ -131,7 +134,7 @@ class _Search:
                     f"No way leads from {begin} to version {self._target}; the next anchor or fold makes one. {problem}".rstrip()
                 )
             try:
-                return _read(self._reader, have, self._target, found, self._left_out, self._epochs)
+                return _read(self._reader, have, self._target, found, self._left_out, self._epochs, self._known)
             except _ForkedError:
                 assert have is not None
                 logger.warning(
@@ -166,9 +169,9 @@ def _log_hops(reader: ChannelReader, sizes: Mapping[int, int]) -> Iterator[Hop]:
             yield Hop(0, version, size + weight_bytes)
 
 
-def _fold_hops(reader: ChannelReader) -> Iterator[Hop]:
+def _fold_hops(reader: ChannelReader, folds: Iterable[tuple[Span, ObjectInfo]]) -> Iterator[Hop]:
     weight_bytes = sum(spec.element_count * spec.item_bytes for spec in reader.specs.values())
-    for span, info in reader.folds():
+    for span, info in folds:
         yield Hop(span.base, span.version, info.bytes + (0 if span.base else weight_bytes), info.key)
 
 
@@ -179,6 +182,7 @@ def _read(
     hops: Sequence[Hop],
     left_out: Collection[str],
     epochs: Mapping[int, str],
+    known: Mapping[str, ObjectInfo],
 ) -> list[Stored]:
     """Read the objects of these hops from the end.
 
@@ -191,12 +195,12 @@ def _read(
     way: list[Stored] = []
     at: Version | None = target
     held_bytes = 0
-    reads = ahead(lambda key: _attempt(reader, key, left_out), guesses, _AHEAD)
+    reads = ahead(lambda key: _attempt(reader, key, left_out, known), guesses, _AHEAD)
     try:
         for hop, guess, read in zip(back, guesses, reads, strict=True):
             assert at is not None
             key = hop.key or at.key
-            found = read if key == guess else _attempt(reader, key, left_out)
+            found = read if key == guess else _attempt(reader, key, left_out, known)
             if isinstance(found, str):
                 raise _UnreadableError(found, hop)
             if found.version != at:
@@ -215,11 +219,13 @@ def _read(
     raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
 
-def _attempt(reader: ChannelReader, key: str, left_out: Collection[str]) -> Stored | str:
+def _attempt(
+    reader: ChannelReader, key: str, left_out: Collection[str], known: Mapping[str, ObjectInfo]
+) -> Stored | str:
     """The object, or why there is none."""
     if key in left_out:
         return f"{key} is left out."
     try:
-        return reader.stored(key)
+        return reader.stored(key, known=known.get(key))
     except (MissingVersionError, FormatError) as error:
         return str(error)

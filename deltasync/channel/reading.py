@@ -185,13 +185,13 @@ class ChannelReader:
         """
         return self.stored(version.key, version.sha256)
 
-    def stored(self, key: str, sha256: str | None = None, size: int = 0) -> Stored:
+    def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
         """A record or a fold.
 
         Args:
             key: Where it is.
             sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            size: Its bytes, 0 if they are not known.
+            known: What a listing told of it, if one did.
 
         Raises:
             MissingVersionError: not in the store.
@@ -199,7 +199,7 @@ class ChannelReader:
         """
         most = record.most_bytes(key, self.specs)
         try:
-            data = self.store.read(key, most) if sha256 is None else self._known(key, sha256, size, most)
+            data = self.store.read(key, most, known) if sha256 is None else self._known(key, sha256, 0, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -17,13 +18,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import (
-    ChainError,
-    FormatError,
-    MissingVersionError,
-    NotPublishedError,
-    StaleChannelError,
-)
+from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -58,10 +53,13 @@ class Course:
         self.looked_s: float | None = None
         self._max_age_s = max_age_s
         self._newest_created_s: float | None = None
-        self._next_epoch: str | None = None
+        self._next_epoch: str | None = None  # that a seal named
         self._look_due_s = 0.0
         self._looks = 0
         self._lost = True
+        self._problem: MissingVersionError | FormatError | None = None  # no way leads on; looked at again when a look is due
+        self._absent: tuple[str, float] | None = None  # the slot that a request said is missing, and when
+        self._lists_instead = False
         self._rest: list[Stored] = []
         self._found_at_once = 0
         self._avoided: dict[str, float] = {}
@@ -69,7 +67,13 @@ class Course:
         self._singly_to = 0
 
     def next(
-        self, have: Version | None, *, number: int | None = None, known: ObjectInfo | None = None, told: bool = False
+        self,
+        have: Version | None,
+        *,
+        number: int | None = None,
+        known: ObjectInfo | None = None,
+        now: bool = False,
+        told: bool = False,
     ) -> list[Stored]:
         """What to take now: records and folds that are worth one commit; nothing if there is nothing newer.
 
@@ -77,6 +81,7 @@ class Course:
             have: The version whose bits the replica has, None for none.
             number: Go to this version instead of the newest.
             known: What an event told of a new record.
+            now: Look although no look is due.
             told: Events are told, so looks can be rare.
 
         Raises:
@@ -84,16 +89,23 @@ class Course:
             MissingVersionError: no way leads there now; ask again later.
             ChainError, FormatError, StoreError: nothing to take now.
         """
-        if number is not None:
-            return self._batch(self._to_number(have, number), have)
-        if self._rest and self._rest[0].base == have:
+        if self._rest and self._rest[0].base == have and number in (None, self._rest[-1].record.version):
             return self._batch(self._rest, have)
         self._rest = []
-        looked = have is None or self._lost or time.monotonic() >= self._look_due_s
-        way = self._look(have) if looked else []
-        if not way and have is not None and not self._lost:
-            way = self._poll(have, known)
-        self._look_due_s = max(self._look_due_s, time.monotonic() + _LOOK_LIVE_S) if told and looked else self._look_due_s
+        if number is not None:
+            return self._batch(self._to_number(have, number), have)
+        due = now or known is not None or time.monotonic() >= self._look_due_s
+        if self._problem is not None and not due:
+            raise self._problem
+        self._problem = None
+        looks = have is None or self._lost or now or time.monotonic() >= self._look_due_s
+        try:
+            way = self._look(have, _LOOK_LIVE_S if told else LOOK_S) if looks else []
+            if not way and have is not None:
+                way = self._poll(have, known)
+        except (MissingVersionError, FormatError) as error:
+            self._problem = error
+            raise
         self._found_at_once = self._found_at_once + 1 if way else 0
         if self._found_at_once > 1 and len(way) == 1:
             self._look_due_s = 0.0  # it lags behind: several versions at once are cheaper
@@ -147,6 +159,15 @@ class Course:
                 return self.reader.record(stored.version)
         return None
 
+    def tied(self) -> dict[str, str]:
+        """Tensors that the checkpoint which the channel starts from holds under another name only."""
+        for key in self._sources():
+            with contextlib.suppress(MissingVersionError, FormatError):
+                reference = self.reader.stored(key).record.reference
+                if reference is not None:
+                    return reference.tied
+        return {}
+
     def _sources(self) -> list[str]:
         """Keys of the first record and of the newest folds from nothing."""
         announced = sorted((span.version, info.key) for span, info in self.reader.folds() if span.base == 0)
@@ -162,13 +183,14 @@ class Course:
             if slot.key in self._avoided or slot.key in self._suspects:
                 break
             try:
-                stored = self.reader.slot(slot, known if known is not None and known.key == slot.key else None)
+                stored = self._slot(slot, known)
             except FormatError as error:
                 logger.warning("%s Looking for another way.", error)
                 self._avoided[slot.key] = time.monotonic()
                 break
             self.looked_s = time.monotonic()
             if stored is None:
+                self._absent = slot.key, time.time()
                 self._check_age()
                 return []
             if stored.record.base != have:
@@ -179,17 +201,30 @@ class Course:
                 return [stored]
             epoch = self._next_epoch = stored.record.next_epoch
         self._lost = True
-        return self._look(have)
+        return self._look(have, LOOK_S)
 
-    def _look(self, have: Version | None) -> list[Stored]:
+    def _slot(self, slot: Slot, known: ObjectInfo | None) -> Stored | None:
+        """The record in a slot, by as few requests as it takes."""
+        if known is not None and known.key == slot.key:
+            return self.reader.slot(slot, known)
+        if not self._lists_instead:
+            return self.reader.slot(slot)
+        infos = {found: info for found, info in self.reader.slots(keys.folder(slot.version)).slots}
+        return self.reader.slot(slot, infos[slot]) if slot in infos else None
+
+    def _look(self, have: Version | None, due_s: float) -> list[Stored]:
         """Find the newest version, and a way there.
 
+        Args:
+            have: As in `next`.
+            due_s: When to look again.
+
         Raises:
-            MissingVersionError: none leads there; the next call looks again, at the earliest after `LOOK_S`.
+            MissingVersionError: none leads there.
         """
         now = time.monotonic()
         self._avoided = {key: since for key, since in self._avoided.items() if now - since < _AVOID_S}
-        self._look_due_s = now + LOOK_S
+        self._look_due_s = now + due_s
         self._looks += 1
         listed = self._looks % _LIST_EVERY == 0
         while True:
@@ -202,7 +237,7 @@ class Course:
             except (MissingVersionError, FormatError):
                 if listed:
                     self._lost = True
-                    self._avoided = {}  # what the store answered once may have been wrong
+                    self._avoided.clear()  # what the store answered once may have been wrong
                     raise
                 listed = True  # head may be wrong
 
@@ -222,10 +257,13 @@ class Course:
         head = None if listed else self.reader.head()
         if head is not None:
             self.looked_s = time.monotonic()
-            self._known(head.newest)
             return head.newest
         self.reader.check_run()
-        stored = self.reader.newest()
+        listing = self.reader.slots()
+        if self._absent is not None:  # something between here and the store may remember that there was nothing
+            key, since_s = self._absent
+            self._lists_instead = any(info.key == key and 0 < info.modified_s < since_s for _, info in listing.slots)
+        stored = self.reader.newest(listing)
         self.looked_s = time.monotonic()
         if stored is None:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
@@ -257,16 +295,14 @@ class Course:
         replica that serves must not go back to an older version in between.
         """
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
-        count, payload_bytes = 0, 0
-        onward = have is not None and bool(way) and way[0].use_anchor
-        for stored in way:
-            payload_bytes += stored.payload_bytes
-            if onward and stored.record.version <= have.version + 1:  # type: ignore[union-attr]
-                count += 1
-                continue
-            if count and not onward and (way[0].use_anchor or count >= most or payload_bytes > _BATCH_BYTES):
-                break
-            count += 1
+        count, payload_bytes = len(way), 0
+        if have is None or not (way and way[0].use_anchor):
+            for count, stored in enumerate(way):
+                payload_bytes += stored.payload_bytes
+                if count and (way[0].use_anchor or count >= most or payload_bytes > _BATCH_BYTES):
+                    break
+            else:
+                count = len(way)
         self._rest = list(way[count:])
         return list(way[:count])
 
@@ -298,5 +334,3 @@ def _is_after(one: Version, other: Version) -> bool:
     """Whether a replica that has the other may go to it: by epoch, then by number."""
     return (one.epoch, one.version) > (other.epoch, other.version)
 
-
-__all__ = ["LOOK_S", "ChainError", "Course"]

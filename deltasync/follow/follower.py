@@ -1,0 +1,262 @@
+"""Weights that are moved along a channel, one commit at a time: stage, commit, then confirm or roll back.
+
+Where they go is decided by `follow.course`. Every kind of replica is a course and one or more followers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deltasync import codec
+from deltasync.channel import payloads
+from deltasync.channel.documents import Record, Version
+from deltasync.channel.payloads import Fetched
+from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.record import Stored
+from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, StageError
+from deltasync.fold import fold_all
+from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
+from deltasync.types import Patch
+
+_FETCHED_AHEAD = 4  # records, while one is decoded
+_HELD = 4  # times a tensor's elements may be held as patches that are not merged yet
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedVersion:
+    """A version that is ready to commit, with what it takes to check it."""
+
+    way: Sequence[Stored]
+    staged: Staged
+    stage_s: float
+
+    @property
+    def version(self) -> Version:
+        """Where it leads."""
+        return self.way[-1].version
+
+    @property
+    def record(self) -> Record:
+        """The last document on the way."""
+        return self.way[-1].record
+
+    @property
+    def use_anchor(self) -> bool:
+        """Whether it is full weights."""
+        return self.way[0].use_anchor
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that were downloaded for it."""
+        return sum(stored.payload_bytes for stored in self.way)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A version whose bits are live but not yet confirmed; what it takes to undo it."""
+
+    staged: StagedVersion
+    report: CommitReport
+    parts_before: Parts
+
+
+class Follower:
+    """Live memory that follows a channel.
+
+    Not thread-safe, except that `stage` may run in another thread than the one that owns the live weights, because it
+    only reads them.
+
+    Attributes:
+        version: The version whose bits are live, None if they are of none.
+        failed: Key of the record whose objects were missing or damaged when `stage` raised last; None if that was not why.
+    """
+
+    def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
+        self.reader = reader
+        self.memory = memory
+        self.version: Version | None = None
+        self.failed: str | None = None
+        self._fingerprint: str | None = None
+        self._settled = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what the bits in live memory are. If not: audit them, then call `settle`."""
+        return self._settled
+
+    def identified(self, stored: Stored | None) -> None:
+        """The bits in live memory were found to be this version's, or None's."""
+        self.version = None if stored is None else stored.version
+        self._fingerprint = None if stored is None else stored.record.fingerprint
+        self._settled = True
+
+    def settle(self, total: int) -> None:
+        """Find out whose fault a failure was: the version's, or that of the bits it met, which are then of no version.
+
+        Args:
+            total: Fingerprint of the model, of an audit of all shards; -1 if copies differ.
+        """
+        if total < 0 or self._fingerprint != f"{total:016x}":
+            self.version = self._fingerprint = None
+        self._settled = True
+
+    def doubt(self) -> None:
+        """Something went wrong that may have left other bits than those of `version`."""
+        self._settled = False
+
+    def stage(self, way: Sequence[Stored]) -> StagedVersion:
+        """Fetch, check, decode, merge and translate records that follow each other. Live weights are untouched.
+
+        Raises:
+            StoreError, ChainError, FormatError, StageError: nothing changed; retry, or take another way.
+        """
+        before = time.perf_counter()
+        self.failed = None
+        with _saying_memory_is_out(way[-1].record.version):
+            if len(way) == 1:
+                patches = self._patches(way[0], self.memory.gather)
+            elif way[0].use_anchor and not any(self._needs_old(stored) for stored in way):
+                patches = self._onto_anchor(way)
+            else:
+                patches = self._merged(way)
+            staged = self.memory.stage(patches)
+        return StagedVersion(way, staged, time.perf_counter() - before)
+
+    def _patches(
+        self, stored: Stored, old: codec.OldBits, fetched: Iterator[Fetched] | None = None
+    ) -> Iterator[tuple[Patch, int]]:
+        try:
+            got = None if fetched is None else next(fetched)
+            yield from payloads.patches(self.reader, stored, old, self.memory.held, got)
+        except MissingVersionError:
+            self.failed = stored.key
+            raise
+        except CorruptDataError:
+            # Decoding by the old bits also fails if those are not what they are taken for; an audit finds out.
+            self.failed = stored.key
+            if self._needs_old(stored):
+                self._settled = False
+            raise
+
+    def _needs_old(self, stored: Stored) -> bool:
+        delta = stored.record.delta
+        return delta is not None and codec.get(delta.codec).needs_old
+
+    def _merged(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, int]]:
+        """What several records do together, tensor by tensor, with the fingerprint after the last."""
+        done, fingerprints = self._folded(way)
+        for name, expected in fingerprints.items():
+            for patch in _fold(done.pop(name)):
+                yield patch, expected
+
+    def _folded(self, way: Sequence[Stored]) -> tuple[dict[str, list[Patch]], dict[str, int]]:
+        """Patches of each tensor, oldest first, and its fingerprint after the last."""
+        done: dict[str, list[Patch]] = {}
+        fingerprints: dict[str, int] = {}
+
+        def old(name: str) -> np.ndarray:
+            bits_N = self.memory.gather(name)
+            for patch in done.get(name, ()):
+                patch.apply(bits_N)
+            return bits_N
+
+        with contextlib.closing(ahead(self._fetch, way, _FETCHED_AHEAD)) as fetched:
+            for stored in way:
+                for patch, expected in self._patches(stored, old, fetched):
+                    patches = done.setdefault(patch.name, [])
+                    patches.append(patch)
+                    if sum(each.changed for each in patches) > _HELD * self.reader.specs[patch.name].element_count:
+                        patches[:] = _fold(patches)
+                    fingerprints[patch.name] = expected
+        return done, fingerprints
+
+    def _fetch(self, stored: Stored) -> Fetched:
+        return Fetched(stored, ()) if stored.use_anchor else payloads.fetch(self.reader, stored)
+
+    def _onto_anchor(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, int]]:
+        """Full weights with what follows them, one tensor in memory at a time."""
+        done, fingerprints = self._folded(way[1:]) if len(way) > 1 else ({}, {})
+        for patch, expected in self._patches(way[0], self.memory.gather):
+            later = done.pop(patch.name, None)
+            if later is None:
+                yield patch, expected
+                continue
+            for merged in _fold([patch, *later]):
+                yield merged, fingerprints[patch.name]
+
+    def commit(self, staged: StagedVersion) -> CommittedVersion:
+        """Write a staged version; follow it by `confirm` or `rollback`.
+
+        Raises:
+            StageError: live memory was written by someone else, or there is not enough of it; the bits are as before.
+            CommitError: the write failed and could not be undone.
+        """
+        before = dict(self.memory.parts)
+        try:
+            with _saying_memory_is_out(staged.record.version):
+                return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+        except BaseException:
+            self.doubt()
+            raise
+
+    def confirm(
+        self, committed: CommittedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
+    ) -> Version:
+        """Compare the fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
+
+        Args:
+            committed: What was committed last.
+            fingerprints: Of the tensors that the version names, over all shards; None if this memory holds the whole model.
+            total: Of the model, over all shards.
+
+        Raises:
+            FingerprintMismatchError: the bits are not the published ones; they were rolled back.
+        """
+        wanted = committed.staged.staged.fingerprints
+        if fingerprints is None or total is None:
+            fingerprints = self.memory.fingerprints
+            total = model_fingerprint(fingerprints)
+        wrong = [name for name in wanted if wanted[name] != fingerprints.get(name)]
+        record = committed.staged.record
+        if wrong or f"{total:016x}" != record.fingerprint:
+            self.rollback(committed)
+            self._settled = False
+            where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
+            now = "no version" if self.version is None else f"version {self.version.version}"
+            raise FingerprintMismatchError(
+                f"Version {record.version} did not give the published bits {where}; rolled back to {now}."
+            )
+        self.version, self._fingerprint = committed.staged.version, record.fingerprint
+        return self.version
+
+    def rollback(self, committed: CommittedVersion) -> None:
+        """Bring the bits from before a commit back."""
+        self.memory.rollback(committed.report, committed.parts_before)
+
+
+def _fold(patches: Sequence[Patch]) -> list[Patch]:
+    """These patches of one tensor in one or two; in an empty one if all cancelled out."""
+    first = patches[0]
+    return fold_all(patches) or [Patch(first.name, np.empty(0, np.int32), first.data[:0], absolute=False)]
+
+
+_MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memory"
+"""What torch, Python and CUDA, of memory on the host, say then in a RuntimeError."""
+
+
+@contextlib.contextmanager
+def _saying_memory_is_out(version: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        panic = type(error).__module__ == "pyo3_runtime"  # safetensors' then, which is no Exception
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _MEMORY_IS_OUT)
+        if panic or short:
+            raise StageError(f"Not enough memory for version {version}, the one before stays live: {error}") from error
+        raise

@@ -1,0 +1,222 @@
+"""Channels of format 2 made record by record, without a publisher, so that tests can have whatever a store may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from deltasync import anchor, codec, fingerprint
+from deltasync.bits import bits_of, spec_of, tensor_of
+from deltasync.channel import documents, keys, record
+from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version, sha256_hex
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer
+from deltasync.codec.base import Encoded
+from deltasync.kernels import cpu
+from deltasync.stores import Store
+from deltasync.types import TensorSpec
+
+Weights = Mapping[str, torch.Tensor]
+EPOCH = "000001-00000001"
+RUN = "run"
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """A small model in bfloat16, with an empty, a scalar and an integer tensor."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(40, 30, generator=random).to(torch.bfloat16),
+        "layer.weight": torch.randn(30, 30, generator=random).to(torch.bfloat16),
+        "norm": torch.ones(30, dtype=torch.bfloat16),
+        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4, dtype=torch.bfloat16),
+        "ids": torch.arange(7),
+    }
+
+
+def trained(before: Weights, seed: int, fraction: float = 0.02) -> dict[str, torch.Tensor]:
+    """Some elements moved by a ulp or two; at least one changes."""
+    random = torch.Generator().manual_seed(seed)
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for tensor in after.values():
+        if tensor.dtype == torch.bfloat16:
+            mask = torch.rand(tensor.shape, generator=random) < fraction
+            tensor.view(torch.int16).add_(mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16))
+    after["ids"][0] += 1
+    return after
+
+
+@dataclasses.dataclass
+class Made:
+    """A channel in a store.
+
+    Attributes:
+        bits: The weights of each version, by the digest of its record.
+        tip: The newest version of the epoch that is written now.
+    """
+
+    store: Store
+    signer: Signer | None = None
+    codec_name: str = "packed"
+    epoch: str = EPOCH
+    tip: Version | None = None
+    bits: dict[str, Weights] = dataclasses.field(default_factory=dict)
+    specs: dict[str, TensorSpec] = dataclasses.field(default_factory=dict)
+
+    def create(self, model: Weights, fencing: str = "seal") -> None:
+        self.specs = {name: spec_of(name, tensor) for name, tensor in model.items()}
+        table = {name: (spec.dtype, spec.shape) for name, spec in self.specs.items()}
+        channel = Channel(
+            run_id=RUN,
+            created_at=documents.now(),
+            fencing=fencing,
+            epoch=self.epoch,
+            dtype="bfloat16",
+            tensors=table,
+            tensors_sha256=documents.table_sha256(table),
+        )
+        self._put(keys.CHANNEL, self._signed(keys.CHANNEL, documents.encode(channel)))
+
+    def anchor(self, model: Weights, step: int | None = None) -> Stored:
+        """The next version, of full weights."""
+        number = 1 if self.tip is None else self.tip.version + 1
+        return self.append(self._record("anchor", number, model, anchor=self.store_anchor(model, number), step=step), None, model)
+
+    def delta(self, model: Weights, parts: int = 0, step: int | None = None) -> Stored:
+        """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest."""
+        assert self.tip is not None
+        number = self.tip.version + 1
+        groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + 1)
+        files = []
+        for at, (encoded, _) in enumerate(groups[:parts], start=1):
+            key = f"{keys.parts_folder(number, self.epoch)}/{keys.part(0, at)}"
+            files.append(self.put_file(key, encoded.to_bytes()))
+        inline = groups[parts][0] if len(groups) > parts else None
+        delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups), parts=files)
+        return self.append(self._record("delta", number, model, delta=delta, step=step), inline, model)
+
+    def seal(self, next_epoch: str) -> Stored:
+        """End the log, and go on in another epoch."""
+        number = 1 if self.tip is None else self.tip.version + 1
+        sealed = Record(
+            run_id=RUN,
+            kind="seal",
+            version=number,
+            epoch=self.epoch,
+            created_at=documents.now(),
+            base=self.tip,
+            next_epoch=next_epoch,
+        )
+        stored = record.encode(sealed, keys.slot(number, self.epoch), None, self.signer)
+        self._put(stored.key, stored.data)
+        self.epoch = next_epoch
+        return stored
+
+    def fold(self, base: Version, version: Version) -> Stored:
+        """Another way from one version to a later one."""
+        before, after = self.bits[base.sha256], self.bits[version.sha256]
+        groups = self.encode(before, after, version.version, base.version, 1)
+        delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups))
+        return self._fold(base, version, after, groups[0][0] if groups else None, delta=delta)
+
+    def announce(self, version: Version) -> Stored:
+        """Full weights of a version, beside the log."""
+        model = self.bits[version.sha256]
+        return self._fold(None, version, model, None, anchor=self.store_anchor(model, version.version))
+
+    def head(self, version: Version | None = None) -> None:
+        """Point head at a version, the newest by default."""
+        newest = version or self.tip
+        assert newest is not None
+        named = Head(run_id=RUN, version=newest.version, epoch=newest.epoch, sha256=newest.sha256)
+        self._put(keys.HEAD, documents.encode(named))
+
+    def append(self, document: Record, payload: Encoded | None, model: Weights) -> Stored:
+        stored = record.encode(document, keys.slot(document.version, document.epoch), payload, self.signer)
+        self._put(stored.key, stored.data)
+        self.tip = stored.version
+        self.bits[stored.sha256] = {name: tensor.clone() for name, tensor in model.items()}
+        return stored
+
+    def encode(
+        self, before: Weights, after: Weights, version: int, base: int, count: int
+    ) -> list[tuple[Encoded, int]]:
+        """Payloads with some of the changed tensors each, and how many elements each changes."""
+        changed = []
+        for name, spec in self.specs.items():
+            index_K, step_K = cpu.diff(bits_of(before[name]), bits_of(after[name]))
+            if index_K.size:
+                changed.append((spec, index_K.astype(np.int32), step_K, bits_of(after[name]), self.fingerprint(name, after)))
+        encoded = []
+        for group in (changed[at::count] for at in range(count)):
+            encoder = codec.get(self.codec_name).encoder()
+            for spec, index_K, step_K, new_N, digest in group:
+                encoder.add(spec, index_K, step_K, new_N, digest)
+            if group:
+                encoded.append((encoder.finish(version, base), sum(item[1].size for item in group)))
+        return encoded
+
+    def fingerprint(self, name: str, model: Weights) -> str:
+        return fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits_of(model[name])))
+
+    def fingerprints(self, model: Weights) -> dict[str, int]:
+        return {name: int(self.fingerprint(name, model), 16) for name in self.specs}
+
+    def store_anchor(self, model: Weights, version: int) -> Anchor:
+        folder = keys.anchor_folder(version, self.epoch)
+        tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
+        files = [
+            self.put_file(f"{folder}/{name}", data)
+            for name, data in anchor.weight_files(tensors, self.fingerprints(model), 1 << 30)
+        ]
+        companion = self.put_file(f"{folder}/config.json", b"{}")
+        return Anchor(directory=folder, files=files, companions=[companion])
+
+    def put_file(self, key: str, data: bytes) -> File:
+        self._put(key, data)
+        return File(key=key, bytes=len(data), sha256=sha256_hex(data))
+
+    def _record(self, kind: str, number: int, model: Weights, **rest: object) -> Record:
+        return Record(
+            run_id=RUN,
+            kind=kind,
+            version=number,
+            epoch=self.epoch,
+            created_at=documents.now(),
+            base=self.tip,
+            fingerprint=fingerprint.to_hex(sum(self.fingerprints(model).values())),
+            **rest,  # type: ignore[arg-type]
+        )
+
+    def _fold(self, base: Version | None, version: Version, model: Weights, payload: Encoded | None, **rest: object) -> Stored:
+        key = keys.fold(0 if base is None else base.version, version.version, self.epoch)
+        made = self._record("fold", version.version, model, **rest)
+        made = dataclasses.replace(made, epoch=version.epoch, base=base, sha256=version.sha256)
+        stored = record.encode(made, key, payload, self.signer)
+        self._put(key, stored.data)
+        return stored
+
+    def _signed(self, key: str, data: bytes) -> bytes:
+        return data if self.signer is None else self.signer.seal(key, data)
+
+    def _put(self, key: str, data: bytes | None) -> None:
+        assert data is not None
+        self.store.put(key, data)
+
+
+def made(store: Store, versions: int, signer: Signer | None = None, folds: Sequence[tuple[int, int]] = ()) -> Made:
+    """A channel with an anchor and deltas after it, folds between some of them, and head."""
+    channel = Made(store, signer)
+    model: Weights = weights()
+    channel.create(model)
+    written = [channel.anchor(model).version]
+    for seed in range(1, versions):
+        model = trained(model, seed)
+        written.append(channel.delta(model).version)
+    for base, version in folds:
+        channel.fold(written[base - 1], written[version - 1])
+    channel.head()
+    return channel
