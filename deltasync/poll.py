@@ -38,7 +38,7 @@ class Poll:
         self._delay_s = _FIRST_S
         self._moved_s: float | None = None
         self._between_s: deque[float] = deque(maxlen=4)
-        self._watch = store.watch(layout.HEAD, on_change)
+        self._watch = store.watch(layout.HEAD, lambda _: on_change())
 
     def delay_s(self, moved: bool, settled: bool = True) -> float:
         """Seconds to wait now.

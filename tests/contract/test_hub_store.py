@@ -471,7 +471,7 @@ store = hub_store(sys.argv[1])
 data = os.urandom(1_000_000)
 store.create("parent", data)
 assert store.read("parent") == data
-watch = store.watch("parent", lambda: None)
+watch = store.watch("parent", lambda _: None)
 while not watch.live:
     time.sleep(0.001)
 for number in range(3):

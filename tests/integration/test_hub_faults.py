@@ -14,6 +14,7 @@ import torch
 
 from deltasync import Publisher, Replica, layout
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, TransientStoreError
+from deltasync.stores import ObjectInfo
 from deltasync.stores.hub import HubStore, hub_store
 from tests.conftest import assert_same_bits
 from tests.hub import fixtures
@@ -36,13 +37,17 @@ class Told:
     """A watch and how often it told."""
 
     def __init__(self, store: HubStore, key: str) -> None:
-        self.count = 0
+        self.stored: list[ObjectInfo | None] = []
         self.times_s: list[float] = []
         self.watch = store.watch(key, self._tell)
 
-    def _tell(self) -> None:
+    @property
+    def count(self) -> int:
+        return len(self.stored)
+
+    def _tell(self, stored: ObjectInfo | None) -> None:
         self.times_s.append(time.perf_counter())
-        self.count += 1
+        self.stored.append(stored)
 
     def after(self, count: int, timeout_s: float = 10.0) -> float:
         """Wait until it has told more often than `count`."""
@@ -71,8 +76,7 @@ def _bucket(store: HubStore) -> str:
 
 class TestWatch:
     def test_a_change_is_told_at_once_and_nothing_else_is(self, store: HubStore, told: Told) -> None:
-        store.replace("other.json", b"1")
-        store.create("head.json.old", b"1")
+        store.put("other.json", b"1")
         latencies = []
         for number in range(20):
             count = told.count
@@ -84,9 +88,26 @@ class TestWatch:
         assert max(latencies) < 1.0
         assert told.count == 21
 
-    def test_deleting_is_a_change(self, store: HubStore, told: Told) -> None:
+    def test_what_is_told_is_read_by_its_content_without_asking_the_hub(
+        self, store: HubStore, told: Told, hub: HubServer
+    ) -> None:
+        assert told.stored == [None]
+        store.put("head.json.old", b"old")
+        store.put(layout.HEAD, b"new")
+        told.after(2)
+        assert told.stored[1:] == [ObjectInfo("head.json.old", 3), ObjectInfo(layout.HEAD, 3)]
+        reader = hub_store(store.url)
+        for info, data in zip(told.stored[1:], (b"old", b"new"), strict=True):
+            assert info is not None
+            hub.reset()
+            assert reader.read(info.key, 3, info) == data
+            assert hub.requests() == {"reconstruction": 1, "data": 1} | ({"read_token": 1} if data == b"old" else {})
+
+    def test_deleting_is_not_told(self, store: HubStore, told: Told) -> None:
         store.delete(layout.HEAD)
+        store.put(layout.HEAD, b"1")
         told.after(1)
+        assert told.stored == [None, ObjectInfo(layout.HEAD, 1)]
 
     @pytest.mark.parametrize("do", ["drop", "reconnect"])
     def test_a_broken_stream_is_taken_up_where_it_ended(self, store: HubStore, told: Told, hub: HubServer, do: str) -> None:
@@ -148,7 +169,7 @@ class TestWatch:
     ) -> None:
         calls: list[int] = []
 
-        def act() -> None:
+        def act(_: ObjectInfo | None) -> None:
             calls.append(1)
             if len(calls) == 2:
                 raise RuntimeError("by the test")
@@ -244,7 +265,7 @@ class TestChannel:
         """A version every 30 ms at most; the replica may skip some, and has the right bits of each that it takes."""
         changed, replica, taken = threading.Event(), Replica(store), set()
         store.delete(layout.HEAD)
-        watch = store.watch(layout.HEAD, changed.set)
+        watch = store.watch(layout.HEAD, lambda _: changed.set())
         wait_until(lambda: watch.live)
         command = [sys.executable, "-W", "error", "-c", _PUBLISH, store.url]
         with subprocess.Popen(command, cwd=ROOT, env=hub.env, stdout=subprocess.PIPE, text=True) as process:

@@ -312,7 +312,7 @@ class Slow:
     url, hook = "slow", ""
     def __init__(self):
         self.inner, self.reads = open_store(url), []
-    def read(self, key, most_bytes=None):
+    def read(self, key, most_bytes=None, known=None):
         self.reads.append(key)
         print("downloads", flush=True)
         time.sleep(self.sleep_s)
