@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from deltasync.errors import ConfigError
+from deltasync.stores.base import check_key as check_key
 
 CHANNEL = "channel.json"
 HEAD = "head.json"
@@ -16,25 +16,10 @@ FORGOTTEN = "forgotten/"
 CLOCK = f"{FORGOTTEN}clock"
 REPLICAS = "replicas/"
 
-# Rules of the strictest store (the Hub's S3 gateway), applied to all of them.
-# No part starts with a dot, which also rules out `.` and `..`: directories keep unfinished files under such names.
-_PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
-_KEY = re.compile(rf"{_PART}(/{_PART})*")
 _MANIFEST = re.compile(r"manifests/([0-9]{10,19})\.json")
 _OF_VERSION = re.compile(r"(?:anchors|deltas)/([0-9]{10,19})(?:\.[0-9]+)?/.+")
 _OF_FOLD = re.compile(r"folds/([0-9]{10,19})-([0-9]{10,19})(?:\.[0-9]+)?/.+")
 _FOLD = re.compile(r"folds/([0-9]{10,19})-([0-9]{10,19})(?:\.[0-9]+)?/fold\.json")
-
-
-def check_key(key: str) -> str:
-    """Return `key` unchanged.
-
-    Raises:
-        ConfigError: the key is empty, longer than 900, not plain ASCII, or has a part that is empty or starts with a dot.
-    """
-    if not _KEY.fullmatch(key) or len(key) > 900:
-        raise ConfigError(f"Not a valid object key: {key!r}.")
-    return key
 
 
 def manifest(version: int) -> str:

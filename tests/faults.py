@@ -104,11 +104,14 @@ class FaultyStore:
     def create(self, key: str, data: bytes) -> None:
         self._perform("create", key, lambda: self.inner.create(key, data))
 
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        self._perform("put", key, lambda: self.inner.put(key, data, guard=guard))
+
     def replace(self, key: str, data: bytes) -> None:
         self._perform("replace", key, lambda: self.inner.replace(key, data))
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
-        data = self._perform("read", key, lambda: self.inner.read(key))
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+        data = self._perform("read", key, lambda: self.inner.read(key, None, known))
         for prefix, change in self._tampering:
             if key.startswith(prefix):
                 data = change(data)
@@ -125,8 +128,8 @@ class FaultyStore:
         for key in keys:
             self._perform("delete", key, lambda key=key: self.inner.delete(key))  # type: ignore[misc]
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
-        return self.inner.watch(key, on_change)
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
+        return self.inner.watch(prefix, on_change)
 
     def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
         for gate in list(self._gates):

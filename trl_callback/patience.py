@@ -50,11 +50,14 @@ class PatientStore:
     def create(self, key: str, data: bytes) -> None:  # noqa: D102
         self._ask(lambda: self._inner.create(key, data))
 
-    def replace(self, key: str, data: bytes) -> None:  # noqa: D102
-        self._ask(lambda: self._inner.replace(key, data))
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:  # noqa: D102
+        self._ask(lambda: self._inner.put(key, data, guard=guard))
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:  # noqa: D102
-        return self._ask(lambda: self._inner.read(key, most_bytes))
+    def replace(self, key: str, data: bytes) -> None:  # noqa: D102
+        self.put(key, data)
+
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:  # noqa: D102
+        return self._ask(lambda: self._inner.read(key, most_bytes, known))
 
     def read_range(self, key: str, start: int, end: int) -> bytes:  # noqa: D102
         return self._ask(lambda: self._inner.read_range(key, start, end))
@@ -65,8 +68,8 @@ class PatientStore:
     def delete(self, *keys: str) -> None:  # noqa: D102
         self._ask(lambda: self._inner.delete(*keys))
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:  # noqa: D102
-        return self._inner.watch(key, on_change)
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:  # noqa: D102
+        return self._inner.watch(prefix, on_change)
 
     def _ask(self, action: Callable[[], _Result]) -> _Result:
         if self._given_up:

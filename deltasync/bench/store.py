@@ -61,15 +61,20 @@ class CountingStore:
         self.calls["create"] += 1
         self._inner.create(key, data)
 
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        """See `Store`."""
+        self.calls["put"] += 1
+        self._inner.put(key, data, guard=guard)
+
     def replace(self, key: str, data: bytes) -> None:
         """See `Store`."""
         self.calls["replace"] += 1
         self._inner.replace(key, data)
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store`."""
         self.calls["read"] += 1
-        return self._inner.read(key, most_bytes)
+        return self._inner.read(key, most_bytes, known)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store`."""
@@ -86,9 +91,9 @@ class CountingStore:
         self.calls["delete"] += 1
         self._inner.delete(*keys)
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
         """See `Store`."""
-        return self._inner.watch(key, on_change)
+        return self._inner.watch(prefix, on_change)
 
 
 def run(url: str, payload_bytes: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import msgspec
 from deltasync.channel import keys
 from deltasync.channel.keys import Slot
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError
-from deltasync.layout import check_key
+from deltasync.stores.base import check_key
 from deltasync.types import ITEM_BYTES, TensorSpec
 
 FORMAT = "deltasync/2"

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import secrets
 
-from deltasync.layout import check_key
+from deltasync.stores.base import check_key
 
 CHANNEL = "channel.json"
 HEAD = "head.json"

@@ -118,7 +118,8 @@ class _Search:
         listing = reader.slots()
         self._epochs = {slot.version: slot.epoch for slot, _ in listing.slots if slot.epoch <= target.epoch}
         sizes = {slot.version: info.bytes for slot, info in listing.slots if slot.epoch <= target.epoch}
-        self._known = {info.key: info for _, info in [*listing.slots, *(folds := reader.folds())]}
+        folds = reader.folds()
+        self._known = {info.key: info for _, info in [*listing.slots, *folds]}
         self._hops = [*_log_hops(reader, sizes), *_fold_hops(reader, folds)]
 
     def way(self, have: Version | None) -> list[Stored]:

@@ -6,23 +6,35 @@ Every store passes the contract in `tests/contract/store_contract.py`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from deltasync.errors import CorruptDataError
+from deltasync.errors import ConfigError, CorruptDataError
+
+REQUEST_S = 20.0
+"""When the one request of a guarded `Store.put` is given up."""
+
+# The rules of the strictest store (the Hub's S3 gateway), applied to all of them.
+# No part starts with a dot, which also rules out `.` and `..`: directories keep unfinished files under such names.
+_PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
+_KEY = re.compile(rf"{_PART}(/{_PART})*")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One listed object.
+    """One object, as a listing or an event tells of it.
 
     Attributes:
         modified_s: When it was stored, seconds since the epoch by the store's clock.
+        content: A hash by which `Store.read` finds its bytes, whatever the key names by then; None where there is none.
+            Only the store that gave it can use it.
     """
 
     key: str
     bytes: int
     modified_s: float = dataclasses.field(default=0.0, compare=False)
+    content: str | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +42,8 @@ class Capabilities:
     """What a store can do beyond the minimum.
 
     Attributes:
-        conditional_put: `create` is decided by the store itself, so that exactly one of two racing writers wins. Without
-            it `create` only looks first, and racing writers must be found out afterwards.
+        conditional_put: There is `create`: the store itself decides which one of two racing writers wins. Whether it
+            really does is found out by `probe.decides`.
         watch: `watch` tells of changes at once; without it there is only polling.
     """
 
@@ -66,7 +78,9 @@ class Store(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> None:
-        """Store a new object. After return: durable and visible as a whole. If it raised: not visible.
+        """Store a new object, atomically. Only where `Capabilities.conditional_put`.
+
+        After return: durable and visible as a whole. If it raised: not visible.
 
         Raises:
             ObjectExistsError: the key is taken; the existing object is unchanged.
@@ -74,20 +88,33 @@ class Store(Protocol):
         """
         ...
 
-    def replace(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
         """Store an object over whatever is there. Readers see the old or the new one, never a mixture.
 
+        Args:
+            key: Where.
+            data: What.
+            guard: Called once, when all that may take long is done. The one request that makes the object visible follows
+                at once. No layer below repeats it, and it is given up after `REQUEST_S`. What `guard` raises passes
+                through; nothing is visible then.
+
         Raises:
-            StoreError: the old or the new object is visible.
+            TransientStoreError: the old or the new object is visible, or will be.
+            StoreError: the store refused; the old object is visible.
         """
         ...
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def replace(self, key: str, data: bytes) -> None:
+        """As `put`."""
+        ...
+
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """The whole object.
 
         Args:
             key: Which.
-            most_bytes: A larger object is refused, and not read into memory.
+            most_bytes: A larger object is refused. No more than this is held in memory, whatever the store says of it.
+            known: What a listing or an event told of it. If it has a `content`, that is read, without a look at the key.
 
         Raises:
             CorruptDataError: it is larger.
@@ -113,13 +140,28 @@ class Store(Protocol):
         """Remove objects; removing a missing one is no error. If it raised: any of them may be gone."""
         ...
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
-        """Call `on_change` whenever the object at `key` may have changed, from a thread of the store's own.
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
+        """Call `on_change` for each object that is stored under `prefix`, from a thread of the store's own.
+
+        Args:
+            prefix: Of the keys.
+            on_change: Gets the object, or None when some may have been missed. Deletions are not told.
 
         Returns:
             None where the store cannot (`Capabilities.watch`).
         """
         ...
+
+
+def check_key(key: str) -> str:
+    """Return `key` unchanged.
+
+    Raises:
+        ConfigError: the key is empty, longer than 900, not plain ASCII, or has a part that is empty or starts with a dot.
+    """
+    if not _KEY.fullmatch(key) or len(key) > 900:
+        raise ConfigError(f"Not a valid object key: {key!r}.")
+    return key
 
 
 def check_size(place: str, size: int, most_bytes: int | None) -> None:

@@ -71,7 +71,15 @@ class CachedStore:
         """See `Store.capabilities`."""
         return self._store.capabilities
 
-    def read_known(self, key: str, sha256: str, size: int, check: Check, most_bytes: int | None = None) -> bytes:
+    def read_known(
+        self,
+        key: str,
+        sha256: str,
+        size: int,
+        check: Check,
+        most_bytes: int | None = None,
+        known: ObjectInfo | None = None,
+    ) -> bytes:
         """The object with this digest. Of all processes that ask for it at a time, one downloads it.
 
         Args:
@@ -80,13 +88,14 @@ class CachedStore:
             size: Its bytes, 0 if that is not known.
             check: Applied to the bytes, from wherever they come.
             most_bytes: As of `Store.read`.
+            known: As of `Store.read`.
 
         Raises:
             FormatError: too large, or of `check`, about what the store returned. Nothing is kept.
             ObjectMissingError, StoreError: as `Store.read`.
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
-            return self._download(key, check, most_bytes)
+            return self._download(key, check, most_bytes, known)
         found = self._load(sha256, check)
         if found is not None:
             return found
@@ -94,7 +103,7 @@ class CachedStore:
             found = self._load(sha256, check)  # whoever held the lock before may have brought it
             if found is not None:
                 return found
-            data = self._download(key, check, most_bytes)
+            data = self._download(key, check, most_bytes, known)
             self._keep(sha256, data)
         return data
 
@@ -102,13 +111,17 @@ class CachedStore:
         """See `Store.create`."""
         self._store.create(key, data)
 
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        """See `Store.put`."""
+        self._store.put(key, data, guard=guard)
+
     def replace(self, key: str, data: bytes) -> None:
         """See `Store.replace`."""
         self._store.replace(key, data)
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`: never from the cache."""
-        return self._store.read(key, most_bytes)
+        return self._store.read(key, most_bytes, known)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`: never from the cache."""
@@ -122,12 +135,12 @@ class CachedStore:
         """See `Store.delete`. What the cache has of them stays there: it is still what its digest says."""
         self._store.delete(*keys)
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> Watch | None:
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
         """See `Store.watch`."""
-        return self._store.watch(key, on_change)
+        return self._store.watch(prefix, on_change)
 
-    def _download(self, key: str, check: Check, most_bytes: int | None) -> bytes:
-        data = self._store.read(key, most_bytes)
+    def _download(self, key: str, check: Check, most_bytes: int | None, known: ObjectInfo | None) -> bytes:
+        data = self._store.read(key, most_bytes, known)
         check(data)
         return data
 

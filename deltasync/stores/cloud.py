@@ -8,6 +8,7 @@ and dropped connections and timeouts of reads. More than that is the caller's: t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -15,11 +16,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from deltasync import layout
 from deltasync.errors import ConfigError
+from deltasync.stores.base import REQUEST_S, check_key
 from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ _RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
     "retry_timeout": timedelta(minutes=1),
 }
+_NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +66,7 @@ class CloudStore(ObstoreStore):
     def __init__(self, url: str, place: Place) -> None:
         self.url = url
         self._to = place
-        self._clients: dict[int, ObjectStore] = {}
+        self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
     def client(self, upload_bytes: int = 0) -> ObjectStore:
         """See `ObstoreStore.client`.
@@ -72,12 +75,22 @@ class CloudStore(ObstoreStore):
             ConfigError: settings of the environment do not fit together.
             StoreError: in a forked child, where it would hang.
         """
-        mark_process(alone=True)
         within_s = next((limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes), 900)
-        if within_s not in self._clients:
+        return self._client(within_s)
+
+    def once_client(self) -> ObjectStore:
+        """See `ObstoreStore.once_client`: a client of its own, so that a request makes it ready."""
+        client = self._client(REQUEST_S, once=True)
+        with contextlib.suppress(BaseError, FileNotFoundError):
+            obstore.list(client, prefix="probe").collect()
+        return client
+
+    def _client(self, within_s: float, once: bool = False) -> ObjectStore:
+        mark_process(alone=True)
+        if (within_s, once) not in self._clients:
             # Two threads may both do so; the second one wins.
-            self._clients[within_s] = _connect(self._to, within_s)
-        return self._clients[within_s]
+            self._clients[within_s, once] = _connect(self._to, within_s, once)
+        return self._clients[within_s, once]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_clients": {}}
@@ -103,7 +116,7 @@ def parse(url: str) -> Place:
         raise ConfigError(f"A channel URL has no '#': {parts.scheme}://{parts.netloc}{parts.path}#...")
     prefix = unquote(parts.path).strip("/")
     if prefix:
-        layout.check_key(prefix)
+        check_key(prefix)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     known = _OPTIONS if parts.scheme == "s3" else ()
     for name in options:
@@ -141,26 +154,28 @@ def _flag(options: dict[str, str], name: str) -> bool:
     return options.get(name) == "1"
 
 
-def _connect(place: Place, within_s: int) -> ObjectStore:
+def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
+    retries = _NO_RETRIES if once else _RETRIES
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=10),
         # In obstore this one also covers sending the request, and is then the longest wait for a piece of the reply.
         "read_timeout": timedelta(seconds=within_s),
-        "timeout": timedelta(hours=1),
+        "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
+        "pool_idle_timeout": timedelta(minutes=5),  # versions may be minutes apart
         # Without endpoint= it is the environment that may say http://.
         "allow_http": place.endpoint is None or place.endpoint.startswith("http://"),
     }
     try:
         if place.scheme == "gs":
-            return GCSStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=_RETRIES)
+            return GCSStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=retries)
         if place.scheme == "az":
-            return AzureStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=_RETRIES)
+            return AzureStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=retries)
         return S3Store(
             place.bucket,
             prefix=place.prefix or None,
             config=_s3_config(place),
             client_options=options,
-            retry_config=_RETRIES,
+            retry_config=retries,
             credential_provider=_credentials(place),
         )
     except BaseError as error:

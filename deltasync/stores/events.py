@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from huggingface_hub import get_session
 
+from deltasync.stores.base import ObjectInfo
+
 if TYPE_CHECKING:
     import httpx2 as httpx
 
@@ -38,8 +40,11 @@ _GOOD_S = 5.0
 _JOIN_S = 2.0
 
 
-class _Change(msgspec.Struct):
+class _Change(msgspec.Struct, rename="camel"):
     path: str
+    op: str = ""
+    size: int | None = None
+    xet_hash: str | None = None
 
 
 class _Event(msgspec.Struct):
@@ -48,18 +53,25 @@ class _Event(msgspec.Struct):
 
 
 class EventWatch:
-    """Tells when one path of a bucket may have changed. See `Watch`.
+    """Tells what is stored in a bucket. See `Watch`.
 
     Args:
         url: The bucket's feed.
-        path: The path in the bucket.
+        prefix: Of the paths in the bucket to tell of.
         headers: Gives the headers of a request, with the token.
-        on_change: Called from the thread after each change of `path`, and whenever some may have been missed.
+        on_change: Called from the thread with each file that is stored, its path as the key, and with None whenever some
+            may have been missed.
     """
 
-    def __init__(self, url: str, path: str, headers: Callable[[], dict[str, str]], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        headers: Callable[[], dict[str, str]],
+        on_change: Callable[[ObjectInfo | None], None],
+    ) -> None:
         self._url = url
-        self._path = path
+        self._prefix = prefix
         self._headers = headers
         self._on_change = on_change
         self._cursor: str | int | None = None
@@ -131,17 +143,21 @@ class EventWatch:
             self._cursor = event.cursor
         if name == "ready":
             self._live = True
-        if name in ("ready", "reset") or any(change.path == self._path for change in event.changes):
-            self._tell()
+        if name in ("ready", "reset"):
+            self._tell(None)
+        for change in event.changes:
+            if change.path.startswith(self._prefix) and change.op != "delete":
+                known = change.size is not None
+                self._tell(ObjectInfo(change.path, change.size or 0, content=change.xet_hash) if known else None)
 
-    def _tell(self) -> None:
+    def _tell(self, stored: ObjectInfo | None) -> None:
         with self._telling:
             if self._closed.is_set():
                 return
             try:
-                self._on_change()
+                self._on_change(stored)
             except Exception:
-                logger.exception("What was to be done at a change of %s failed.", self._path)
+                logger.exception("What was to be done at a change of %s failed.", self._prefix)
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:

@@ -7,7 +7,8 @@ What one call costs in requests:
     read, small and unchanged     HEAD resolve
     read                          HEAD resolve                               reconstruction, data
     create                        HEAD resolve, POST batch                   grant, xorb, shard
-    replace                       POST batch                                 grant, xorb, shard
+    put                           POST batch                                 grant, xorb, shard
+    read, told by list or watch                                              reconstruction, data
     list                          GET tree, per 1,000 objects
     delete                        POST batch, per 1,000 keys
 
@@ -38,7 +39,6 @@ from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from deltasync import layout
 from deltasync.errors import (
     UNREADABLE_JSON,
     ConfigError,
@@ -47,7 +47,7 @@ from deltasync.errors import (
     StoreError,
     TransientStoreError,
 )
-from deltasync.stores.base import Capabilities, ObjectInfo, check_size
+from deltasync.stores.base import Capabilities, ObjectInfo, check_key, check_size
 from deltasync.stores.events import EventWatch
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _XET_ERRORS = (OSError, RuntimeError, ValueError)
 
 _TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
+_ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # with TLS and a body there are two connects and two writes: together REQUEST_S
 _ATTEMPTS = 3
 _RETRY_DELAY_S = 0.2
 _LONGEST_WAIT_S = 30.0
@@ -114,6 +115,7 @@ class _Entry(msgspec.Struct, rename="camel"):
     type: str
     path: str
     size: int = 0
+    xet_hash: str | None = None
     uploaded_at: datetime.datetime | None = None
     mtime: datetime.datetime | None = None
 
@@ -144,7 +146,7 @@ def bucket_of(url: str) -> tuple[str, str]:
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"A bucket of the Hub is written hf://buckets/namespace/name/prefix, not {url!r}.")
-    return match[1], "" if match[2] is None else layout.check_key(match[2])
+    return match[1], "" if match[2] is None else check_key(match[2])
 
 
 def hub_store(url: str) -> HubStore:
@@ -186,15 +188,35 @@ class HubStore:
         path = self._path(key)
         if self._exists(path):
             raise ObjectExistsError(f"{self.url}/{key} already exists.")
-        self._put(path, data)
+        self.put(key, data)
+
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        """See `Store.put`. Bytes first, then their name: until that is answered, readers see what was there before."""
+        path = self._path(key)
+        try:
+            xet_hash = _retried(lambda: self._xet.upload(data))
+        except ObjectMissingError:
+            self._create_bucket()
+            xet_hash = _retried(lambda: self._xet.upload(data))
+        if guard is None:
+            _retried(lambda: self._name(path, xet_hash))
+        else:
+            guard()
+            self._name(path, xet_hash, timeout=_ONCE_TIMEOUT_S, follow_redirects=False)
 
     def replace(self, key: str, data: bytes) -> None:
         """See `Store.replace`."""
-        self._put(self._path(key), data)
+        self.put(key, data)
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`."""
         path = self._path(key)
+        if known is not None and known.content is not None:
+            check_size(f"{self.url}/{key}", known.bytes, most_bytes)
+            try:
+                return self._xet.download(_Content(known.content, known.bytes), 0, known.bytes)
+            except TransientStoreError as error:
+                logger.debug("%s Looking at what %s names now.", error, key)
         return _retried(lambda: self._read(path, most_bytes))
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
@@ -226,7 +248,7 @@ class HubStore:
             if entry.type == "file" and entry.path.startswith(start):
                 stored = entry.uploaded_at or entry.mtime
                 modified_s = 0.0 if stored is None else stored.timestamp()
-                yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s)
+                yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s, entry.xet_hash)
 
     def delete(self, *keys: str) -> None:
         """See `Store.delete`."""
@@ -238,9 +260,13 @@ class HubStore:
             except ObjectMissingError:
                 return  # no bucket
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> EventWatch:
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> EventWatch:
         """See `Store.watch`: the bucket's feed of events, on a connection and in a thread of its own."""
-        return EventWatch(f"{self._api}/events", self._path(key), _headers, on_change)
+
+        def tell(info: ObjectInfo | None) -> None:
+            on_change(info and dataclasses.replace(info, key=info.key.removeprefix(self._start)))
+
+        return EventWatch(f"{self._api}/events", self._start + prefix, _headers, tell)
 
     def _page(self, url: str, query: str) -> tuple[Sequence[_Entry], str]:
         """One page of a listing, and the query for the next one, empty after the last."""
@@ -250,7 +276,7 @@ class HubStore:
         return self._decoded(response, Sequence[_Entry]), urlsplit(following).query  # type: ignore[type-abstract]
 
     def _path(self, key: str) -> str:
-        return self._start + layout.check_key(key)
+        return self._start + check_key(key)
 
     @property
     def _xet(self) -> _Xet:
@@ -267,7 +293,7 @@ class HubStore:
             response = self._send("HEAD", url, path, headers=headers, follow_redirects=False)
             found = response.headers
             size = found.get("X-Linked-Size") or (None if response.is_redirect else found.get("Content-Length"))
-            if "X-Xet-Hash" in found and size is not None:
+            if "X-Xet-Hash" in found and size is not None and size.isdecimal():
                 return _Content(found["X-Xet-Hash"], int(size))
             target = urljoin(url, found.get("Location", url))
             if target == url or urlsplit(target).netloc != urlsplit(url).netloc:
@@ -298,27 +324,14 @@ class HubStore:
                 self._small.pop(oldest, None)
         return data
 
-    def _put(self, path: str, data: bytes) -> None:
-        try:
-            self._store(path, data)
-        except ObjectMissingError:
-            self._create_bucket()
-            self._store(path, data)
-
-    def _store(self, path: str, data: bytes) -> None:
-        """Bytes first, then their name: until that is answered, readers see what was there before.
-
-        Raises:
-            ObjectMissingError: there is no bucket.
-        """
-        xet_hash = _retried(lambda: self._xet.upload(data))
+    def _name(self, path: str, xet_hash: str, **options: Any) -> None:
+        """Give uploaded bytes a name, with one request. `options` as for `_send`."""
         operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
-
-        def name() -> None:
-            for failure in self._batch([operation]):
+        try:
+            for failure in self._batch([operation], **options):
                 raise TransientStoreError(f"{self.url}: the Hub did not store {failure.path}: {failure.error}.")
-
-        _retried(name)
+        except ObjectMissingError:
+            raise self._xet.failed("write", "the bucket was deleted meanwhile") from None
 
     def _delete(self, paths: Sequence[str]) -> None:
         failures = self._batch([{"type": "deleteFile", "path": path} for path in paths])
@@ -329,11 +342,13 @@ class HubStore:
             if left:
                 raise TransientStoreError(f"{self.url}: the Hub did not delete {left[0].path}: {failures[0].error}.")
 
-    def _batch(self, operations: Sequence[dict[str, object]]) -> Sequence[_Failure]:
+    def _batch(self, operations: Sequence[dict[str, object]], **options: Any) -> Sequence[_Failure]:
         """Apply operations, each by itself, and return those that failed."""
         lines = b"".join(json.dumps(operation).encode() + b"\n" for operation in operations)
         headers = {"Content-Type": "application/x-ndjson"}
-        response = self._send("POST", f"{self._api}/batch", accepted=(200, 422), headers=headers, content=lines)
+        response = self._send("POST", f"{self._api}/batch", accepted=(200, 422), headers=headers, content=lines, **options)
+        if response.is_redirect:
+            raise StoreError(f"{self.url}: the bucket was moved; use its new name.")
         failed = self._decoded(response, _BatchReply).failed
         if response.status_code == 422 and not failed:
             raise StoreError(f"{self.url}: the Hub refused to change the bucket: {_told(response)}.")
@@ -372,7 +387,7 @@ class HubStore:
         """
         headers = _headers() | options.pop("headers", {})
         try:
-            response = get_session().request(method, url, headers=headers, timeout=_TIMEOUT_S, **options)
+            response = get_session().request(method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options))
         except OfflineModeIsEnabled:
             raise StoreError(f"{self.url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
@@ -422,9 +437,9 @@ class _Xet:
                 handle = commit.start_upload_bytes(data, sha256=hf_xet.SKIP_SHA256)
             info = handle.result().xet_info
         except _XET_ERRORS as error:
-            raise self._failed("write", _plain(error)) from error
+            raise self.failed("write", _plain(error)) from error
         if info.file_size != len(data):
-            raise self._failed("write", f"{info.file_size} bytes were stored of {len(data)}")
+            raise self.failed("write", f"{info.file_size} bytes were stored of {len(data)}")
         return str(info.hash)
 
     def download(self, content: _Content, start: int, end: int) -> bytes:
@@ -437,13 +452,18 @@ class _Xet:
                 downloads = self._session("read").new_download_stream_group(**self._connection("read"))
                 self._downloads = downloads
             info = hf_xet.XetFileInfo(content.xet_hash, content.bytes)
-            data = b"".join(downloads.download_stream(info, start=start, end=end))
+            pieces, size = [], 0
+            for piece in downloads.download_stream(info, start=start, end=end):
+                pieces.append(piece)
+                size += len(piece)
+                if size > end - start:
+                    break
         except _XET_ERRORS as error:
-            raise self._failed("read", _plain(error)) from error
-        if len(data) != end - start:
+            raise self.failed("read", _plain(error)) from error
+        if size != end - start:
             # Also how a refused token looks now and then.
-            raise self._failed("read", f"{len(data)} bytes came of {end - start}")
-        return data
+            raise self.failed("read", f"{size} bytes came of {end - start}")
+        return b"".join(pieces)
 
     def _session(self, scope: str) -> Any:
         session = self._sessions.get(scope)
@@ -465,7 +485,7 @@ class _Xet:
             "token_refresh_headers": _headers(),
         }
 
-    def _failed(self, scope: str, reason: str) -> TransientStoreError:
+    def failed(self, scope: str, reason: str) -> TransientStoreError:
         """hf_xet tells too little to know what will pass; the next token, or the next HEAD, tells better."""
         self._tokens.pop(scope, None)
         if scope == "read":
@@ -490,7 +510,7 @@ def _headers() -> dict[str, str]:
 
 
 def _may_pass(status: int) -> bool:
-    return status in (408, 425, 429) or status >= 500
+    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))
 
 
 def _asked_wait_s(response: httpx.Response) -> float:

@@ -16,13 +16,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, check_size
+from deltasync.stores.base import Capabilities, ObjectInfo, check_key, check_size
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO would block
-_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+_LASTING = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EFBIG),
+    *(errno.ELOOP, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+)
 """What no other try makes better. A full disk may pass."""
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
@@ -39,18 +41,27 @@ class LocalStore:
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: a synced temporary file, linked to its name."""
-        with self._temporary(key, data) as (folder, temporary, name):
+        with self._temporary(key, data) as (folder, temporary, name), self._writing(key):
             try:
                 os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 raise ObjectExistsError(f"{self.url}/{key} already exists.") from None
+            os.fsync(folder)
+
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        """See `Store.put`: a synced temporary file, renamed over its name. A rename that hangs is not given up."""
+        with self._temporary(key, data) as (folder, temporary, name):
+            if guard is not None:
+                guard()
+            with self._writing(key):
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)
 
     def replace(self, key: str, data: bytes) -> None:
-        """See `Store.replace`: a synced temporary file, renamed over its name."""
-        with self._temporary(key, data) as (folder, temporary, name):
-            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        """See `Store.replace`."""
+        self.put(key, data)
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`."""
         with self._opened(key) as file:
             size = os.fstat(file).st_size
@@ -86,25 +97,25 @@ class LocalStore:
                                     found.append(ObjectInfo(key, status.st_size, status.st_mtime))
         except OSError as error:
             if error.errno not in _ABSENT or self._leads_elsewhere(folders):
-                raise self._unreadable("/".join(folders), error) from error
+                raise self._failed("/".join(folders), "read", error) from error
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, *keys: str) -> None:
         """See `Store.delete`."""
         for key in keys:
-            *folders, name = layout.check_key(key).split("/")
+            *folders, name = check_key(key).split("/")
             try:
                 with self._folder(folders) as folder:
                     os.unlink(name, dir_fd=folder)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                raise StoreError(f"{self.url}/{key} cannot be deleted: {error.strerror}.") from error
+                raise self._failed(key, "deleted", error) from error
             if folders:
                 with contextlib.suppress(OSError), self._folder(folders[:-1]) as above:
                     os.rmdir(folders[-1], dir_fd=above)  # if that was all it held; who is about to write there tries again
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> None:
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
         """See `Store.watch`; looking at a file costs nothing worth saving."""
 
     @contextlib.contextmanager
@@ -115,8 +126,9 @@ class LocalStore:
             parts: The folders that lead there.
             create: Make those that are missing, durably.
         """
-        if create and not self._root.is_dir():
+        if create and not ("" in self._durable and self._root.is_dir()):
             _make_durable(self._root)
+            self._durable.add("")
         at = os.open(self._root, _FOLDER)
         try:
             for number, part in enumerate(parts, start=1):
@@ -143,7 +155,7 @@ class LocalStore:
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[int]:
         """A descriptor of an object, to read from."""
-        *folders, name = layout.check_key(key).split("/")
+        *folders, name = check_key(key).split("/")
         try:
             with self._folder(folders) as folder:
                 file = os.open(name, _FILE, dir_fd=folder)
@@ -159,12 +171,13 @@ class LocalStore:
         except OSError as error:
             if error.errno in _ABSENT and not self._leads_elsewhere([*folders, name]):
                 raise ObjectMissingError(f"{self.url}/{key} does not exist.") from None
-            raise self._unreadable(key, error) from error
+            raise self._failed(key, "read", error) from error
 
-    def _unreadable(self, key: str, error: OSError) -> StoreError:
-        if error.errno == errno.ELOOP or self._leads_elsewhere(key.split("/")):
+    def _failed(self, key: str, what: str, error: OSError) -> StoreError:
+        if error.errno == errno.ELOOP or (error.errno in _ABSENT and self._leads_elsewhere(key.split("/"))):
             return StoreError(f"{self.url}/{key} leads elsewhere by a symbolic link, which is not followed.")
-        return StoreError(f"{self.url}/{key} cannot be read: {error.strerror}.")
+        kind = StoreError if error.errno in _LASTING else TransientStoreError
+        return kind(f"{self.url}/{key} cannot be {what}: {error.strerror}.")
 
     def _leads_elsewhere(self, parts: Sequence[str]) -> bool:
         """Whether a part of the way below the root is a symbolic link."""
@@ -172,38 +185,52 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes) -> Iterator[tuple[int, str, str]]:
-        """A durable file beside its final place: a descriptor of its folder, its name, and the final one.
+        """A synced file beside its final place: a descriptor of its folder, its name, and the final one.
 
-        After the block the folder is synced and the temporary name gone.
+        After the block the temporary name is gone. Errors of the block pass through.
         """
-        *folders, name = layout.check_key(key).split("/")
+        *folders, name = check_key(key).split("/")
         temporary = f".{name}.{uuid.uuid4().hex}.tmp"
+        with contextlib.ExitStack() as stack:
+            with self._writing(key):
+                folder = stack.enter_context(self._folder(folders, create=True))
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(temporary, flags, 0o666, dir_fd=folder)
+                stack.callback(_unlink, temporary, folder)
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            yield folder, temporary, name
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
         try:
-            with self._folder(folders, create=True) as folder:
-                try:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                    with open(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as file:
-                        file.write(data)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    yield folder, temporary, name
-                    os.fsync(folder)
-                finally:
-                    with contextlib.suppress(OSError):
-                        os.unlink(temporary, dir_fd=folder)
+            yield
         except OSError as error:
-            kind = StoreError if error.errno in _LASTING else TransientStoreError
-            raise kind(f"{self.url}/{key} cannot be written: {error.strerror}.") from error
+            raise self._failed(key, "written", error) from error
 
 
-def _make_durable(folder: Path) -> None:
-    """Make a folder and those above it that are missing, and sync the entry of each."""
-    if not folder.parent.is_dir():
-        _make_durable(folder.parent)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-    above = os.open(folder.parent, _FOLDER)
-    try:
-        os.fsync(above)
-    finally:
-        os.close(above)
+def _unlink(name: str, folder: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+
+
+def _make_durable(root: Path) -> None:
+    """Make the root and the folders above it that are missing, and sync the entries of all of them.
+
+    Also of those that are there: another process may have made them and died before it synced. Folders that this user may
+    not read are not ours, and those beyond the root's file system were there before it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for above in root.resolve().parents:
+        try:
+            descriptor = os.open(above, _FOLDER)
+        except PermissionError:
+            break
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if os.path.ismount(above):
+            break

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 import obstore
 from obstore import exceptions as obstore_errors
 
-from deltasync import layout
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, check_size
+from deltasync.stores.base import Capabilities, ObjectInfo, check_key, check_size
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 LARGEST_BYTES = 5 << 30
 """What S3 takes in one put. Multipart uploads take more, but not every server honours their precondition."""
+_PIECE_BYTES = 8 << 20
 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _RACE = ("ConditionalRequestConflict", "OperationAborted")
 _BUSY = ("RequestTimeout", "SlowDown", "ServerBusy")
+_LASTING = (501, 505, 507)
+"""Not implemented; no more room."""
 _HINTS = {
     "ExpiredToken": "The session token has expired: renew the credentials.",
     "ExpiredTokenException": "The session token has expired: renew the credentials.",
@@ -33,6 +35,7 @@ _HINTS = {
     "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY.",
     "RequestTimeTooSkewed": "This machine's clock is off by too much: set it.",
     "AuthorizationHeaderMalformed": "The region is not the bucket's: check region= and AWS_REGION.",
+    "QuotaExceeded": "Delete something, or have the quota raised.",
 }
 _DENIED = "Check the credentials, and that they may list the bucket and get, put and delete objects in it."
 
@@ -54,31 +57,44 @@ class ObstoreStore:
         mark_process()
         return self._opened
 
+    def once_client(self) -> ObjectStore:
+        """One whose requests are sent once and given up after `REQUEST_S`; its connection and credentials are ready."""
+        return self.client()
+
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one put with If-None-Match, of whatever size."""
-        layout.check_key(key)
-        if len(data) > LARGEST_BYTES:
-            raise StoreError(f"{self._place(key)} has {len(data)} bytes, but one put takes 5 GiB; lower shard_bytes.")
-        with self._mapped(key):
+        with self._sending(key, len(data)):
             obstore.put(self.client(len(data)), key, data, mode="create")
+
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        """See `Store.put`."""
+        with self._sending(key, len(data)):
+            client = self.client(len(data)) if guard is None else self.once_client()
+        if guard is not None:
+            guard()
+        with self._mapped(key):
+            obstore.put(client, key, data, mode="overwrite", use_multipart=False)
 
     def replace(self, key: str, data: bytes) -> None:
         """See `Store.replace`."""
-        layout.check_key(key)
-        with self._mapped(key):
-            obstore.put(self.client(), key, data, mode="overwrite")
+        self.put(key, data)
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
-        """See `Store.read`."""
-        layout.check_key(key)
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+        """See `Store.read`. The size that the store announces is looked at, and not believed."""
+        check_key(key)
+        place, pieces, size = self._place(key), [], 0
         with self._mapped(key):
             found = obstore.get(self.client(), key)
-            check_size(self._place(key), found.meta["size"], most_bytes)
-            return bytes(found.bytes())
+            check_size(place, found.meta["size"], most_bytes)
+            for piece in found.stream(_PIECE_BYTES if most_bytes is None else min(most_bytes + 1, _PIECE_BYTES)):
+                pieces.append(piece)
+                size += len(piece)
+                check_size(place, size, most_bytes)
+        return b"".join(pieces)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """See `Store.read_range`."""
-        layout.check_key(key)
+        check_key(key)
         with self._mapped(key):
             data = bytes(obstore.get_range(self.client(), key, start=start, end=end))
         if len(data) < end - start:
@@ -100,7 +116,7 @@ class ObstoreStore:
     def delete(self, *keys: str) -> None:
         """See `Store.delete`: many in one request, where the store can."""
         for key in keys:
-            layout.check_key(key)
+            check_key(key)
         if not keys:
             return
         try:
@@ -111,12 +127,20 @@ class ObstoreStore:
                 with contextlib.suppress(ObjectMissingError):
                     self._delete([key])
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> None:
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
         """See `Store.watch`; object stores have nothing to wait for."""
 
     def _delete(self, keys: Sequence[str]) -> None:
         with self._mapped(keys[0]):
             obstore.delete(self.client(), list(keys))
+
+    @contextlib.contextmanager
+    def _sending(self, key: str, size: int) -> Iterator[None]:
+        check_key(key)
+        if size > LARGEST_BYTES:
+            raise StoreError(f"{self._place(key)} has {size} bytes, but one put takes 5 GiB; lower shard_bytes.")
+        with self._mapped(key):
+            yield
 
     def _place(self, key: str) -> str:
         """For messages: the key's URL without options."""
@@ -183,7 +207,7 @@ def translate(error: Exception, place: str) -> StoreError:
         return StoreError(f"{place}: {told}. If an authority of your own signed it, name its file in SSL_CERT_FILE.")
     if "redirect without LOCATION" in message:
         return StoreError(f"{place}: the bucket is in another region; check region= and AWS_REGION.")
-    refused = 400 <= number < 500 and number not in (408, 429) and name not in _BUSY
+    refused = (400 <= number < 500 and number not in (408, 429) and name not in _BUSY) or number in _LASTING
     if refused or not isinstance(error, obstore_errors.GenericError):
         return StoreError(f"{place}: {answer}.")
     return TransientStoreError(f"{place}: {answer}.")

@@ -13,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.errors import ConfigError, CorruptDataError, ObjectExistsError, ObjectMissingError, StoreError
+from deltasync.errors import (
+    ConfigError,
+    CorruptDataError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+)
 from deltasync.stores import ObjectInfo, Store
+from deltasync.stores.probe import decides
 
 BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
 
@@ -52,40 +60,95 @@ class StoreContract:
     def fill(self, store: Store, keys: Sequence[str]) -> None:
         """Put one byte under each key; a backend may know a quicker way."""
         with ThreadPoolExecutor(16) as pool:
-            for _ in pool.map(lambda key: store.create(key, b"x"), keys):
+            for _ in pool.map(lambda key: store.put(key, b"x"), keys):
                 pass
 
+    @pytest.fixture
+    def deciding(self, store: Store) -> Store:
+        """`store`, if it decides which one of two writers wins."""
+        if not store.capabilities.conditional_put:
+            pytest.skip("the store does not decide races")
+        return store
+
     def test_an_object_larger_than_asked_for_is_refused(self, store: Store) -> None:
-        store.create("a", b"four")
+        store.put("a", b"four")
+        store.put("empty", b"")
         assert store.read("a", 4) == b"four"
-        with pytest.raises(CorruptDataError, match="4 bytes"):
-            store.read("a", 3)
+        assert store.read("empty", 0) == b""
+        for most_bytes in (3, 0):
+            with pytest.raises(CorruptDataError, match="4 bytes"):
+                store.read("a", most_bytes)
 
-    def test_create_then_read(self, store: Store) -> None:
-        store.create("a/b.json", b"one")
-        assert store.read("a/b.json") == b"one"
+    def test_what_a_listing_tells_is_read(self, store: Store) -> None:
+        for data in (b"one", b"", bytes(100_000)):
+            store.put("a", data)
+            (info,) = store.list("")
+            assert store.read("a", len(data), info) == data
+            if data:
+                with pytest.raises(CorruptDataError):
+                    store.read("a", len(data) - 1, info)
+        store.delete("a")
+        assert store.read("a", len(data), info) == data if info.content else True
 
-    def test_create_never_overwrites(self, store: Store) -> None:
-        store.create("a", b"one")
+    def test_create_then_read(self, deciding: Store) -> None:
+        deciding.create("a/b.json", b"one")
+        assert deciding.read("a/b.json") == b"one"
+
+    def test_create_never_overwrites(self, deciding: Store) -> None:
+        deciding.create("a", b"one")
         for data in (b"two", b"one"):
             with pytest.raises(ObjectExistsError):
-                store.create("a", data)
-        assert store.read("a") == b"one"
+                deciding.create("a", data)
+        assert deciding.read("a") == b"one"
 
-    def test_replace_creates_and_overwrites(self, store: Store) -> None:
-        store.replace("head.json", b"one")
+    def test_a_store_decides_if_it_says_so(self, store: Store) -> None:
+        assert decides(store, "probe/000001-00000000") == store.capabilities.conditional_put
+        assert list(store.list("")) == []
+
+    def test_a_guard_is_called_once_before_anything_is_visible(self, store: Store) -> None:
+        for number, before in enumerate([None, b"0"]):
+            seen: list[bytes | None] = []
+
+            def guard(seen: list[bytes | None] = seen) -> None:
+                found = [info.key for info in store.list("a/")]
+                seen.append(store.read("a/b") if found else None)
+
+            store.put("a/b", str(number).encode(), guard=guard)
+            assert seen == [before]
+            assert store.read("a/b") == str(number).encode()
+
+    @pytest.mark.parametrize("error", [KeyError("x"), OSError(5, "x"), ObjectMissingError("x"), TransientStoreError("x")])
+    def test_what_a_guard_raises_passes_through_and_nothing_is_visible(self, store: Store, error: Exception) -> None:
+        def guard() -> None:
+            raise error
+
+        store.put("old", b"old")
+        for key in ("new", "old"):
+            with pytest.raises(type(error)) as raised:
+                store.put(key, b"new", guard=guard)
+            assert raised.value is error
+        assert [info.key for info in store.list("")] == ["old"]
+        assert store.read("old") == b"old"
+
+    def test_a_guarded_put_takes_what_a_record_may_have(self, store: Store) -> None:
+        data = os.urandom(6 << 20)
+        store.put("a", data, guard=lambda: None)
+        assert store.read("a") == data
+
+    def test_put_creates_and_overwrites(self, store: Store) -> None:
+        store.put("head.json", b"one")
         assert store.read("head.json") == b"one"
-        store.replace("head.json", b"2")
+        store.put("head.json", b"2")
         assert store.read("head.json") == b"2"
 
     def test_empty_object(self, store: Store) -> None:
-        store.create("empty", b"")
+        store.put("empty", b"")
         assert store.read("empty") == b""
         assert list(store.list("")) == [ObjectInfo("empty", 0)]
 
     @pytest.mark.parametrize("key", ["missing", "a/missing", "a", "a/b/c"])
     def test_reading_what_is_not_there(self, store: Store, key: str) -> None:
-        store.create("a/b", b"")
+        store.put("a/b", b"")
         with pytest.raises(ObjectMissingError):
             store.read(key)
 
@@ -96,7 +159,7 @@ class StoreContract:
     def test_listing_is_sorted_and_complete(self, store: Store) -> None:
         keys = ["b", "a/z", "a/b/c", "a.b", "a/b-c", "c/1", "c/10", "c/2"]
         for key in keys:
-            store.create(key, key.encode())
+            store.put(key, key.encode())
         assert list(store.list("")) == [ObjectInfo(key, len(key)) for key in sorted(keys)]
 
     @pytest.mark.parametrize(
@@ -105,7 +168,7 @@ class StoreContract:
     def test_a_prefix_is_of_the_key_not_of_path_parts(self, store: Store, prefix: str) -> None:
         keys = ["manifests/0000000001.json", "manifests/0000000002.json", "manifests-old/1", "head.json", "x/y/z", "x/yy/z"]
         for key in keys:
-            store.create(key, b"")
+            store.put(key, b"")
         assert [info.key for info in store.list(prefix)] == sorted(key for key in keys if key.startswith(prefix))
 
     def test_listing_ten_thousand(self, store: Store) -> None:
@@ -115,13 +178,13 @@ class StoreContract:
         assert {info.bytes for info in store.list("many/")} == {1}
 
     def test_deleted_objects_are_gone_and_may_be_created_again(self, store: Store) -> None:
-        store.create("a/b", b"one")
-        store.create("a/c", b"two")
+        store.put("a/b", b"one")
+        store.put("a/c", b"two")
         store.delete("a/b")
         with pytest.raises(ObjectMissingError):
             store.read("a/b")
         assert [info.key for info in store.list("")] == ["a/c"]
-        store.create("a/b", b"three")
+        store.put("a/b", b"three")
         assert store.read("a/b") == b"three"
 
     def test_deleting_what_is_not_there_is_no_error(self, store: Store) -> None:
@@ -130,10 +193,11 @@ class StoreContract:
 
     @pytest.mark.parametrize("key", BAD_KEYS)
     def test_bad_keys_are_refused_by_every_verb(self, store: Store, key: str) -> None:
+        if store.capabilities.conditional_put:
+            with pytest.raises(ConfigError):
+                store.create(key, b"")
         with pytest.raises(ConfigError):
-            store.create(key, b"")
-        with pytest.raises(ConfigError):
-            store.replace(key, b"")
+            store.put(key, b"")
         with pytest.raises(ConfigError):
             store.read(key)
         with pytest.raises(ConfigError):
@@ -142,37 +206,37 @@ class StoreContract:
 
     def test_every_character_of_the_key_rules_is_kept(self, store: Store) -> None:
         key = "AZaz09._=+@-/x." + "y" * 100
-        store.create(key, b"1")
+        store.put(key, b"1")
         assert store.read(key) == b"1"
         assert [info.key for info in store.list("AZ")] == [key]
 
     def test_all_bytes_of_a_large_object_come_back(self, store: Store) -> None:
         data = bytes(range(256)) * (64 << 12)
         assert len(data) == 64 << 20
-        store.create("large", data)
+        store.put("large", data)
         assert store.read("large") == data
         assert list(store.list("")) == [ObjectInfo("large", len(data))]
 
-    def test_a_large_object_is_replaced_as_a_whole(self, store: Store) -> None:
+    def test_a_large_object_is_put_as_a_whole(self, store: Store) -> None:
         for value in (b"a", b"b"):
             data = value * (17 << 20)
-            store.replace("large", data)
+            store.put("large", data)
             assert store.read("large") == data
 
-    def test_a_taken_key_is_not_overwritten_by_a_large_object(self, store: Store) -> None:
-        store.create("taken", b"small")
+    def test_a_taken_key_is_not_overwritten_by_a_large_object(self, deciding: Store) -> None:
+        deciding.create("taken", b"small")
         with pytest.raises(ObjectExistsError):
-            store.create("taken", bytes(17 << 20))
-        assert store.read("taken") == b"small"
+            deciding.create("taken", bytes(17 << 20))
+        assert deciding.read("taken") == b"small"
 
     def test_a_range_of_a_large_object(self, store: Store) -> None:
         data = os.urandom(17 << 20)
-        store.create("large", data)
+        store.put("large", data)
         assert store.read_range("large", 1 << 20, 9 << 20) == data[1 << 20 : 9 << 20]
 
     def test_ranges(self, store: Store) -> None:
         data = bytes(range(256)) * 100
-        store.create("ranged", data)
+        store.put("ranged", data)
         for start, end in ((0, 1), (0, len(data)), (255, 257), (len(data) - 1, len(data))):
             assert store.read_range("ranged", start, end) == data[start:end]
         for start, end in ((0, len(data) + 1), (len(data), len(data) + 1)):
@@ -183,21 +247,19 @@ class StoreContract:
 
     def test_many_are_deleted_at_once(self, store: Store) -> None:
         for key in ("a", "b/c", "d"):
-            store.create(key, b"")
+            store.put(key, b"")
         store.delete("a", "missing", "b/c")
         store.delete()
         assert [info.key for info in store.list("")] == ["d"]
 
     def test_listing_tells_when_an_object_was_stored(self, store: Store) -> None:
-        store.create("first", b"")
+        store.put("first", b"")
         time.sleep(1.1)  # some stores count in seconds
-        store.create("second", b"")
+        store.put("second", b"")
         first, second = store.list("")
         assert 0.5 < second.modified_s - first.modified_s < 60
 
-    def test_of_many_threads_creating_one_key_exactly_one_wins(self, store: Store) -> None:
-        if not store.capabilities.conditional_put:
-            pytest.skip("the store does not decide races")
+    def test_of_many_threads_creating_one_key_exactly_one_wins(self, deciding: Store) -> None:
         threads, keys = 16, [f"race/{number}" for number in range(8)]
         start = threading.Barrier(threads)
 
@@ -206,7 +268,7 @@ class StoreContract:
             won = set()
             for key in keys:
                 try:
-                    store.create(key, f"{key} by {thread}".encode())
+                    deciding.create(key, f"{key} by {thread}".encode())
                     won.add(key)
                 except ObjectExistsError:
                     pass
@@ -216,13 +278,11 @@ class StoreContract:
             wins = list(pool.map(race, range(threads)))
         for key in keys:
             (winner,) = [thread for thread in range(threads) if key in wins[thread]]
-            assert store.read(key) == f"{key} by {winner}".encode()
+            assert deciding.read(key) == f"{key} by {winner}".encode()
 
     def test_of_two_processes_creating_one_key_exactly_one_wins(
-        self, store: Store, elsewhere: tuple[str, Mapping[str, str]], tmp_path: Path
+        self, deciding: Store, elsewhere: tuple[str, Mapping[str, str]], tmp_path: Path
     ) -> None:
-        if not store.capabilities.conditional_put:
-            pytest.skip("the store does not decide races")
         count, (url, env) = 200, elsewhere
         folder = tmp_path / "race"
         folder.mkdir()
@@ -244,17 +304,17 @@ class StoreContract:
         assert wins[0] | wins[1] == set(range(count))
         assert not wins[0] & wins[1]
         for number in range(count):
-            assert store.read(f"race/{number}") == (b"a" if number in wins[0] else b"b") * 1000
+            assert deciding.read(f"race/{number}") == (b"a" if number in wins[0] else b"b") * 1000
 
-    def test_who_sees_head_sees_what_was_written_before_it(self, store: Store) -> None:
+    def test_who_sees_a_record_sees_what_was_written_before_it(self, store: Store) -> None:
         versions = 20
-        store.replace("head.json", b"0")
+        store.put("head.json", b"0")
 
         def write() -> None:
             for version in range(1, versions + 1):
-                store.create(f"deltas/{version:010d}/part", bytes(100_000))
-                store.create(f"manifests/{version:010d}.json", b"{}")
-                store.replace("head.json", str(version).encode())
+                store.put(f"parts/{version:010d}/part", bytes(100_000))
+                store.put(f"versions/{version:010d}.json", b"{}", guard=lambda: None)
+                store.put("head.json", str(version).encode())
 
         writer = threading.Thread(target=write)
         writer.start()
@@ -264,17 +324,17 @@ class StoreContract:
                 version = int(store.read("head.json"))
                 seen.add(version)
                 if version:
-                    assert store.read(f"manifests/{version:010d}.json") == b"{}"
-                    assert len(store.read(f"deltas/{version:010d}/part")) == 100_000
-                    assert f"manifests/{version:010d}.json" in {info.key for info in store.list("manifests/")}
+                    assert store.read(f"versions/{version:010d}.json") == b"{}"
+                    assert len(store.read(f"parts/{version:010d}/part")) == 100_000
+                    assert f"versions/{version:010d}.json" in {info.key for info in store.list("versions/")}
         finally:
             writer.join()
         assert int(store.read("head.json")) == versions
 
     def test_refused_credentials_are_told_and_not_taken_for_something_else(self, refused: Store) -> None:
         calls = (
-            lambda: refused.create("a", b""),
-            lambda: refused.replace("a", b""),
+            lambda: refused.put("a", b""),
+            lambda: refused.put("a", b"", guard=lambda: None),
             lambda: refused.read("a"),
             lambda: refused.read_range("a", 0, 1),
             lambda: list(refused.list("")),
@@ -287,13 +347,13 @@ class StoreContract:
 
     def test_readers_see_the_old_or_the_new_object_never_a_mixture(self, store: Store) -> None:
         states = {bytes([value]) * size for value, size in ((1, 100_000), (2, 50_000), (3, 0))}
-        store.replace("head.json", min(states))
+        store.put("head.json", min(states))
         stop = threading.Event()
 
         def write() -> None:
             while not stop.is_set():
                 for state in states:
-                    store.replace("head.json", state)
+                    store.put("head.json", state)
 
         writer = threading.Thread(target=write)
         writer.start()

@@ -11,7 +11,7 @@ import httpx
 import huggingface_hub
 import pytest
 
-from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo, Store
 from deltasync.stores.hub import _XET_CONFIG, HubStore, _told, hub_store
 from tests.contract.store_contract import StoreContract
@@ -39,14 +39,14 @@ class TestHubStore(StoreContract):
 
     @pytest.fixture
     def refused(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-        store.create("a", b"1")
+        store.put("a", b"1")
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         return hub_store(store.url)
 
     def fill(self, store: Store, keys: Sequence[str]) -> None:
         assert isinstance(store, HubStore)
         first, *others = keys
-        store.create(first, b"x")
+        store.put(first, b"x")
         self.hub.fill(store, others, like=first)
 
     def test_many_threads_may_create_the_bucket(self, store: Store) -> None:
@@ -60,8 +60,8 @@ def store(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.02)
     for config in _XET_CONFIG.values():
         monkeypatch.setitem(config, "client.retry_base_delay", "20ms")
-    hub_channel.create("small", SMALL)
-    hub_channel.create("large", LARGE)
+    hub_channel.put("small", SMALL)
+    hub_channel.put("large", LARGE)
     assert hub_channel.read("large") == LARGE
     hub.reset()
     return hub_channel
@@ -98,7 +98,7 @@ class TestUrl:
 
     def test_prefixes_of_one_bucket_are_stores_of_their_own(self, hub_url: str) -> None:
         inner, outer, other = (hub_store(hub_url + suffix) for suffix in ("/in", "", "b"))
-        inner.create("x", b"1")
+        inner.put("x", b"1")
         assert [info.key for info in outer.list("")] == ["in/x"]
         assert outer.read("in/x") == b"1"
         assert list(other.list("")) == []
@@ -106,10 +106,10 @@ class TestUrl:
 
 class TestBucket:
     def test_the_first_write_creates_it_private(self, hub: HubServer, hub_channel: HubStore) -> None:
-        counts = hub.counted(lambda: hub_channel.create("a", b"1"))
+        counts = hub.counted(lambda: hub_channel.put("a", b"1"))
         assert counts["create_bucket"] == 1
         assert huggingface_hub.HfApi(endpoint=hub.endpoint).bucket_info(_bucket(hub_channel)).private is True
-        assert "create_bucket" not in hub.counted(lambda: hub_channel.create("b", b"1"))
+        assert "create_bucket" not in hub.counted(lambda: hub_channel.put("b", b"1"))
 
     def test_reading_finds_nothing_where_there_is_none(self, hub_channel: HubStore) -> None:
         with pytest.raises(ObjectMissingError, match=f"^{hub_channel.url}/a does not exist[.]$"):
@@ -122,7 +122,7 @@ class TestBucket:
     ) -> None:
         hub.arm("create_bucket", status=403, message="Forbidden in this namespace")
         with pytest.raises(StoreError, match="could not be created: 403 Forbidden in this namespace") as caught:
-            hub_channel.create("a", b"1")
+            hub_channel.put("a", b"1")
         assert not isinstance(caught.value, TransientStoreError)
 
     def test_the_official_client_reads_and_writes_the_same_objects(
@@ -147,8 +147,11 @@ class TestRequests:
     def test_of_every_verb(self, store: HubStore, hub: HubServer) -> None:
         upload = {"grant": 1, "xorb": 1, "shard": 1}
         download = {"reconstruction": 1, "data": 1}
-        assert hub.counted(lambda: store.create("a", b"new")) == {"resolve": 1, **upload, "batch": 1}
-        assert hub.counted(lambda: store.replace("a", b"newer")) == {**upload, "batch": 1}
+        for data in (b"new", b"newer"):
+            assert hub.counted(lambda data=data: store.put("a", data)) == {**upload, "batch": 1}  # type: ignore[misc]
+            assert hub.counted(lambda: store.put("a", b"x", guard=lambda: None)) == {**upload, "batch": 1}
+        (info,) = store.list("a")
+        assert hub.counted(lambda: store.read("a", 1, info)) == download
         for _ in range(2):
             assert hub.counted(lambda: store.read("a")) == {"resolve": 1, **download}
         assert hub.counted(lambda: store.read("a")) == {"resolve": 1}
@@ -157,7 +160,7 @@ class TestRequests:
         assert hub.counted(lambda: list(store.list(""))) == {"tree": 1}
         assert hub.counted(lambda: store.delete("a", "small")) == {"batch": 1}
         assert hub.counted(lambda: store.delete()) == {}
-        store.create("empty", b"")
+        store.put("empty", b"")
         assert hub.counted(lambda: store.read("empty")) == {"resolve": 1}
 
     def test_a_range_beyond_the_end_is_not_tried_again(self, store: HubStore, hub: HubServer) -> None:
@@ -174,9 +177,9 @@ class TestRequests:
         for _ in range(2):
             assert poller.read("small") == SMALL
         assert hub.counted(lambda: [poller.read("small") for _ in range(100)]) == {"resolve": 100}
-        store.replace("small", b"other")
+        store.put("small", b"other")
         assert poller.read("small") == b"other"
-        store.replace("small", SMALL)
+        store.put("small", SMALL)
         assert poller.read("small") == SMALL
         store.delete("small")
         with pytest.raises(ObjectMissingError):
@@ -187,7 +190,7 @@ class TestRequests:
         hub.fill(store, keys, like="small")
         for key in keys:
             assert store.read(key) == SMALL
-        store.replace("head.json", b"1")
+        store.put("head.json", b"1")
         for _ in range(2):
             assert store.read("head.json") == b"1"
         for key in keys[:50]:
@@ -225,8 +228,8 @@ class TestToken:
         fresh = hub_store(store.url)
         for action in (
             lambda: fresh.read("small"),
-            lambda: fresh.replace("small", b"1"),
-            lambda: fresh.create("new", b"1"),
+            lambda: fresh.put("small", b"1"),
+            lambda: fresh.put("new", b"1", guard=lambda: None),
             lambda: fresh.delete("small"),
             lambda: list(fresh.list("")),
         ):
@@ -240,7 +243,7 @@ class TestToken:
         reader = hub_store(store.url)
         assert reader.read("large") == LARGE
         assert [info.key for info in reader.list("")] == ["large", "small"]
-        for action in (lambda: reader.create("new", b"1"), lambda: reader.delete("small")):
+        for action in (lambda: reader.put("new", b"1"), lambda: reader.delete("small")):
             with pytest.raises(StoreError, match="The token may not do this"):
                 action()
 
@@ -263,7 +266,7 @@ class TestToken:
         hub.arm("read_token", expired=True)
         hub.arm("write_token", expired=True)
         assert fresh.read("large") == LARGE
-        fresh.create("new", b"1")
+        fresh.put("new", b"1")
         assert fresh.read("new") == b"1"
         assert (hub.requests()["read_token"], hub.requests()["write_token"]) == (2, 2)
 
@@ -295,16 +298,16 @@ class TestFaults:
     @pytest.mark.parametrize("fault", [*HUB_FAULTS, {"failed": "Internal error"}], ids=_name)
     def test_writing_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
         hub.arm("batch", **fault)
-        store.create("new", b"1")
+        store.put("new", b"1")
         assert hub.requests()["batch"] == 2
         assert store.read("new") == b"1"
 
     @pytest.mark.parametrize("fault", [{"status": 503}, {"reset": True}, {"failed": "Internal error"}], ids=_name)
     def test_writing_always(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
         hub.arm("batch", times=FOREVER, **fault)
-        for write in (store.replace, store.create):
+        for key in ("small", "new"):
             with pytest.raises(TransientStoreError):
-                write("small" if write == store.replace else "new", b"1")
+                store.put(key, b"1")
         assert hub.requests()["batch"] == 6
         assert store.read("small") == SMALL
         assert [info.key for info in store.list("")] == ["large", "small"]
@@ -312,10 +315,8 @@ class TestFaults:
     def test_a_lost_reply_hides_a_success(self, store: HubStore, hub: HubServer) -> None:
         hub.arm("batch", times=3, reset=True, after=True)
         with pytest.raises(TransientStoreError):
-            store.create("new", b"1")
+            store.put("new", b"1")
         assert store.read("new") == b"1"
-        with pytest.raises(ObjectExistsError):
-            store.create("new", b"1")
 
     @pytest.mark.parametrize("fault", HUB_FAULTS[:-1], ids=_name)
     def test_reading_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
@@ -383,7 +384,7 @@ class TestFaults:
 
     def test_a_flipped_bit_is_not_kept(self, store: HubStore, hub: HubServer) -> None:
         data = os.urandom(1000)
-        store.replace("small", data)
+        store.put("small", data)
         hub.arm("data", flip=True)
         assert store.read("small") != data
         for _ in range(4):
@@ -394,19 +395,19 @@ class TestFaults:
     def test_an_upload_is_tried_again(self, store: HubStore, hub: HubServer, step: str, fault: dict[str, object]) -> None:
         hub.arm(step, **fault)
         data = os.urandom(1000)
-        store.create("new", data)
+        store.put("new", data)
         assert store.read("new") == data
 
     def test_nothing_is_taken_for_stored_because_it_once_was(self, store: HubStore, hub: HubServer) -> None:
         data = os.urandom(1000)
         for key in ("a", "b", "c"):
-            assert hub.counted(lambda key=key: store.replace(key, data))["xorb"] == 1  # type: ignore[misc]
+            assert hub.counted(lambda key=key: store.put(key, data))["xorb"] == 1  # type: ignore[misc]
 
     def test_next_to_nothing_is_left_on_disk(self, store: HubStore, hub: HubServer) -> None:
         folder = Path(hub.env["HF_XET_CACHE"])
         before = {path for path in folder.rglob("*") if path.is_file()}
         for _ in range(5):
-            store.replace("a", os.urandom(1000))
+            store.put("a", os.urandom(1000))
         left = {path for path in folder.rglob("*") if path.is_file()} - before
         assert len(left) <= 1
         assert all(path.parent.name == "deltasync" and path.stat().st_size < 10_000 for path in left)
@@ -415,7 +416,7 @@ class TestFaults:
     def test_an_upload_that_fails_leaves_what_was_there(self, store: HubStore, hub: HubServer, step: str) -> None:
         hub.arm(step, times=FOREVER, status=400)
         with pytest.raises(TransientStoreError, match=r"the transfer \(write\) failed"):
-            store.replace("small", os.urandom(1000))
+            store.put("small", os.urandom(1000))
         assert "batch" not in hub.requests()
         assert store.read("small") == SMALL
 
@@ -447,7 +448,7 @@ class TestFaults:
 
     def test_a_replica_of_the_hub_that_lags_shows_what_was_there_before(self, store: HubStore, hub: HubServer) -> None:
         """Nothing is promised about reading one's own writes; whoever needs it names digests."""
-        store.replace("small", b"new")
+        store.put("small", b"new")
         for step in ("resolve", "tree"):
             hub.arm(step, stale=True)
         assert store.read("small") == SMALL
@@ -469,16 +470,16 @@ import os, sys, time
 from deltasync.stores.hub import hub_store
 store = hub_store(sys.argv[1])
 data = os.urandom(1_000_000)
-store.create("parent", data)
+store.put("parent", data)
 assert store.read("parent") == data
-watch = store.watch("parent", lambda: None)
+watch = store.watch("parent", lambda _: None)
 while not watch.live:
     time.sleep(0.001)
 for number in range(3):
     child = os.fork()
     if child == 0:
         assert not watch.live
-        store.create(f"child-{number}", data)
+        store.put(f"child-{number}", data)
         assert store.read(f"child-{number}") == store.read("parent") == data
         watch.close()
         os._exit(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltasync import layout, open_store
+from deltasync import open_store
 from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores import Store, cloud, object
 from tests.contract.store_contract import StoreContract
@@ -239,12 +239,12 @@ NAMED = [
 
 class TestErrors:
     @pytest.mark.parametrize(("action", "kind", "said"), NAMED, ids=lambda value: str(getattr(value, "name", ""))[:40])
-    @pytest.mark.parametrize("verb", ["create", "replace", "read", "read_range", "list", "delete"])
+    @pytest.mark.parametrize("verb", ["create", "put", "read", "read_range", "list", "delete"])
     def test_what_the_store_answers_is_told_by_its_kind_and_a_sentence(
         self, proxy: FaultProxy, proxied: Store, verb: str, action: Action, kind: type[StoreError], said: str
     ) -> None:
         proxy.strike(action, times=FOREVER)
-        arguments = {"create": ("b", b"1"), "replace": ("a", b"1"), "read_range": ("a", 0, 1), "list": ("",)}
+        arguments = {"create": ("b", b"1"), "put": ("a", b"1"), "read_range": ("a", 0, 1), "list": ("",)}
         with pytest.raises(StoreError) as failure:
             result = getattr(proxied, verb)(*arguments.get(verb, ("a",)))
             list(result)
@@ -342,9 +342,9 @@ class TestRequests:
         assert limits == ["30s", "30s", "2m", "15m", "15m"]
 
     def test_looking_at_an_unchanged_head_is_one_request(self, proxy: FaultProxy, proxied: Store) -> None:
-        proxied.replace(layout.HEAD, bytes(180))
+        proxied.put("head.json", bytes(180))
         proxy.exchanges.clear()
-        proxied.read(layout.HEAD)
+        proxied.read("head.json")
         (exchange,) = proxy.exchanges
         assert exchange.bytes_up < 500
 
@@ -385,7 +385,7 @@ def child(queue):
 if parent_uses == "before":
     store.read("a")
 if parent_uses == "memory":
-    open_store("memory://x").replace("a", b"1")
+    open_store("memory://x").put("a", b"1")
 context = multiprocessing.get_context("fork")
 queue = context.SimpleQueue()
 process = context.Process(target=child, args=(queue,))

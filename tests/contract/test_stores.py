@@ -81,6 +81,7 @@ class TestFileStore(StoreContract):
     @pytest.mark.parametrize("step", ["fsync", "link"])
     def test_a_create_that_fails_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
         store = open_store(f"file://{tmp_path}")
+        store.put("folder/before", b"1")
 
         def fail(*arguments: object, **options: object) -> None:
             raise OSError(28, "No space left on device")
@@ -89,8 +90,7 @@ class TestFileStore(StoreContract):
             patch.setattr(os, step, fail)
             with pytest.raises(TransientStoreError, match="No space left"):
                 store.create("folder/a", b"1")
-        assert list(store.list("")) == []
-        assert list((tmp_path / "folder").iterdir()) == []
+        assert [path.name for path in (tmp_path / "folder").iterdir()] == ["before"]
 
     def test_a_refused_create_leaves_no_temporary_file(self, tmp_path: Path) -> None:
         store = open_store(f"file://{tmp_path}")
@@ -122,7 +122,7 @@ class TestFileStore(StoreContract):
         with pytest.raises(StoreError) as refused:
             store.create("linked/new", b"x")
         assert not isinstance(refused.value, TransientStoreError)
-        store.replace("link", b"mine")  # the link goes, what it led to stays
+        store.put("link", b"mine")  # the link goes, what it led to stays
         store.delete("linked/secret")
         assert (outside / "secret").read_bytes() == b"secret"
         assert [path.name for path in outside.iterdir()] == ["secret"]
@@ -174,17 +174,23 @@ class TestFileStore(StoreContract):
         monkeypatch.setattr(os, "fsync", fsync)
         store = open_store(f"file://{tmp_path}/new/run")
         store.create("a/b/c", b"1")
-        assert [path for path in synced if not path.endswith(".tmp")] == [
-            *("", "/new"),  # entries of the root and the one above it
+        expected = [
+            *("/new", ""),  # entries of the root and the one above it
             *("/new/run", "/new/run/a"),
             "/new/run/a/b",  # the object's own
         ]
+        found = [path for path in synced if not path.endswith(".tmp")]
+        assert [path for path in found if path in expected] == expected
+        assert os.path.ismount(found[found.index("/new/run") - 1])
         synced.clear()
-        open_store(f"file://{tmp_path}/new/run").create("a/b/d", b"1")  # another process may have died before it synced
-        assert [path for path in synced if not path.endswith(".tmp")] == ["/new/run", "/new/run/a", "/new/run/a/b"]
+        open_store(f"file://{tmp_path}/new/run").create("a/b/c2", b"1")  # another process may have died before it synced
+        assert [path for path in synced if not path.endswith(".tmp")] == found
+        synced.clear()
+        store.create("a/b/d", b"1")
+        assert [path for path in synced if not path.endswith(".tmp")] == ["/new/run/a/b"]
 
-    @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-    @pytest.mark.parametrize("verb", ["create", "replace"])
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT])
+    @pytest.mark.parametrize("verb", ["create", "put"])
     def test_what_no_other_try_makes_better_is_not_transient(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, verb: str
     ) -> None:

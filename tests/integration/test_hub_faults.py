@@ -6,8 +6,6 @@ import hashlib
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,11 +14,13 @@ from deltasync import Publisher, Replica, layout
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, TransientStoreError
 from deltasync.stores.hub import HubStore, hub_store
 from tests.conftest import assert_same_bits
+from tests.contract import test_hub_watch
+from tests.contract.test_hub_watch import Told
 from tests.hub import fixtures
 from tests.hub.fixtures import ROOT, HubServer, running_server, wait_until
-from tests.hub.hub import EXPIRED
 
 hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
+store = test_hub_watch.store
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -30,150 +30,6 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
         index = torch.randint(100_000, (100,), generator=torch.Generator().manual_seed(number))
         weights.view(torch.int16).view(-1)[index] ^= 1
     return {"a": weights[0].reshape(100, 500), "b": weights[1].reshape(50, 1000)}
-
-
-class Told:
-    """A watch and how often it told."""
-
-    def __init__(self, store: HubStore, key: str) -> None:
-        self.count = 0
-        self.times_s: list[float] = []
-        self.watch = store.watch(key, self._tell)
-
-    def _tell(self) -> None:
-        self.times_s.append(time.perf_counter())
-        self.count += 1
-
-    def after(self, count: int, timeout_s: float = 10.0) -> float:
-        """Wait until it has told more often than `count`."""
-        return wait_until(lambda: self.count > count, timeout_s)
-
-
-@pytest.fixture
-def store(hub_channel: HubStore) -> HubStore:
-    """A store whose bucket exists."""
-    hub_channel.replace(layout.HEAD, b"0")
-    return hub_channel
-
-
-@pytest.fixture
-def told(store: HubStore) -> Iterator[Told]:
-    """A live watch of head, which has told once."""
-    told = Told(store, layout.HEAD)
-    wait_until(lambda: told.watch.live and told.count == 1)
-    yield told
-    told.watch.close()
-
-
-def _bucket(store: HubStore) -> str:
-    return "/".join(store.url.split("/")[3:5])
-
-
-class TestWatch:
-    def test_a_change_is_told_at_once_and_nothing_else_is(self, store: HubStore, told: Told) -> None:
-        store.replace("other.json", b"1")
-        store.create("head.json.old", b"1")
-        latencies = []
-        for number in range(20):
-            count = told.count
-            store.replace(layout.HEAD, str(number).encode())
-            stored = time.perf_counter()
-            told.after(count)
-            latencies.append(told.times_s[-1] - stored)
-        print(f"told {1000 * sorted(latencies)[10]:.2f} ms after the write returned, at most {1000 * max(latencies):.2f} ms")
-        assert max(latencies) < 1.0
-        assert told.count == 21
-
-    def test_deleting_is_a_change(self, store: HubStore, told: Told) -> None:
-        store.delete(layout.HEAD)
-        told.after(1)
-
-    @pytest.mark.parametrize("do", ["drop", "reconnect"])
-    def test_a_broken_stream_is_taken_up_where_it_ended(self, store: HubStore, told: Told, hub: HubServer, do: str) -> None:
-        assert hub.tell_listeners(_bucket(store), do) == 1
-        told.after(1)  # once connected again, for whatever may have been missed
-        assert told.watch.live
-        count = told.count
-        store.replace(layout.HEAD, b"1")
-        told.after(count)
-
-    def test_while_there_is_no_connection_it_is_not_live(self, store: HubStore, told: Told, hub: HubServer) -> None:
-        hub.arm("events", times=2, status=503)
-        hub.tell_listeners(_bucket(store), "drop")
-        wait_until(lambda: not told.watch.live)
-        store.replace(layout.HEAD, b"1")
-        told.after(2)  # by the replay from the cursor, and because it is connected again
-        assert told.watch.live
-        assert told.count == 3
-        assert hub.requests()["events"] == 4
-
-    def test_a_cursor_that_is_too_old_or_wrong_means_that_anything_may_have_changed(
-        self, store: HubStore, told: Told, hub: HubServer
-    ) -> None:
-        hub.tell_listeners(_bucket(store), "reset")
-        told.after(1)
-        assert told.watch.live
-        told.watch._cursor = "not one of the server's"
-        hub.tell_listeners(_bucket(store), "drop")
-        told.after(2)
-        assert told.watch.live
-
-    @pytest.mark.parametrize("status", [401, 403, 404, 501])
-    def test_where_there_is_no_feed_it_is_never_live_and_rarely_asked_for(
-        self, store: HubStore, hub: HubServer, status: int
-    ) -> None:
-        hub.arm("events", times=1000, status=status)
-        told = Told(store, layout.HEAD)
-        wait_until(lambda: hub.requests().get("events"))
-        time.sleep(0.5)
-        assert hub.requests()["events"] == 1
-        assert not told.watch.live
-        assert told.count == 0
-        told.watch.close()
-
-    def test_closing_ends_the_thread_and_the_calls(self, store: HubStore, told: Told, hub: HubServer) -> None:
-        started = time.perf_counter()
-        told.watch.close()
-        assert time.perf_counter() - started < 0.5
-        assert not told.watch.live
-        assert not [thread for thread in threading.enumerate() if thread.name == "deltasync-watch"]
-        store.replace(layout.HEAD, b"1")
-        time.sleep(0.1)
-        assert told.count == 1
-        wait_until(lambda: hub.tell_listeners(_bucket(store), "drop") == 0)
-        told.watch.close()
-
-    def test_a_callback_may_fail_or_close_the_watch(
-        self, store: HubStore, told: Told, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        calls: list[int] = []
-
-        def act() -> None:
-            calls.append(1)
-            if len(calls) == 2:
-                raise RuntimeError("by the test")
-            if len(calls) == 3:
-                watch.close()
-
-        watch = store.watch(layout.HEAD, act)
-        wait_until(lambda: watch.live and len(calls) == 1)
-        for number in (1, 2, 3):
-            store.replace(layout.HEAD, b"%d" % number)
-            told.after(number)
-        wait_until(lambda: len(calls) == 3)
-        time.sleep(0.1)
-        assert len(calls) == 3
-        assert not watch.live
-        assert "by the test" in caplog.text
-
-    def test_an_expired_token_ends_in_polling(
-        self, store: HubStore, told: Told, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HF_TOKEN", EXPIRED)
-        hub.tell_listeners(_bucket(store), "drop")
-        wait_until(lambda: not told.watch.live)
-        time.sleep(0.5)
-        assert not told.watch.live
 
 
 class TestChannel:
@@ -244,7 +100,7 @@ class TestChannel:
         """A version every 30 ms at most; the replica may skip some, and has the right bits of each that it takes."""
         changed, replica, taken = threading.Event(), Replica(store), set()
         store.delete(layout.HEAD)
-        watch = store.watch(layout.HEAD, changed.set)
+        watch = store.watch(layout.HEAD, lambda _: changed.set())
         wait_until(lambda: watch.live)
         command = [sys.executable, "-W", "error", "-c", _PUBLISH, store.url]
         with subprocess.Popen(command, cwd=ROOT, env=hub.env, stdout=subprocess.PIPE, text=True) as process:

@@ -11,7 +11,7 @@ import torch
 from deltasync import Publisher, Replica, open_store
 from deltasync.errors import NotPublishedError
 from deltasync.poll import Poll
-from deltasync.stores import Store
+from deltasync.stores import ObjectInfo, Store
 from tests.faults import FaultyStore
 
 
@@ -19,7 +19,7 @@ from tests.faults import FaultyStore
 class Bell:
     """A watch that the test rings."""
 
-    ring: Callable[[], None]
+    ring: Callable[[ObjectInfo | None], None]
     live: bool = True
     closed: bool = False
 
@@ -32,14 +32,14 @@ class WatchedStore(FaultyStore):
 
     bell: Bell | None = None
 
-    def watch(self, key: str, on_change: Callable[[], None]) -> Bell:
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Bell:
         self.bell = Bell(on_change)
         return self.bell
 
     def replace(self, key: str, data: bytes) -> None:
         super().replace(key, data)
         if self.bell is not None and key == "head.json":
-            self.bell.ring()
+            self.bell.ring(None)
 
 
 @pytest.fixture

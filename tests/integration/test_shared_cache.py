@@ -1,0 +1,81 @@
+"""What replicas and the workers of a server read through one cache."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica
+from deltasync.errors import CorruptDataError
+from deltasync.stores.cache import CachedStore
+from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore, flipped, truncated
+from tests.unit import test_cache
+from tests.unit.test_cache import MB, downloads, files
+from vllm_plugin import worker
+
+inner, directory, store = test_cache.inner, test_cache.directory, test_cache.store
+
+
+class TestReader:
+    """What a replica reads through it."""
+
+    def test_documents_and_weights_are_downloaded_once(
+        self, store: CachedStore, inner: FaultyStore, directory: Path
+    ) -> None:
+        weights = {"w": torch.arange(1000, dtype=torch.int32)}
+        with Publisher(inner) as publisher:
+            for _ in range(3):
+                weights["w"][7] += 1
+                publisher.publish(weights.items()).wait(60)
+        inner.calls.clear()
+        for _ in range(3):
+            replica = Replica(CachedStore(inner, directory, MB))
+            replica.sync()
+            assert_same_bits(replica.state_dict(), weights)
+        read = downloads(inner)
+        assert read.count("channel.json") == read.count("head.json") == 3
+        immutable = [key for key in read if "/" in key]
+        assert len(immutable) == len(set(immutable)) == 6
+
+    @pytest.mark.parametrize("change", [flipped, truncated])
+    def test_damage_in_the_cache_is_repaired_and_in_the_store_is_not_kept(
+        self, store: CachedStore, inner: FaultyStore, directory: Path, change: Callable[[bytes], bytes]
+    ) -> None:
+        weights = {"w": torch.arange(1000, dtype=torch.int32)}
+        with Publisher(inner) as publisher:
+            publisher.publish(weights.items()).wait(60)
+            Replica(store).sync()
+            weights["w"][7] += 1
+            publisher.publish(weights.items()).wait(60)
+        for name in files(directory):
+            (directory / name).write_bytes(change((directory / name).read_bytes()))
+        for prefix in ("manifests/0000000002", "deltas/"):
+            inner.heal()
+            inner.tamper(prefix, change)
+            with pytest.raises(CorruptDataError):
+                Replica(store).sync()
+        inner.heal()
+        replica = Replica(store)
+        replica.sync()
+        assert_same_bits(replica.state_dict(), weights)
+
+
+def test_the_workers_of_a_server_download_once(inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FaultyStore, "url", "s3://bucket/run")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(worker, "open_store", lambda url: inner)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with Publisher(inner) as publisher:
+        publisher.publish([("w", torch.arange(1000))]).wait(60)
+    stores = [worker.open_channel("s3://bucket/run") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda store: Replica(store).sync(), stores)) == [1] * 4
+    shared = [key for key in downloads(inner) if "/" in key]
+    assert len(shared) == len(set(shared)) == 2
