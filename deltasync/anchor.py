@@ -2,6 +2,9 @@
 
 The safetensors metadata of each weight file holds `format: pt`, as transformers writes it, and `deltasync.fingerprints`:
 JSON of tensor name to the fingerprint of its bits, so that a reader can tell which tensor differs.
+
+On request the weights are compressed: tensors that shrink are entries of planes (`codec.dense`), and `deltasync.planes` is
+JSON of their names to the sizes of their planes. Such a file is no checkpoint, and its `format` is `deltasync/2`.
 """
 
 from __future__ import annotations
@@ -9,14 +12,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save as safetensors_save
 
 from deltasync import fingerprint, layout
-from deltasync.codec.base import read_metadata
+from deltasync.bits import bits_of
+from deltasync.codec import dense
+from deltasync.codec.base import FORMAT, body, load_tensors, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
+from deltasync.types import TensorSpec
 
+COMPRESSED = "zstd"
+"""The one way to compress weight files, and the feature that a record with such an anchor requires."""
+
+_FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Endings of files that hold weights, some of which run code when they are loaded."""
@@ -35,19 +46,30 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 
 
 def weight_files(
-    tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int
+    tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
 ) -> Iterator[tuple[str, bytes]]:
     """Weight files one after the other, (file name, bytes), then the index if there is more than one.
 
     Args:
         tensors: Contiguous host tensors by name; copied into the bytes of the shard that is being made.
         fingerprints: Of each tensor.
-        shard_bytes: Largest file, unless a single tensor is larger.
+        shard_bytes: Largest file before it is compressed, unless a single tensor is larger.
+        compression: `COMPRESSED`, or None for files that transformers and vLLM load.
+
+    Raises:
+        ConfigError: no such compression.
     """
+    if compression not in (None, COMPRESSED):
+        raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = shards(sizes, shard_bytes)
     for file_name, names in files.items():
-        yield file_name, safetensors_save({name: tensors[name] for name in names}, metadata(fingerprints, names))
+        entries, planes = {name: tensors[name] for name in names}, dict[str, list[int]]()
+        for name in names if compression else ():
+            if (found := dense.compress(bits_of(tensors[name]))) is not None:
+                planes[name], entries[name] = found
+        extra = {"format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))} if compression else {}
+        yield file_name, b"".join(body(entries, metadata(fingerprints, names) | extra))
     if len(files) > 1:
         yield INDEX, index(sizes, files)
 
@@ -73,13 +95,41 @@ def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
 def metadata(fingerprints: Mapping[str, int], names: Sequence[str]) -> dict[str, str]:
     """The metadata of a weight file with these tensors."""
     digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
-    return {"format": "pt", "deltasync.fingerprints": json.dumps(digests, separators=(",", ":"))}
+    return {"format": "pt", _FINGERPRINTS: json.dumps(digests, separators=(",", ":"))}
 
 
 def index(sizes: Mapping[str, int], files: Mapping[str, Sequence[str]]) -> bytes:
     """The index of several weight files."""
     weight_map = {name: file_name for file_name, names in files.items() for name in names}
     return json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2).encode()
+
+
+def read_weights(data: bytes, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
+    """Tensors of a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not yet compared).
+
+    Besides the file's own tensors no more than one is in memory, and none that `specs` does not have is decompressed.
+
+    Args:
+        data: The file.
+        specs: The tensors that may be in it.
+
+    Raises:
+        CorruptDataError: it cannot be read, or holds anything else.
+    """
+    digests, planes, tensors = fingerprints(data), _table(data, _PLANES, "{}"), load_tensors(data)
+    if unknown := planes.keys() - tensors.keys():
+        raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
+    for name in list(tensors):
+        spec, tensor = specs.get(name), tensors.pop(name)
+        if spec is None or name not in digests:
+            raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel or its fingerprints lack.")
+        if name in planes:
+            yield name, dense.decompress(tensor, planes[name], spec), digests[name]
+        # Not `spec_of`, for which a dtype that no channel carries is the caller's mistake.
+        elif (found := (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))) == (spec.dtype, spec.shape):
+            yield name, bits_of(tensor), digests[name]
+        else:
+            raise CorruptDataError(f"The anchor's weight file holds {name} {found[0]}{list(found[1])} instead of {spec}.")
 
 
 def fingerprints(data: bytes) -> dict[str, int]:
@@ -89,7 +139,17 @@ def fingerprints(data: bytes) -> dict[str, int]:
         CorruptDataError: there are none.
     """
     try:
-        digests = json.loads(read_metadata(data)["deltasync.fingerprints"])
-        return {name: int(digest, 16) for name, digest in digests.items()}
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS).items()}
+    except (ValueError, TypeError) as error:
         raise CorruptDataError(f"The anchor's weight file names no fingerprints: {error!r}.") from error
+
+
+def _table(data: bytes, key: str, default: str = "null") -> dict[str, Any]:
+    """A JSON object in the metadata of a weight file."""
+    try:
+        table = json.loads(read_metadata(data).get(key, default))
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error!r}.") from error
+    if not isinstance(table, dict):
+        raise CorruptDataError(f"The anchor's weight file has no table {key!r}.")
+    return table

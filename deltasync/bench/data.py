@@ -94,6 +94,13 @@ def simulation(changed_fraction: float, element_count: int) -> Sample:
     )
 
 
+def replaced(element_count: int) -> Sample:
+    """One matrix of about `element_count` elements and another in its place: nothing that they share pays."""
+    old, new = simulation(0.01, element_count), simulate.delta(0.01, element_count, seed=1)[1]
+    spec, delta = old.specs["w"], old.deltas[0]
+    return Sample("simulation", "replaced", old.specs, [Delta(delta.old, {"w": new[: spec.element_count]}, delta.history)])
+
+
 def demo(url: str) -> Sample:
     """All deltas of a channel's versions, its bf16 tensors only.
 

@@ -23,10 +23,11 @@ def command() -> None:
 @click.option(
     "--data",
     "source",
-    type=click.Choice(["simulation", "demo", "finetune", "all"]),
+    type=click.Choice(["simulation", "replaced", "demo", "finetune", "all"]),
     default="simulation",
     show_default=True,
-    help="Simulated deltas, those of a demo's channel, those of a fine-tuning run that is made here (a minute), or all.",
+    help="Simulated deltas, a simulated matrix replaced by another, the deltas of a demo's channel, those of a fine-tuning "
+    "run that is made here (a minute), or all.",
 )
 @click.option(
     "--changed",
@@ -62,6 +63,8 @@ def codec_command(
     def samples() -> Iterator[Sample]:
         if source in ("simulation", "all"):
             yield from (data.simulation(fraction, elements) for fraction in fractions)
+        if source in ("replaced", "all"):
+            yield data.replaced(elements)
         if source in ("demo", "all"):
             if channel is None:
                 say("no --channel given, so the demo's deltas are left out")

@@ -132,8 +132,8 @@ class BlockEncoder:
             words.append(coded)
             blocks.append(row_BF)
         tables = b"".join(models[group].to_bytes() for group in used)
-        table.arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         table.arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
+        table.arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         table.arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
         return table.finish(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
 

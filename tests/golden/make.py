@@ -119,17 +119,6 @@ def rows(tensors: Weights) -> dict[str, list]:
     }
 
 
-def save(tensors: Weights, metadata: dict[str, str]) -> bytes:
-    """As safetensors saves, which gives the metadata in any order; here sorted, for the same bytes in every run."""
-    data = safetensors.torch.save(tensors, metadata)
-    (size,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + size])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + data[8 + size :]
-
-
 def publish(
     folder: Path, codec: str, published: list[Weights], initial: str | None = None, before: int = 0, **settings: Any
 ) -> dict[str, dict]:
@@ -142,7 +131,6 @@ def publish(
         mock.patch("deltasync.jobs.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.housekeeping.folds.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
-        mock.patch("deltasync.anchor.safetensors_save", save),
         Publisher(
             f"file://{folder}",
             codec=codec,

@@ -141,6 +141,13 @@ def test_command_prints_json() -> None:
     assert raw["bits_per_changed"] == pytest.approx(48, rel=0.01)
 
 
+def test_a_replaced_matrix_is_measured_and_goes_dense() -> None:
+    (sample,) = codec.run([data.replaced(1 << 16)])["samples"]
+    assert sample["changed_fraction"] > 0.99
+    bits = {row["name"]: row["bits_per_changed"] for row in sample["encodings"]}
+    assert bits["packed"] < 11.5 and bits["context"] < 11.5
+
+
 def test_command_needs_a_channel_for_the_demo() -> None:
     ran = CliRunner().invoke(main, ["bench", "codec", "--data", "demo"])
     assert ran.exit_code == 2
