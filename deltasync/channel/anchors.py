@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync import fingerprint, layout
+from deltasync import fingerprint
 from deltasync.bits import bits_of
+from deltasync.channel import keys
 from deltasync.codec import dense
 from deltasync.codec.base import FORMAT, body, load_tensors, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
@@ -89,7 +90,7 @@ def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
             filled = 0
         shards[-1].append(name)
         filled += size
-    return {layout.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
+    return {keys.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
 
 
 def metadata(fingerprints: Mapping[str, int], names: Sequence[str]) -> dict[str, str]:
