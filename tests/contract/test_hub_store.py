@@ -16,7 +16,8 @@ from deltasync.errors import ConfigError, ObjectMissingError, StoreError, Transi
 from deltasync.stores import ObjectInfo, Store
 from deltasync.stores import hub as hub_module
 from deltasync.stores.base import REQUEST_S
-from deltasync.stores.hub import _XET_CONFIG, HubStore, _told, hub_store
+from deltasync.stores.hub import HubStore, _told, hub_store
+from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import StoreContract
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
@@ -61,7 +62,7 @@ class TestHubStore(StoreContract):
 def store(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch) -> HubStore:
     """A store with a small and a large object, its tokens fetched, the counts at zero, and no patience between attempts."""
     monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.02)
-    for config in _XET_CONFIG.values():
+    for config in CONFIG.values():
         monkeypatch.setitem(config, "client.retry_base_delay", "20ms")
     hub_channel.put("small", SMALL)
     hub_channel.put("large", LARGE)
