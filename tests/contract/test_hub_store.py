@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -560,6 +561,23 @@ class TestContent:
         assert store.read("large", bytes, less) == LARGE[:bytes]
         hub.arm("resolve", extra_bytes=bytes - len(LARGE))
         assert store.read("large", bytes) == LARGE[:bytes]
+
+    def test_a_content_store_that_sends_without_end_is_given_up(
+        self, store: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sent = itertools.count(1)
+
+        class Endless:
+            def download_stream(self, info: object, start: int, end: int) -> Iterator[bytes]:
+                while True:
+                    next(sent)
+                    yield bytes(1000)
+
+        monkeypatch.setattr("deltasync.stores.hub._ATTEMPTS", 1)
+        store._xet._downloads = Endless()
+        with pytest.raises(TransientStoreError, match="301000 bytes came of 300000"):
+            store.read("large", len(LARGE))
+        assert next(sent) == 302
 
 
 _FORK = """
