@@ -494,10 +494,9 @@ class TestRequests:
         ]
         assert limits == ["30s", "30s", "2m", "15m", "15m"]
 
-    def test_looking_at_an_unchanged_head_is_one_request(self, proxy: FaultProxy, proxied: Store) -> None:
-        proxied.put("head.json", bytes(180))
-        proxy.exchanges.clear()
-        proxied.read("head.json")
+    def test_asking_for_what_is_not_there_is_one_small_request(self, proxy: FaultProxy, proxied: Store) -> None:
+        with pytest.raises(ObjectMissingError):
+            proxied.read("versions/0000012/0000012346.000003-9f8e7d6c.safetensors", 1 << 20)
         (exchange,) = proxy.exchanges
         assert exchange.bytes_up < 500
 
