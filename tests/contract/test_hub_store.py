@@ -20,6 +20,7 @@ from deltasync.stores.base import REQUEST_S
 from deltasync.stores.hub import HubStore, _told, hub_store
 from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import StoreContract
+from tests.http_faults import FaultProxy
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.hub.hub import EXPIRED, READ, WRITE
@@ -444,7 +445,7 @@ class TestFaults:
             store.read("small")
         assert hub.requests() == {"resolve": 3}
 
-    @pytest.mark.parametrize("status", [400, 402, 410, 418])
+    @pytest.mark.parametrize("status", [400, 402, 410, 418, 507])
     def test_what_will_not_pass_is_tried_once(self, store: HubStore, hub: HubServer, status: int) -> None:
         hub.arm("resolve", status=status, message="No way.")
         with pytest.raises(StoreError, match=f"the Hub answered {status}: No way[.]$") as caught:
@@ -578,6 +579,28 @@ class TestContent:
         with pytest.raises(TransientStoreError, match="301000 bytes came of 300000"):
             store.read("large", len(LARGE))
         assert next(sent) == 302
+
+
+def test_a_connection_that_the_hub_has_closed_is_no_error(
+    hub: HubServer, hub_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultProxy(hub.endpoint) as proxy:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", proxy.url)
+        store = hub_store(hub_url)
+        store.put("large", LARGE)
+        (info,) = store.list("")
+        for action in (
+            lambda: store.read("large", len(LARGE)),
+            lambda: store.read("large", len(LARGE), info),
+            lambda: store.put("large", LARGE),
+            lambda: store.put("large", LARGE, guard=lambda: None),
+            lambda: list(store.list("")),
+            lambda: store.delete("large"),
+        ):
+            proxy.cut()
+            time.sleep(0.05)
+            action()
+        huggingface_hub.close_session()
 
 
 _FORK = """

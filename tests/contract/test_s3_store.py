@@ -235,6 +235,7 @@ NAMED = [
     (s3_error(403, "InvalidAccessKeyId"), StoreError, "check AWS_ACCESS_KEY_ID"),
     (s3_error(403, "RequestTimeTooSkewed"), StoreError, "clock"),
     (s3_error(403, "AccessDenied"), StoreError, "403 Forbidden (AccessDenied). Check the credentials"),
+    (s3_error(403, "QuotaExceeded"), StoreError, "403 Forbidden (QuotaExceeded). Delete something"),
     (status(401), StoreError, "401 Unauthorized. Check the credentials"),
     (s3_error(400, "AuthorizationHeaderMalformed"), StoreError, "check region="),
     (status(301), StoreError, "in another region"),
@@ -263,6 +264,13 @@ class TestErrors:
         assert str(failure.value).startswith(proxied.url.partition("?")[0] + "/")
         assert len(str(failure.value)) < 250
         assert failure.value.__cause__ is None
+
+    @pytest.mark.parametrize("code", [501, 507])
+    def test_what_a_server_will_never_do_is_not_transient(self, proxy: FaultProxy, proxied: Store, code: int) -> None:
+        proxy.strike(status(code), times=FOREVER)
+        with pytest.raises(StoreError, match=f"answered {code}") as failure:
+            proxied.put("b", b"1")
+        assert type(failure.value) is StoreError
 
     @pytest.mark.parametrize("action", [status(503), status(500), status(429), status(408)], ids=lambda action: action.name)
     @pytest.mark.parametrize("verb", ["create", "read"])
