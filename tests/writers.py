@@ -1,10 +1,18 @@
-"""Writers of a channel for tests of the protocol: small records, stores that misbehave, and a journal of every key."""
+"""Writers of a channel for tests of the protocol: small records, stores that misbehave, and a journal of every key.
+
+A test module takes the fixtures by assigning them: `memory = writers.memory`. Some need those of S3 and of the Hub too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
+
+from deltasync import open_store
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Channel, Delta, Head, Record, Version, sha256_hex, table_sha256
 from deltasync.channel.reading import ChannelReader
@@ -195,3 +203,86 @@ def restore(store: Store, saved: dict[str, bytes]) -> None:
     store.delete(*(info.key for info in store.list("")))
     for key, data in saved.items():
         store.put(key, data)
+
+
+class Place:
+    """A store that several writers use.
+
+    Attributes:
+        store: Without faults.
+        lease: How its writers succeed each other, if it does not decide.
+        decides: Whether it does.
+    """
+
+    def __init__(self, store: Store, decides: bool, lease: Lease = QUICK) -> None:
+        self.store, self.decides, self.lease, self.journal = store, decides, lease, Journal()
+
+    def writer(self, name: str = "a", **options: bool) -> WriterStore:
+        """A writer's way to it."""
+        return WriterStore(self.store, self.journal, name, decides=self.decides, **options)
+
+    def script(self, name: str = "a", **options: object) -> Script:
+        """A writer that has opened the channel."""
+        return Script(self.writer(name), lease=self.lease, **options)  # type: ignore[arg-type]
+
+    def damage(self, key: str, data: bytes) -> None:
+        """Put other bytes where something is."""
+        self.store.put(key, data)
+        self.journal.forget(key)
+        self.journal.hold(key, data)
+
+    def forget(self, key: str) -> None:
+        """Delete an object."""
+        self.store.delete(key)
+        self.journal.forget(key)
+
+
+def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if kind == "s3":
+        return Place(open_store(request.getfixturevalue("s3_server").url(request.getfixturevalue("s3_bucket"))), True)
+    if kind == "hub":
+        return Place(request.getfixturevalue("hub_channel"), False, SLOW)
+    url = f"file://{tmp_path}/channel" if kind == "file" else request.getfixturevalue("memory_url")
+    return Place(open_store(url), kind != "lease")
+
+
+@contextlib.contextmanager
+def _checked(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    found = place_of(kind, request, tmp_path)
+    yield found
+    found.journal.check(found.store)
+
+
+@pytest.fixture(params=["memory", "file", "s3", "lease", "hub"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Every kind of store; `lease` is memory that does not decide."""
+    with _checked(request.param, request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def deciding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """The stores that decide."""
+    with _checked(request.param, request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "lease"])
+def quick(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Both fencings, in memory."""
+    with _checked(request.param, request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A store that decides."""
+    with _checked("memory", request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def leased(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A store that does not."""
+    with _checked("lease", request, tmp_path) as found:
+        yield found
