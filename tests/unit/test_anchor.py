@@ -51,7 +51,7 @@ def test_an_anchor_is_a_checkpoint_that_transformers_loads(tmp_path: Path, tied:
 
 def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:
     tensors = {f"t{i}": torch.full((10,), i, dtype=torch.float32) for i in range(5)} | {"big": torch.zeros(100)}
-    files = dict(anchor.weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
+    files = dict(weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
     index = json.loads(files.pop("model.safetensors.index.json"))
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
@@ -76,7 +76,7 @@ DIGESTS = {name: number for number, name in enumerate(TENSORS)}
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 5000], ids=["one file", "sharded"])
 def test_weight_files_give_back_every_bit(shard_bytes: int, compression: str | None) -> None:
-    files = dict(anchor.weight_files(TENSORS, DIGESTS, shard_bytes, compression))
+    files = dict(weight_files(TENSORS, DIGESTS, shard_bytes, compression))
     files.pop("model.safetensors.index.json", None)
     assert (len(files) > 1) == (shard_bytes == 5000)
     found = {name: (bits_N, digest) for data in files.values() for name, bits_N, digest in anchor.read_weights(data, SPECS)}
@@ -89,17 +89,17 @@ def test_weight_files_give_back_every_bit(shard_bytes: int, compression: str | N
 
 
 def test_compressed_weights_are_smaller_by_what_shrinks_and_deterministic() -> None:
-    ((_, plain),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30)
-    ((_, small),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
+    ((_, plain),) = weight_files(TENSORS, DIGESTS, 1 << 30)
+    ((_, small),) = weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
     planes = json.loads(read_metadata(small)["deltasync.planes"])
     assert set(planes) == {"bf16", "fp32", "fp8", "nans"}
     assert len(small) < 0.87 * len(plain)
-    assert dict(anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd"))["model.safetensors"] == small
+    assert dict(weight_files(TENSORS, DIGESTS, 1 << 30, "zstd"))["model.safetensors"] == small
 
 
 def test_another_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match="lzma"):
-        list(anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "lzma"))
+        list(weight_files(TENSORS, DIGESTS, 1 << 30, "lzma"))
 
 
 def _planes(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
@@ -137,7 +137,7 @@ def _planes(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, t
 def test_weight_files_that_contradict_themselves_are_corrupt(
     change: Callable[[dict[str, torch.Tensor], dict[str, str]], object],
 ) -> None:
-    ((_, data),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
+    ((_, data),) = weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
     entries, metadata = load_tensors(data), read_metadata(data)
     change(entries, metadata)
     with pytest.raises(CorruptDataError):
@@ -147,7 +147,7 @@ def test_weight_files_that_contradict_themselves_are_corrupt(
 def test_fingerprints_survive_the_metadata() -> None:
     fingerprints = {"a": 0, "b": (1 << 64) - 1}
     tensors = {name: torch.zeros(3) for name in fingerprints}
-    ((name, data),) = anchor.weight_files(tensors, fingerprints, 1 << 30)
+    ((name, data),) = weight_files(tensors, fingerprints, 1 << 30)
     assert name == "model.safetensors"
     assert anchor.fingerprints(data) == fingerprints
     assert read_metadata(data)["format"] == "pt"
