@@ -105,6 +105,8 @@ class PublisherSettings(_Settings):
         anchor_compression: `none`, for anchors that transformers and vLLM load, or `zstd`, for smaller ones.
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
+        settle_s: Where the store cannot decide which of two publishers may write, how long one that opens a channel waits
+            for requests of the one before (`publish.log.Lease`).
         peer_timeout_s: How long the ranks of a sharded trainer wait for one that is behind, or dead.
         signing_key: File of the private key that documents are signed with (`signing.Signer`); None to not sign.
         trusted_keys: File of the public keys of those who wrote before, if they had other ones.
@@ -118,6 +120,7 @@ class PublisherSettings(_Settings):
     anchor_compression: str = "none"
     retries: int = 6
     retry_delay_s: float = 0.25
+    settle_s: float = 30.0
     peer_timeout_s: float = 600.0
     signing_key: str | Path | None = None
     trusted_keys: str | Path | None = None

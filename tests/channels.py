@@ -83,7 +83,9 @@ class Made:
     def anchor(self, model: Weights, step: int | None = None) -> Stored:
         """The next version, of full weights."""
         number = 1 if self.tip is None else self.tip.version + 1
-        return self.append(self._record("anchor", number, model, anchor=self.store_anchor(model, number), step=step), None, model)
+        return self.append(
+            self._record("anchor", number, model, anchor=self.store_anchor(model, number), step=step), None, model
+        )
 
     def delta(self, model: Weights, parts: int = 0, step: int | None = None) -> Stored:
         """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest."""
@@ -141,9 +143,7 @@ class Made:
         self.bits[stored.sha256] = {name: tensor.clone() for name, tensor in model.items()}
         return stored
 
-    def encode(
-        self, before: Weights, after: Weights, version: int, base: int, count: int
-    ) -> list[tuple[Encoded, int]]:
+    def encode(self, before: Weights, after: Weights, version: int, base: int, count: int) -> list[tuple[Encoded, int]]:
         """Payloads with some of the changed tensors each, and how many elements each changes."""
         changed = []
         for name, spec in self.specs.items():
@@ -191,7 +191,9 @@ class Made:
             **rest,  # type: ignore[arg-type]
         )
 
-    def _fold(self, base: Version | None, version: Version, model: Weights, payload: Encoded | None, **rest: object) -> Stored:
+    def _fold(
+        self, base: Version | None, version: Version, model: Weights, payload: Encoded | None, **rest: object
+    ) -> Stored:
         key = keys.fold(0 if base is None else base.version, version.version, self.epoch)
         made = self._record("fold", version.version, model, **rest)
         made = dataclasses.replace(made, epoch=version.epoch, base=base, sha256=version.sha256)

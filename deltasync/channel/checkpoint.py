@@ -19,10 +19,10 @@ from safetensors import safe_open
 
 from deltasync import fingerprint
 from deltasync.bits import bits_of, cast
+from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.channel.documents import Reference
 from deltasync.types import Patch, TensorSpec
 
 _INDEX = "model.safetensors.index.json"

@@ -332,9 +332,7 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     state = status.state
     if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
         version, state, error = None, "unreachable", f"{url} is stopping"
-    return Heartbeat(
-        replica_id=url, run_id=found, version=version, state=state, epoch=epoch, sha256=sha256, error=error
-    )
+    return Heartbeat(replica_id=url, run_id=found, version=version, state=state, epoch=epoch, sha256=sha256, error=error)
 
 
 def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:

@@ -131,9 +131,8 @@ class _Search:
             found = cheapest(start, self._target.version, hops)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                raise MissingVersionError(
-                    f"No way leads from {begin} to version {self._target}; the next anchor or fold makes one. {problem}".rstrip()
-                )
+                told = f"No way leads from {begin} to version {self._target}; the next anchor or fold makes one. {problem}"
+                raise MissingVersionError(told.rstrip())
             try:
                 return _read(self._reader, have, self._target, found, self._left_out, self._epochs, self._known)
             except _ForkedError:
@@ -206,7 +205,7 @@ def _read(
                 raise _UnreadableError(found, hop)
             if found.version != at:
                 raise _UnreadableError(f"{key} does not lead to version {at}.", hop)
-            held_bytes += found.bytes
+            held_bytes += found.size
             way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
             if found.use_anchor:
                 return way[::-1]
@@ -220,9 +219,7 @@ def _read(
     raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
 
-def _attempt(
-    reader: ChannelReader, key: str, left_out: Collection[str], known: Mapping[str, ObjectInfo]
-) -> Stored | str:
+def _attempt(reader: ChannelReader, key: str, left_out: Collection[str], known: Mapping[str, ObjectInfo]) -> Stored | str:
     """The object, or why there is none."""
     if key in left_out:
         return f"{key} is left out."

@@ -210,7 +210,9 @@ class ChannelReader:
         if found.record.run_id != expected:
             raise CorruptDataError(f"{key} belongs to run {found.record.run_id}, this channel to run {expected}.")
         if found.payload_bytes - found.record.body_bytes > record.most_payload_bytes(self.specs):
-            raise CorruptDataError(f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take.")
+            raise CorruptDataError(
+                f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
+            )
         return found
 
     def fetch(self, file: File) -> bytes:

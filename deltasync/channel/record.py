@@ -32,14 +32,14 @@ class Stored:
     Attributes:
         key: Where it is.
         sha256: Digest of the object.
-        bytes: Its size.
+        size: Its bytes.
         record: Its document.
         data: The object's bytes, None once they are dropped; `payload` is in them.
     """
 
     key: str
     sha256: str
-    bytes: int
+    size: int
     record: Record
     data: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -67,7 +67,7 @@ class Stored:
     @property
     def file(self) -> documents.File:
         """The object as other documents name files."""
-        return documents.File(key=self.key, bytes=self.bytes, sha256=self.sha256)
+        return documents.File(key=self.key, bytes=self.size, sha256=self.sha256)
 
     @property
     def payload_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Where a replica goes next: polls, looks, and plans. It touches no weights, and is shared by every kind of replica.
 
-    poll     ask for the slot after the version that there is: one request, in steady state all there is
-    look     read head, or list, to find the newest version: at first, when lost, and now and then
-    plan     the cheapest way there (`channel.plan`)
+poll     ask for the slot after the version that there is: one request, in steady state all there is
+look     read head, or list, to find the newest version: at first, when lost, and now and then
+plan     the cheapest way there (`channel.plan`)
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class Course:
 
     Attributes:
         newest: The newest version that is known.
+        problem: What is wrong with the next version, None if nothing is.
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None) -> None:
         self.reader = reader
         self.newest: Version | None = None
+        self.problem: str | None = None
         self.looked_s: float | None = None
         self._max_age_s = max_age_s
         self._newest_created_s: float | None = None
@@ -98,18 +100,25 @@ class Course:
         if self._problem is not None and not due:
             raise self._problem
         self._problem = None
-        looks = have is None or self._lost or now or time.monotonic() >= self._look_due_s
+        looks = now or time.monotonic() >= self._look_due_s
         try:
             way = self._look(have, _LOOK_LIVE_S if told else LOOK_S) if looks else []
-            if not way and have is not None:
+            if not way and not self._lost:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
             self._problem = error
             raise
+        if not way and have is None:
+            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
         self._found_at_once = self._found_at_once + 1 if way else 0
         if self._found_at_once > 1 and len(way) == 1:
             self._look_due_s = 0.0  # it lags behind: several versions at once are cheaper
         return self._batch(way, have)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no way led on the last time, so that `next` fails until a look is due."""
+        return self._problem is not None
 
     def refused(self, way: Sequence[Stored], failed: str | None = None) -> None:
         """Take another way from now on than this one.
@@ -131,13 +140,9 @@ class Course:
         """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
 
         Looks at the newest versions, and at those that can be had from nothing, which is what servers load.
-
-        Raises:
-            NotPublishedError: the channel has no version yet.
         """
         wanted = f"{total:016x}"
-        newest = self._find_newest(listed=False)
-        at: Version | None = newest
+        at = self._find_newest(listed=False)
         for _ in range(_IDENTIFY):
             if at is None:
                 break
@@ -175,17 +180,18 @@ class Course:
         first = self.reader.slots(keys.folder(1)).slots[:1]
         return [*found, *(info.key for _, info in first)]
 
-    def _poll(self, have: Version, known: ObjectInfo | None) -> list[Stored]:
-        """Ask for the next record."""
-        epoch = self._next_epoch or have.epoch
+    def _poll(self, have: Version | None, known: ObjectInfo | None) -> list[Stored]:
+        """Ask for the next record, or for the first."""
+        number = 1 if have is None else have.version + 1
+        epoch = self._next_epoch or (self.reader.channel().epoch if have is None else have.epoch)
         for _ in range(_SEALS):
-            slot = Slot(have.version + 1, epoch)
+            slot = Slot(number, epoch)
             if slot.key in self._avoided or slot.key in self._suspects:
-                break
+                return []  # the next look may find a way around it
             try:
                 stored = self._slot(slot, known)
             except FormatError as error:
-                logger.warning("%s Looking for another way.", error)
+                self.problem = str(error)
                 self._avoided[slot.key] = time.monotonic()
                 break
             self.looked_s = time.monotonic()
@@ -194,12 +200,13 @@ class Course:
                 self._check_age()
                 return []
             if stored.record.base != have:
-                logger.warning("%s does not follow version %s. Looking at the channel anew.", slot.key, have)
+                self.problem = f"{slot.key} does not follow version {have}."
                 break
             if stored.record.next_epoch is None:
                 self._note(stored)
                 return [stored]
             epoch = self._next_epoch = stored.record.next_epoch
+        logger.warning("%s Looking for another way.", self.problem)
         self._lost = True
         return self._look(have, LOOK_S)
 
@@ -229,6 +236,9 @@ class Course:
         listed = self._looks % _LIST_EVERY == 0
         while True:
             newest = self._find_newest(listed)
+            if newest is None:
+                self._lost = False
+                return []
             if have is not None and not _is_after(newest, have) and not listed and self._lost:
                 listed = True
                 continue
@@ -248,12 +258,13 @@ class Course:
             self._next_epoch = None
         if way:
             self._note(way[-1])
+            self.problem = None
         self._lost = False
         self._check_age()
         return way
 
-    def _find_newest(self, listed: bool) -> Version:
-        """By head, or by a listing."""
+    def _find_newest(self, listed: bool) -> Version | None:
+        """By head, or by a listing; None if there is none."""
         head = None if listed else self.reader.head()
         if head is not None:
             self.looked_s = time.monotonic()
@@ -265,21 +276,21 @@ class Course:
             self._lists_instead = any(info.key == key and 0 < info.modified_s < since_s for _, info in listing.slots)
         stored = self.reader.newest(listing)
         self.looked_s = time.monotonic()
-        if stored is None:
-            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
-        if stored.record.is_version:
+        if stored is not None and stored.record.is_version:
             self._note(stored)
             return stored.version
-        if stored.record.base is None:
-            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
-        self._next_epoch = stored.record.next_epoch
+        self._next_epoch = None if stored is None else stored.record.next_epoch
+        if stored is None or stored.record.base is None:
+            return None
         self._known(stored.record.base)
         return stored.record.base
 
     def _to_number(self, have: Version | None, number: int) -> list[Stored]:
         newest = self._find_newest(listed=False)
-        if number > newest.version:
+        if newest is None or number > newest.version:
             newest = self._find_newest(listed=True)
+        if newest is None:
+            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
         if not 1 <= number <= newest.version:
             raise MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
         target = newest if number == newest.version else self.reader.numbered(number).version
@@ -325,12 +336,11 @@ class Course:
         age_s = time.time() - self._newest_created_s
         if age_s > self._max_age_s:
             raise StaleChannelError(
-                f"The newest version, {self.newest.version}, is {age_s:.0f} s old; at most {self._max_age_s:g} s are allowed. "
-                "Nothing newer was published, or somebody keeps it back."
+                f"The newest version, {self.newest.version}, is {age_s:.0f} s old, and {self._max_age_s:g} s are allowed: "
+                "nothing newer was published, or somebody keeps it back."
             )
 
 
 def _is_after(one: Version, other: Version) -> bool:
     """Whether a replica that has the other may go to it: by epoch, then by number."""
     return (one.epoch, one.version) > (other.epoch, other.version)
-

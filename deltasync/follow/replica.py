@@ -113,28 +113,28 @@ class Replica:
                 changed.clear()
 
     def _advance(self, number: int | None) -> None:
-        """Take every step to a version. What does not give the published bits, or is gone, is left out where there is another
-        way.
-        """
-        detours = 0
+        """Take every step to a version. What fails is left out where there is another way."""
+        detours, looked = 0, False
         while True:
-            way = self._course.next(self.identity, number=number, now=True)
+            if not self._is_settled():
+                self._settle()
+            way = self._course.next(self.identity, number=number, now=self._course.stuck)
+            if not way and not looked and number is None:
+                looked, way = True, self._course.next(self.identity, now=True)
             if not way:
                 return
             follower = self._opened()
-            if not follower.settled:
-                self._settle()
-                continue
             try:
                 self._take(follower, way)
             except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
                 detours += 1
                 self._course.refused(way, follower.failed)
-                if not follower.settled:
-                    self._settle()
                 if detours > _DETOURS:
                     raise
                 logger.warning("%s Taking another way.", error)
+
+    def _is_settled(self) -> bool:
+        return self._follower is None or self._follower.settled
 
     def _opened(self) -> Follower:
         if self._follower is None:

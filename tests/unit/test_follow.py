@@ -152,9 +152,7 @@ def test_a_damaged_record_waits_for_an_anchor_or_a_fold(store: Store) -> None:
     broken = channel.delta(trained(channel.bits[channel.tip.sha256], 30))
     base = replica.identity
     _damage(store, broken.key)
-    with pytest.raises((MissingVersionError, CorruptDataError)):
-        replica.sync()
-    assert replica.version == 3
+    assert replica.sync() == 3, "the newest that can be read"
     channel.delta(trained(channel.bits[channel.tip.sha256], 31))
     channel.head()
     with pytest.raises(MissingVersionError):
@@ -196,7 +194,7 @@ def test_a_version_that_does_not_give_its_bits_is_passed_by(store: Store) -> Non
     channel.tip = base
     encoded = channel.encode(channel.bits[base.sha256], model, 4, 3, 1)[0][0]
     channel.append(lies, encoded, model)
-    with pytest.raises(Exception, match="way|bits"):
+    with pytest.raises(Exception, match=r"way|bits"):
         replica.sync()
     assert replica.version == 3
     _holds(replica, channel)
@@ -216,7 +214,7 @@ def test_folds_save_requests(memory_url: str) -> None:
     assert replica.sync() == 40
     _holds(replica, channel)
     reads = [key for operation, key in store.calls if operation == "read" and key.startswith((keys.VERSIONS, keys.FOLDS))]
-    assert len(set(reads)) == 4 + 7
+    assert len(set(reads)) == 4 + 7 + 1, "folds, records, and a look at the slot after them"
 
 
 def test_without_head_and_with_a_wrong_one(store: Store) -> None:
