@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import anchor, codec, fingerprint
+from deltasync import codec, fingerprint
 from deltasync.bits import bits_of, spec_of, tensor_of
-from deltasync.channel import documents, keys, record
+from deltasync.channel import anchors, documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version, sha256_hex
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
@@ -170,7 +170,7 @@ class Made:
         tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
         files = [
             self.put_file(f"{folder}/{name}", data)
-            for name, data in anchor.weight_files(tensors, self.fingerprints(model), 1 << 30)
+            for name, data in anchors.weight_files(tensors, self.fingerprints(model), 1 << 30)
         ]
         companion = self.put_file(f"{folder}/config.json", b"{}")
         return Anchor(directory=folder, files=files, companions=[companion])

@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deltasync import anchor
 from deltasync.bits import tensor_of
-from deltasync.channel import documents
+from deltasync.channel import anchors, documents
 from deltasync.channel.documents import Anchor, File
 from deltasync.config import PublisherSettings
 from deltasync.publish.shadow import Shadow
@@ -34,7 +33,7 @@ class Weights:
     def of(cls, shadow: Shadow, settings: PublisherSettings) -> Weights:
         """What a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
-        files = anchor.weight_files(
+        files = anchors.taken_files(
             _sizes(shadow.specs),
             lambda name: tensor_of(snapshot.take(name), shadow.specs[name]),
             snapshot.fingerprints,
@@ -58,13 +57,13 @@ class Weights:
         beside = [put_file(folder, name, data) for name, data in companions.items()]
         weights: list[File] = []
         for name, data in self.files:
-            (beside if name == anchor.INDEX else weights).append(put_file(folder, name, data))
+            (beside if name == anchors.INDEX else weights).append(put_file(folder, name, data))
             del data  # before the next one is made
         return Anchor(directory=folder, files=weights, companions=beside)
 
 
 def compression_of(settings: PublisherSettings) -> str | None:
-    """As `anchor.weight_files` takes it."""
+    """As `anchors.taken_files` takes it."""
     return None if settings.anchor_compression == "none" else settings.anchor_compression
 
 
@@ -99,7 +98,7 @@ def collect_weights(
         PublishError: a rank did not answer.
     """
     sizes = _sizes(specs)
-    files = anchor.weight_files(
+    files = anchors.taken_files(
         sizes,
         lambda name: tensor_of(peers.collect(shadow.bits[name], [ranges[name] for ranges in held]), specs[name]),
         fingerprints,
@@ -107,7 +106,7 @@ def collect_weights(
         compression_of(settings),
     )
     if peers.rank:
-        for names in anchor.shards(sizes, settings.shard_bytes).values():
+        for names in anchors.shards(sizes, settings.shard_bytes).values():
             for name in names:
                 peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
         peers.agree(None)

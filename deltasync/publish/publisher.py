@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from deltasync import anchor, fingerprint
-from deltasync.bits import tensor_of
-from deltasync.channel import documents, plan, signing
+from deltasync import fingerprint
+from deltasync.channel import anchors, documents, plan, signing
 from deltasync.channel.documents import Channel, Reference, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
@@ -173,7 +172,7 @@ class Publisher:
             _check_sharded(given, self._retention, shadow)
         self.store = open_store(channel) if isinstance(channel, str) else channel
         if isinstance(model_files, str | Path):
-            model_files = anchor.companion_files(Path(model_files))
+            model_files = anchors.companion_files(Path(model_files))
         files = dict(model_files) if model_files is not None else {}
         for name in files:
             check_key(name)

@@ -107,6 +107,11 @@ class CachedStore:
             self._keep(sha256, data)
         return data
 
+    def keep(self, sha256: str, data: bytes) -> None:
+        """Add an object that was read otherwise; its digest is not checked here, but whenever it is used."""
+        if time.monotonic() >= self._off_until:
+            self._keep(sha256, data)
+
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""
         self._store.create(key, data)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync import fingerprint, layout
+from deltasync import fingerprint
 from deltasync.bits import bits_of
+from deltasync.channel import keys
 from deltasync.codec import dense
 from deltasync.codec.base import FORMAT, body, load_tensors, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
@@ -46,6 +47,14 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 
 
 def weight_files(
+    tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
+) -> Iterator[tuple[str, bytes]]:
+    """As `taken_files`, of contiguous host tensors."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    return taken_files(sizes, tensors.__getitem__, fingerprints, shard_bytes, compression)
+
+
+def taken_files(
     sizes: Mapping[str, int],
     take: Callable[[str], torch.Tensor],
     fingerprints: Mapping[str, int],
@@ -56,7 +65,7 @@ def weight_files(
 
     Args:
         sizes: Bytes of each tensor.
-        take: Gives a tensor, contiguous and on the host; called once for each, and when its file is being made.
+        take: Gives a tensor, contiguous and on the host; called once for each, when its file is made.
         fingerprints: Of each tensor.
         shard_bytes: Largest file before it is compressed, unless a single tensor is larger.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
@@ -101,7 +110,7 @@ def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
             filled = 0
         shards[-1].append(name)
         filled += size
-    return {layout.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
+    return {keys.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
 
 
 def metadata(fingerprints: Mapping[str, int], names: Sequence[str]) -> dict[str, str]:
