@@ -87,11 +87,11 @@ class Made:
             self._record("anchor", number, model, anchor=self.store_anchor(model, number), step=step), None, model
         )
 
-    def delta(self, model: Weights, parts: int = 0, step: int | None = None) -> Stored:
-        """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest."""
+    def delta(self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True) -> Stored:
+        """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest, if `inline`."""
         assert self.tip is not None
         number = self.tip.version + 1
-        groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + 1)
+        groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + inline)
         files = []
         for at, (encoded, _) in enumerate(groups[:parts], start=1):
             key = f"{keys.parts_folder(number, self.epoch)}/{keys.part(0, at)}"

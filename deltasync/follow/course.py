@@ -68,6 +68,7 @@ class Course:
         self._avoided: dict[str, tuple[float, str]] = {}  # since when, and why
         self._suspects: dict[str, str] = {}  # that do not give the bits that they promise
         self._singly_to = 0
+        self._blamed: str | None = None  # what was refused last
         self._prefetch = Prefetch(reader)
 
     def next(
@@ -122,6 +123,10 @@ class Course:
         """Whether no way led on the last time, so that `next` fails until a look is due."""
         return self._problem is not None
 
+    def forgive(self) -> None:
+        """Try again what was missing or damaged: somebody asks for it."""
+        self._avoided.clear()
+
     def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
         """Take another way from now on than this one.
 
@@ -137,7 +142,14 @@ class Course:
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
         else:
-            self._suspects.update((stored.key, str(why)) for stored in way)
+            self._suspects[way[0].key] = str(why)
+        self._blamed = failed or way[0].key
+
+    def acquit(self) -> None:
+        """What was refused last is not to blame: an audit found that the bits it met were of no version."""
+        if self._blamed is not None:
+            self._avoided.pop(self._blamed, None)
+            self._suspects.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
         """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.

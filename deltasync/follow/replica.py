@@ -94,6 +94,7 @@ class Replica:
             NotPublishedError: the channel has no version yet.
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
+        self._course.forgive()
         deadline = time.monotonic() + timeout_s
         changed = threading.Event()
         with contextlib.ExitStack() as stack:
@@ -117,7 +118,10 @@ class Replica:
         detours, looked = 0, False
         while True:
             if not self._is_settled():
+                before = self.identity
                 self._settle()
+                if before is not None and self.identity is None:
+                    self._course.acquit()
             way = self._course.next(self.identity, number=number, now=self._course.stuck)
             if not way and not looked and number is None:
                 looked, way = True, self._course.next(self.identity, now=True)
