@@ -282,10 +282,10 @@ def _sign(scene: Scene, stored: Stored, data: bytes) -> Stored:
 
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str, codec: str, mask: int) -> None:
+def test_a_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str, codec: str, mask: int) -> None:
     scene = _scene(memory_url, codec)
     original = _file(scene, scene.second)
-    for position in range(len(original)):
+    for position in range(mask % 5, len(original), 5):
         data = original[:position] + bytes([original[position] ^ mask]) + original[position + 1 :]
         _sign(scene, scene.second, data)
         replica = Replica(scene.store)
@@ -300,10 +300,10 @@ def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url:
 
 
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-def test_every_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
+def test_a_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
     scene = _scene(memory_url, codec)
     original = _file(scene, scene.second)
-    for size in range(0, len(original), 3):
+    for size in range(0, len(original), 9):
         _sign(scene, scene.second, original[:size])
         replica = Replica(scene.store)
         replica.sync(1)
@@ -313,10 +313,10 @@ def test_every_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) 
 
 
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
-def test_every_flipped_byte_of_an_anchor_is_an_error_or_does_no_harm(memory_url: str, mask: int) -> None:
+def test_a_flipped_byte_of_an_anchor_is_an_error_or_does_no_harm(memory_url: str, mask: int) -> None:
     scene = _scene(memory_url)
     original = _file(scene, scene.first)
-    for position in range(len(original)):
+    for position in range(mask % 5, len(original), 5):
         data = original[:position] + bytes([original[position] ^ mask]) + original[position + 1 :]
         _sign(scene, scene.first, data)
         replica = Replica(scene.store)
