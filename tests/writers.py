@@ -247,6 +247,13 @@ def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place
     return Place(open_store(url), kind != "lease")
 
 
+@pytest.fixture
+def slow_lease(monkeypatch: pytest.MonkeyPatch) -> Lease:
+    """Publishers of this process settle within seconds, whatever their settings say."""
+    monkeypatch.setattr("deltasync.publish.opening.Lease", lambda settle_s: SLOW)
+    return SLOW
+
+
 @contextlib.contextmanager
 def _checked(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     found = place_of(kind, request, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 
 from deltasync import open_store
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Opening, Record, sha256_hex
+from deltasync.channel.documents import Opening, Record, Version, sha256_hex
 from deltasync.channel.signing import Signer, new_key
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -144,6 +145,23 @@ class TestTwoAtOnce:
         with pytest.raises(FencedError, match="Another publisher"):
             loser.publish("loser")
         assert history(anywhere.store) == [first.version]
+
+    def test_the_one_that_claimed_first_goes_on_from_what_was_there_and_stops(self, leased: Place) -> None:
+        a = leased.script("a")
+        first = a.publish()
+        leased.lease = Lease(0.5, 0.1, 0.1)
+        store = leased.writer("b")
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(Script, store, lease=leased.lease)
+            while ("put", keys.EPOCHS) not in [(verb, key[: len(keys.EPOCHS)]) for verb, key in store.calls]:
+                time.sleep(0.001)
+            c = Script(leased.writer("c"), lease=QUICK)
+            second = c.publish()
+            b = opening.result()
+        assert b.opened.end_version == first.version
+        with pytest.raises(FencedError, match=f"as epoch {c.log.epoch}, after {b.log.epoch}"):
+            b.publish()
+        assert history(leased.store) == [first.version, second.version]
 
     def test_a_lesser_epoch_that_came_later_leaves_the_channel_alone(self, leased: Place) -> None:
         a, b = (leased.script(name, resume=False) for name in ("a", "b"))
@@ -334,6 +352,16 @@ class TestDamage:
         with pytest.raises(FencedError):
             b.publish()
         assert c.publish().record.base == end
+
+    def test_the_document_of_another_runs_epoch_says_nothing(self, quick: Place) -> None:
+        first = quick.script("a").publish()
+        epoch = "000007-00000000"
+        stray = Version(41, epoch, "0" * 64)
+        opening = Opening(run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now())
+        quick.damage(keys.epoch_document(epoch), documents.encode(opening))
+        b = quick.script("b")
+        assert b.opened.end_version == first.version
+        assert keys.epoch_number(b.log.epoch) == 8
 
     def test_a_record_of_a_newer_writer_is_not_passed_over(self, quick: Place) -> None:
         a = quick.script("a")
