@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -190,6 +191,25 @@ class TestTwoAtOnce:
         with pytest.raises(FencedError):
             a.publish()
         assert len(history(deciding.store)) == 4
+
+
+def test_many_writers_that_know_nothing_of_each_other(deciding: Place) -> None:
+    """Whatever one of them was told is published stays in the one log there is."""
+
+    def run(name: str) -> list[Version]:
+        kept = []
+        for number in range(6):
+            with contextlib.suppress(FencedError):
+                writer = deciding.script(f"{name}{number}", retries=0)
+                for _ in range(number):
+                    kept.append(writer.publish(name).version)
+        return kept
+
+    with ThreadPoolExecutor(4) as pool:
+        kept = [version for found in pool.map(run, "abcd") for version in found]
+    found = history(deciding.store)
+    assert set(kept) == set(found)
+    assert len({version.epoch for version in found}) > 1
 
 
 def test_a_seal_in_the_place_of_a_forgotten_version_does_not_count(deciding: Place) -> None:
