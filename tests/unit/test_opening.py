@@ -200,7 +200,7 @@ def test_many_writers_that_know_nothing_of_each_other(deciding: Place) -> None:
         kept = []
         for number in range(6):
             with contextlib.suppress(FencedError):
-                writer = deciding.script(f"{name}{number}", retries=0)
+                writer = deciding.script(f"{name}{number}", retries=9)
                 for _ in range(number):
                     kept.append(writer.publish(name).version)
         return kept
