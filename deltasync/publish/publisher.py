@@ -369,7 +369,7 @@ class Publisher:
                 told = [number, whole, collects, waiting is not None]
                 uploader.warm_up()
         try:
-            version, full, collects, joins = self._peers.agree(problem, *told)
+            version, full, spools, joins = self._peers.agree(problem, *told)
             if not isinstance(uploader, Uploader) and joins:
                 waiting = uploader.take()
         except BaseException:
@@ -378,7 +378,7 @@ class Publisher:
             raise
         if full and version == 1 and self._initial is not None and self._peers.size == 1:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
-        return _Base(version, bool(full), bool(collects), waiting)
+        return _Base(version, bool(full), bool(spools), waiting)
 
     def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, dict[str, Patch], Reference | None]:
         """Learn from the first stream who holds what.
