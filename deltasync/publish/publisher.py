@@ -301,11 +301,12 @@ class Publisher:
         Raises:
             PublishError: the last version did not become visible.
         """
-        self._closed = True
-        self._uploader.close()
-        if self._keeper is not None and self._log is not None:
-            self._keeper.close()
-            self._log.close()
+        if not self._closed:
+            self._closed = True
+            self._uploader.close()
+            if self._keeper is not None and self._log is not None:
+                self._keeper.close()
+                self._log.close()
         self.flush()
 
     def __enter__(self) -> Self:
