@@ -407,7 +407,7 @@ class Publisher:
         reference: Reference | None = None
         if resumed is not None:
             changes = resumed.advance(first.stream(), "keep", self._peers.rank)
-            base = dataclasses.replace(base, full=False)
+            base = dataclasses.replace(base, full=False, collects=False)
         elif self._initial is not None and base.version == 1:
             reference, changes = refer(self._peers, self._initial, first)
             if changes:
