@@ -1,29 +1,12 @@
-"""Looking after a channel: `forget`, `prune`, `check`, `copy`, `export`, `write_fold`.
+"""Looking after a channel: `forget` and `prune`, `check` and `repair`, `copy`, `export`, `write_fold`.
 
 Each takes a `ChannelReader` and reports progress through a callback; what takes long reads with a few threads.
 """
 
 from __future__ import annotations
 
-from deltasync.housekeeping.folds import store_fold, write_fold
-from deltasync.housekeeping.survey import Progress, quiet, read_folds, read_manifests
-from deltasync.housekeeping.sweep import Pruned, forget, prune
-from deltasync.housekeeping.transfer import Copied, copy, export
-from deltasync.housekeeping.verify import Report, check
+from deltasync.housekeeping.retention import Forgetting, Keep
+from deltasync.housekeeping.survey import Progress, Survey, quiet, survey
+from deltasync.housekeeping.sweep import GRACE_S, Pruned, forget, prune
 
-__all__ = [
-    "Copied",
-    "Progress",
-    "Pruned",
-    "Report",
-    "check",
-    "copy",
-    "export",
-    "forget",
-    "prune",
-    "quiet",
-    "read_folds",
-    "read_manifests",
-    "store_fold",
-    "write_fold",
-]
+__all__ = ["GRACE_S", "Forgetting", "Keep", "Progress", "Pruned", "Survey", "forget", "prune", "quiet", "survey"]
