@@ -147,7 +147,8 @@ def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) ->
     Args:
         end: At least `document_bytes`.
         size: Of the object.
-        key, trusted: As in `decode`.
+        key: Where it is.
+        trusted: As in `decode`.
 
     Raises:
         CorruptDataError, UnsupportedFormatError: as `decode`, as far as it can be told from the document.

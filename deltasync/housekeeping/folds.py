@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Mapping
 
 import numpy as np
 
-from deltasync import anchor, codec, fingerprint
+from deltasync import codec, fingerprint
 from deltasync.bits import bits_of
-from deltasync.channel import documents, keys, payloads, record, signing
+from deltasync.channel import anchors, documents, keys, payloads, record, signing
 from deltasync.channel.documents import Anchor, Delta, File, Record, Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
@@ -49,18 +50,19 @@ def write_fold(
     encoder = codec.get(codec_name).encoder()
     reader.channel()
     signing.require_signer(signer, reader.signed)
+    start, end = _end(reader, base), _end(reader, version)
     for span, info in reader.folds():
         if (span.base, span.version) == (base, version):
-            try:
-                return reader.stored(info.key)
-            except (FormatError, MissingVersionError) as error:
-                logger.warning("%s Writing another fold.", error)
+            with contextlib.suppress(FormatError, MissingVersionError):
+                found = reader.stored(info.key)
+                if (found.base, found.version) == (start, end):
+                    return found
     replica = Replica(reader)
     progress("weights", 0, 2)
-    start = _go(replica, base)
+    replica.sync(base)
     old = {name: bits_of(tensor).copy() for name, tensor in replica.state_dict().items()}
     progress("weights", 1, 2)
-    end = _go(replica, version)
+    replica.sync(version)
     progress("weights", 2, 2)
     changed = 0
     for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
@@ -117,8 +119,8 @@ def encode_fold(
     )
     stored = record.encode(document, key, payload, signer)
     assert stored.data is not None
-    if stored.bytes > record.most_bytes(key, reader.specs):
-        raise CorruptDataError(f"{key} would have {stored.bytes:,} bytes, which is more than a fold may have.")
+    if stored.size > record.most_bytes(key, reader.specs):
+        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a fold may have.")
     return record.decode(stored.data, key, reader.trusted)
 
 
@@ -126,7 +128,7 @@ def store(reader: ChannelReader, stored: Stored) -> Stored:
     """Store an encoded fold. After return it exists; if it raised, it may, and is right."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
-    logger.info("stored key=%s bytes=%d", stored.key, stored.bytes)
+    logger.info("stored key=%s bytes=%d", stored.key, stored.size)
     return stored
 
 
@@ -158,10 +160,10 @@ def write_anchor(
     files: list[File] = []
     beside: list[File] = []
     for name, data in itertools.chain(
-        anchor.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(companions.items())
+        anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(companions.items())
     ):
-        weights = name.endswith(anchor.WEIGHTS)
-        for tensor, bits_N, _ in anchor.read_weights(data, reader.specs) if weights else ():
+        weights = name.endswith(anchors.WEIGHTS)
+        for tensor, bits_N, _ in anchors.read_weights(data, reader.specs) if weights else ():
             if not np.array_equal(bits_N, bits_of(tensors[tensor])):
                 raise CorruptDataError(f"{folder}/{name} would not give the bits of {tensor}; it was not stored.")
         reader.store.put(f"{folder}/{name}", data)
@@ -171,15 +173,13 @@ def write_anchor(
     return store(reader, encode_fold(reader, None, version, what, None, replica.fingerprints, signer, author))
 
 
-def _go(replica: Replica, version: int) -> Version:
+def _end(reader: ChannelReader, version: int) -> Version:
     try:
-        replica.sync(version)
+        return reader.numbered(version).version
     except MissingVersionError as error:
         raise MissingVersionError(
-            f"No fold can begin or end at version {version}: {error} `deltasync log` lists the versions that are there."
+            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
         ) from error
-    assert replica.identity is not None
-    return replica.identity
 
 
 def _prove(reader: ChannelReader, stored: Stored, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Repair a channel: put the bytes back that a digest names, or make another way around them. The publisher may run meanwhile."""
+"""Repair a channel: put back the bytes that a digest names, or make a way around them. The publisher may run meanwhile."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Repaired:
     Attributes:
         key: Which.
         problem: What is wrong with it.
-        outcome: `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; `left`: nothing can be
-            done now.
+        outcome: `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; `left`: nothing can
+            be done now.
         how: A sentence.
     """
 
@@ -126,7 +126,7 @@ def source_of(where: str) -> Source:
     """Where lost bytes may be.
 
     Args:
-        where: URL or directory of a copy of the channel, or a directory of files named by their sha256, as a node's cache is.
+        where: URL or directory of a copy of the channel, or a directory of files named by sha256, as a node's cache is.
 
     Raises:
         ConfigError: there is no such directory.

@@ -78,20 +78,19 @@ class Holding:
 
     Attributes:
         records: By slot, seals among them.
-        stored_s: When each record was stored, 0 where the store does not tell; and each fold, by key.
+        stored_s: When each record and each fold was stored, by key; 0 where the store does not tell.
         announced: Versions whose anchor is announced, all of its files being listed -> when it was announced.
         folds: Keys of all folds.
     """
 
     records: Records
-    stored_s: Mapping[Slot | str, float]
+    stored_s: Mapping[str, float]
     announced: Mapping[Slot, float]
     folds: Collection[str] = ()
 
     def before(self, time_s: float) -> Holding:
         """What it held then of what it holds now."""
-
-        records = {slot: record for slot, record in self.records.items() if _was(self.stored_s[slot], time_s)}
+        records = {slot: record for slot, record in self.records.items() if _was(self.stored_s[slot.key], time_s)}
         announced = {slot: stored_s for slot, stored_s in self.announced.items() if _was(stored_s, time_s)}
         return Holding(records=records, stored_s=self.stored_s, announced=announced)
 
@@ -141,8 +140,7 @@ class Holding:
             if at is None or (at not in self.records and at not in self.announced):
                 raise MissingVersionError(
                     f"Version {slot.version} is to be kept, but cannot be read, because a version before it is not in the "
-                    "channel. Nothing was forgotten. See `deltasync check` and `deltasync repair`, or choose what to keep so "
-                    "that it goes."
+                    "channel. Nothing was forgotten. See `deltasync check`, or choose what to keep so that it goes."
                 )
             yield at
             if self.has_anchor(at):

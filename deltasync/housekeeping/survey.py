@@ -1,4 +1,4 @@
-"""What a channel holds: two listings and the documents of records and folds, read a few at a time, without their payloads."""
+"""What a channel holds: two listings and the documents of records and folds, read a few at a time, without payloads."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ def forget(
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
     held = survey(reader, progress, wanted_fold=lambda span: span.base == 0)
-    folds = {info.key: info.modified_s for _, info in reader.folds()}
+    folds = [info for _, info in reader.folds()]
     holding = Holding(
         records=held.records,
-        stored_s={**{slot: info.modified_s for slot, info in held.slots.items()}, **folds},
+        stored_s={info.key: info.modified_s for info in (*held.slots.values(), *folds)},
         announced=_announced(reader.store, held),
-        folds=folds.keys(),
+        folds=[info.key for info in folds],
     )
     found = retention.forgetting(holding, keep, since_s)
     if dry_run:

@@ -11,8 +11,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltasync import anchor
-from deltasync.channel import checkpoint, documents, keys
+from deltasync.channel import anchors, checkpoint, documents, keys
 from deltasync.channel.documents import File, Record, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
@@ -137,7 +136,8 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
     """Store one object in the target; its bytes, None if the target had it, or what is wrong with it in the source.
 
     Args:
-        source, target: The channels.
+        source: The channel.
+        target: Where it is copied to.
         there: Sizes of the target's objects at the start.
         item: The object; its `sha256` is empty where nothing names it.
     """
@@ -204,7 +204,7 @@ def export(
         temporary.mkdir(parents=True)
         for name, data in files.items():
             _write(temporary / name, data)
-        weights = anchor.weight_files(replica.state_dict(), replica.fingerprints, shard_bytes)
+        weights = anchors.weight_files(replica.state_dict(), replica.fingerprints, shard_bytes)
         for done, (name, data) in enumerate(weights, start=1):
             _write(temporary / name, data)
             progress("files written", done, done)
@@ -237,18 +237,18 @@ def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
             if found := _companions_of(reader, reader.document(info)):
                 return found
     held = survey(reader)
-    for found in [record for _, record in sorted(held.records.items(), reverse=True) if record is not None]:
+    for record in [record for _, record in sorted(held.records.items(), reverse=True) if record is not None]:
         with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
-            if files := _companions_of(reader, found):
-                return files
+            if found := _companions_of(reader, record):
+                return found
     return {}
 
 
 def _companions_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
     if record.reference is not None:
-        return anchor.companion_files(checkpoint.small_files(record.reference))
+        return anchors.companion_files(checkpoint.small_files(record.reference))
     if record.anchor is None:
         return {}
     start = f"{record.anchor.directory}/"
-    beside = [file for file in record.anchor.companions if not file.key.endswith((*anchor.WEIGHTS, anchor.INDEX))]
+    beside = [file for file in record.anchor.companions if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))]
     return {file.key.removeprefix(start): reader.fetch(file) for file in beside}

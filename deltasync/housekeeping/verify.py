@@ -268,8 +268,8 @@ class Examined:
                 continue
             if slot_of(base) not in self.records:
                 problem = MissingVersionError(
-                    f"Version {slot.version} builds on version {base.version}, whose record is missing, and no other way leads "
-                    "there."
+                    f"Version {slot.version} builds on version {base.version}, whose record is missing, and no other way "
+                    "leads there."
                 )
                 self.note(base.key, base.sha256, base.key, problem)
         report.newest = (
