@@ -119,17 +119,16 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
     named = [record.next_epoch for record in held.records.values() if record is not None and record.next_epoch is not None]
     known = {source.channel().epoch, *source.epochs(), *named, *(slot.epoch for slot in held.slots)}
     last = max(((slot.epoch, slot.version) for slot in held.slots), default=("", 0))
-    for slot in slots:
-        if slot.epoch not in known:
-            raise ChannelInUseError(
-                f"{target.url} has {slot.key}, whose epoch {source.store.url} does not know: somebody published there. "
-                "Nothing was copied; choose another target, or is it the other way round?"
-            )
-        if (slot.epoch, slot.version) > last:
-            raise ChannelInUseError(
-                f"{target.url} has version {slot.version}, ahead of {source.store.url} at version {last[1]}. "
-                "Nothing was copied; is it the other way round?"
-            )
+    if strange := [slot for slot in slots if slot.epoch not in known]:
+        raise ChannelInUseError(
+            f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not know: somebody published there. "
+            "Nothing was copied; choose another target, or is it the other way round?"
+        )
+    if ahead := [slot for slot in slots if (slot.epoch, slot.version) > last]:
+        raise ChannelInUseError(
+            f"{target.url} has version {ahead[-1].version}, ahead of {source.store.url} at version {last[1]}. "
+            "Nothing was copied; is it the other way round?"
+        )
 
 
 def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> int | DeltaSyncError | None:

@@ -182,6 +182,15 @@ class Examined:
             for end in (fold.version, fold.base):
                 if end is not None and self.digests[slot_of(end)] != end.sha256:
                     self.note(key, None, key, CorruptDataError(f"{key} is a fold of another version {end.version}."))
+        known = {*(slot.epoch for slot in self._slots), *self.reader.epochs()}
+        for slot, stored in self.records.items():
+            base, following = stored.record.base, stored.record.next_epoch
+            if following is None:
+                continue
+            if base is not None and self.digests[slot_of(base)] != base.sha256:
+                self.note(slot.key, None, slot.key, CorruptDataError(f"{slot.key} seals another version {base.version}."))
+            elif following not in known and max(known) > slot.epoch:  # else its epoch is still to be opened
+                self.note(slot.key, None, slot.key, CorruptDataError(f"{slot.key} names an epoch that there is not."))
 
     def _check_head(self) -> None:
         """Head may be behind; what it says of a version that nothing else names is compared."""
