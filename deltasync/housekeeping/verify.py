@@ -133,6 +133,7 @@ class Examined:
         self.folds = {key: whole[key] for key in spans if key in whole}
         self._unreadable_folds = [key for key in spans if key not in whole and key not in gone]
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
+        self._epochs = [epoch for key in self._sizes if (epoch := keys.epoch_of(key)) is not None]
         self.digests = self._named()
         for key, problem in zip([*(slot.key for slot in listing), *spans], read, strict=True):
             if isinstance(problem, DeltaSyncError) and key not in gone:
@@ -182,7 +183,7 @@ class Examined:
             for end in (fold.version, fold.base):
                 if end is not None and self.digests[slot_of(end)] != end.sha256:
                     self.note(key, None, key, CorruptDataError(f"{key} is a fold of another version {end.version}."))
-        known = {*(slot.epoch for slot in self._slots), *self.reader.epochs()}
+        known = {*(slot.epoch for slot in self._slots), *self._epochs}
         for slot, stored in self.records.items():
             base, following = stored.record.base, stored.record.next_epoch
             if following is None:
@@ -209,7 +210,7 @@ class Examined:
     def _check_hints(self) -> None:
         """Documents that readers can do without."""
         places: dict[str, type[Head] | type[Opening]] = {keys.HEAD: Head}
-        places |= {keys.epoch_document(epoch): Opening for epoch in self.reader.epochs()}
+        places |= {keys.epoch_document(epoch): Opening for epoch in self._epochs}
         for key, kind in places.items():
             try:
                 found = documents.decode(self.reader.store.read(key, documents.SMALL_BYTES), kind, key)

@@ -524,8 +524,8 @@ def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: Age
     report = housekeeping.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
     assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
-    # channel, head twice, an epoch, 10 versions and a seal, 2 folds; listings of records, folds, epochs and everything
-    assert len(store.calls) == 1 + 2 + 1 + 11 + 2 + 4
+    # channel, head twice, an epoch, 10 versions and a seal, 2 folds; listings of records, folds and everything
+    assert len(store.calls) == 1 + 2 + 1 + 11 + 2 + 3
 
 
 def test_files_of_the_next_version_are_being_published(store: AgedStore) -> None:
