@@ -220,15 +220,9 @@ class _Bypass:
     def __init__(self, reader: ChannelReader, examined: Examined, signer: Signer | None, progress: Progress) -> None:
         self._reader, self._examined, self._signer, self._progress = reader, examined, signer, progress
         self._anchored: str | None = None
-        versions = [slot for slot, stored in examined.records.items() if stored.record.is_version]
-        self._newest = max(versions, key=lambda slot: (slot.epoch, slot.version), default=None)
-        self._line: set[Slot] = set()  # what the newest version follows, and is reached
-        at = self._newest
-        while at is not None:
-            stored = examined.records.get(at)
-            self._line.add(at)
-            base = None if stored is None else stored.record.base
-            at = None if base is None else slot_of(base)
+        line = examined.holding().versions()
+        self._newest = line[0] if line else None
+        self._line = set(line)
 
     def around(self, damage: Damage) -> Repaired:
         """Do what can be done about one object."""

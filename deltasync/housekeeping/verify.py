@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import File, Head, Opening, Record, Version
@@ -22,7 +22,7 @@ from deltasync.errors import (
     ObjectMissingError,
 )
 from deltasync.follow import CommittedVersion, Follower
-from deltasync.housekeeping.retention import References
+from deltasync.housekeeping.retention import Holding, References
 from deltasync.housekeeping.survey import Progress, in_parallel, persistently, quiet, slot_of
 from deltasync.live import LiveMemory
 
@@ -122,7 +122,8 @@ class Examined:
         self.report = Report()
         self.damages: dict[str, Damage] = {}
         reader.channel()
-        # Records first, then files: what a record names was stored before it.
+        # Head first, then records, then files: what one names was stored before it.
+        head = reader.head()
         listing = dict(reader.slots().slots)
         spans = {info.key: span for span, info in reader.folds()}
         read = in_parallel(self._read_stored, [*(slot.key for slot in listing), *spans], "records", progress, _THREADS)
@@ -135,12 +136,12 @@ class Examined:
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
         self._epochs = [epoch for key in self._sizes if (epoch := keys.epoch_of(key)) is not None]
         self.digests = self._named()
+        self._check_head(head)
         for key, problem in zip([*(slot.key for slot in listing), *spans], read, strict=True):
             if isinstance(problem, DeltaSyncError) and key not in gone:
                 slot = keys.slot_of(key)
                 self.note(key, None if slot is None else self.digests.get(slot), key, problem)
         self._check_digests()
-        self._check_head()
         self._check_hints()
         for stored in self.edges():
             for file in stored.record.files:
@@ -179,6 +180,7 @@ class Examined:
             if stored is not None and stored.sha256 != sha256:
                 problem = CorruptDataError(f"{slot.key} does not have the sha256 that others name it by.")
                 self.note(slot.key, sha256, slot.key, problem)
+                del self.records[slot]
         for key, fold in self.folds.items():
             for end in (fold.version, fold.base):
                 if end is not None and self.digests[slot_of(end)] != end.sha256:
@@ -193,19 +195,24 @@ class Examined:
             elif following not in known and max(known) > slot.epoch:  # else its epoch is still to be opened
                 self.note(slot.key, None, slot.key, CorruptDataError(f"{slot.key} names an epoch that there is not."))
 
-    def _check_head(self) -> None:
-        """Head may be behind; what it says of a version that nothing else names is compared."""
-        head = self.reader.head()
+    def _check_head(self, head: Head | None) -> None:
+        """It may be behind, but it must not name what there is not. Where a record is gone it tells its digest."""
         if head is None or slot_of(head.newest) in self.digests:
             return
         newest, stored = head.newest, self.records.get(slot_of(head.newest))
         last = max((slot.epoch, slot.version) for slot in self._slots) if self._slots else ("", 0)
-        if stored is None and newest.key not in self.damages and (newest.epoch, newest.version) > last:
-            self.note(newest.key, newest.sha256, newest.key, MissingVersionError(f"{newest.key} is missing; head names it."))
-        elif stored is not None and stored.sha256 != newest.sha256:
-            key = newest.key if self.reader.trusted is None else keys.HEAD  # what is signed is right
-            self.note(key, newest.sha256, key, CorruptDataError(f"{newest.key} does not have the sha256 that head names."))
-        self.digests[slot_of(newest)] = newest.sha256
+        if stored is not None and stored.sha256 != newest.sha256:
+            self.note(
+                keys.HEAD,
+                None,
+                keys.HEAD,
+                CorruptDataError(f"{keys.HEAD} names another record of version {newest.version} than there is."),
+            )
+        elif stored is None:
+            self.digests[slot_of(newest)] = newest.sha256
+            if newest.key not in self._sizes and (newest.epoch, newest.version) > last:
+                problem = MissingVersionError(f"{newest.key}, which {keys.HEAD} names, is not in the store.")
+                self.note(newest.key, newest.sha256, newest.key, problem)
 
     def _check_hints(self) -> None:
         """Documents that readers can do without."""
@@ -297,12 +304,14 @@ class Examined:
             report.proven = sorted(slot.version for slot in self.proven)
             report.unproven = sorted(slot.version for slot in versions.keys() - self.proven)
 
+    def holding(self) -> Holding:
+        """The records, for what decides by them."""
+        records = {slot: self.records[slot].record if slot in self.records else None for slot in self._slots}
+        return Holding(records=records, stored_s={}, announced={})
+
     def _count_unnamed(self) -> None:
-        records: Mapping[Slot, Record | None] = {
-            slot: self.records[slot].record if slot in self.records else None for slot in self._slots
-        }
         folds: dict[str, Record | None] = {key: fold.record for key, fold in self.folds.items()}
-        references = References(records, folds | dict.fromkeys(self._unreadable_folds))
+        references = References(self.holding().records, folds | dict.fromkeys(self._unreadable_folds))
         for key, size in self._sizes.items():
             if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key) and key not in references:
                 if references.under_way(key):

@@ -466,7 +466,7 @@ DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
     "a seal is damaged": (lambda s: _change(s, keys.slot(7, EPOCH), flipped), 4, 4, "versions/0000000/0000000007.000001"),
     "an epoch's document is damaged": (lambda s: s.put(next(iter(s.list(keys.EPOCHS))).key, b"{"), 4, 4, "epochs/000002"),
     "head is damaged": (lambda s: s.put(keys.HEAD, b"{"), 4, 4, "head.json is not a JSON object"),
-    "head names another record": (lambda s: _edit_head(s, sha256="0" * 64), 4, 4, "sha256 that head names"),
+    "head names another record": (lambda s: _edit_head(s, sha256="0" * 64), 4, 4, "head.json names another record"),
     "head names no version": (lambda s: _edit_head(s, version=11), 5, 5, "0000000011"),
     "head is of another run": (lambda s: _edit_head(s, run_id="x"), 4, 4, "head.json belongs to run x"),
 }
