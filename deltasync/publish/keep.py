@@ -87,8 +87,9 @@ class Keeper:
         from deltasync import housekeeping
         from deltasync.housekeeping import Keep
 
-        housekeeping.forget(self.reader, Keep(last=self._retention.keep_last, anchors=self._retention.keep_anchors))
-        housekeeping.prune(self.reader, grace_s=self._retention.prune_grace_s)
+        keep, grace_s = Keep(last=self._retention.keep_last, anchors=self._retention.keep_anchors), self._retention.prune_grace_s
+        housekeeping.forget(self.reader, keep, grace_s=grace_s)
+        housekeeping.prune(self.reader, grace_s=grace_s)
 
     @staticmethod
     def _guarded(action: Callable[[], object]) -> bool:
