@@ -155,5 +155,6 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
 
     with mock.patch.object(cpu, "add", add_once), pytest.raises(MemoryError):
         shadow.advance(stream(specs, {name: np.ones(8, np.uint16) for name in whole}, whole), "keep", 0)
+    shadow.retreat()
     assert shadow.fingerprints == before
     assert not any(bits.any() for bits in shadow.bits.values())

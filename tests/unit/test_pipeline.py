@@ -194,7 +194,9 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
     assert record.anchor is not None and len(record.anchor.files) == MANY
     assert record.requires == ([] if compression == "none" else [anchors.COMPRESSED])
     found = {
-        name: bits_N for file in record.anchor.files for name, bits_N, _ in anchors.read_weights(reader.fetch(file), reader.specs)
+        name: bits_N
+        for file in record.anchor.files
+        for name, bits_N, _ in anchors.read_weights(reader.fetch(file), reader.specs)
     }
     assert found.keys() == versions[3].keys()
     for name, tensor in versions[3].items():
