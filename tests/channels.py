@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from deltasync import codec, fingerprint
 from deltasync.bits import bits_of, spec_of, tensor_of
 from deltasync.channel import anchors, documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version, sha256_hex
+from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Opening, Record, Version, sha256_hex
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
@@ -222,3 +222,56 @@ def made(store: Store, versions: int, signer: Signer | None = None, folds: Seque
         channel.fold(written[base - 1], written[version - 1])
     channel.head()
     return channel
+
+
+def states_of(element_count: int, count: int = 12) -> list[dict[str, torch.Tensor]]:
+    """Weights, version by version; about 20 elements of `w` change each time, and one of `ids`."""
+    random = torch.Generator().manual_seed(0)
+    states = [{"w": torch.randn(element_count, generator=random).to(torch.bfloat16), "ids": torch.arange(9)}]
+    for _ in range(count - 1):
+        w, ids = (tensor.clone() for tensor in states[-1].values())
+        w.view(torch.int16)[torch.randint(0, element_count, (20,), generator=random)] += 1
+        ids[0] += 1
+        states.append({"w": w, "ids": ids})
+    return states
+
+
+def filled(
+    store: Store,
+    states: Sequence[Weights],
+    *,
+    anchors: Collection[int] = (),
+    parts: Collection[int] = (),
+    seals: Collection[int] = (),
+    folds: Collection[tuple[int, int]] = (),
+    signer: Signer | None = None,
+) -> tuple[Made, list[Version]]:
+    """A channel with a version of each state, whose trainer's step is ten times its number; and its versions.
+
+    Args:
+        store: Where.
+        states: Of the versions, from 1 on; the first is an anchor, the others are deltas.
+        anchors: Versions whose anchor is announced beside the log.
+        parts: Versions whose payload is in parts.
+        seals: Versions after which the log is sealed and an epoch begins.
+        folds: (base, version) of each.
+        signer: Signs it.
+    """
+    channel, versions = Made(store, signer), list[Version]()
+    channel.create(states[0])
+    for number, model in enumerate(states, start=1):
+        step = 10 * number
+        stored = channel.anchor(model, step) if number == 1 else channel.delta(model, 2 * (number in parts), step)
+        versions.append(stored.version)
+        if number in anchors:
+            channel.announce(stored.version)
+        for base, version in folds:
+            if version == number:
+                channel.fold(versions[base - 1], stored.version)
+        if number in seals:
+            following = keys.new_epoch(keys.epoch_number(channel.epoch) + 1)
+            channel.seal(following)
+            opening = Opening(run_id=RUN, epoch=following, continues=channel.tip, writer="", created_at=documents.now())
+            channel.put_file(keys.epoch_document(following), documents.encode(opening))
+    channel.head()
+    return channel, versions

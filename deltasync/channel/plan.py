@@ -157,12 +157,12 @@ class _ForkedError(MissingVersionError):
 
 
 def _log_hops(reader: ChannelReader, sizes: Mapping[int, int]) -> Iterator[Hop]:
-    """The log's own hops. What has no record before it can only be full weights."""
+    """The log's own hops. What has no record before it may be full weights, or a fold may lead to where it starts."""
     weight_bytes = sum(spec.element_count * spec.item_bytes for spec in reader.specs.values())
     for version, size in sizes.items():
-        if version - 1 in sizes:
+        if version > 1:
             yield Hop(version - 1, version, size)
-        else:
+        if version - 1 not in sizes:
             yield Hop(0, version, size + weight_bytes)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Channel, File, Head, Opening, Version, sha256_hex
+from deltasync.channel.documents import Channel, File, Head, Opening, Record, Version, sha256_hex
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Trusted, signed_by
@@ -33,6 +33,8 @@ from deltasync.types import TensorSpec
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Document = TypeVar("_Document", Channel, Head, Opening)
+
+_END_BYTES = 1 << 14  # of a record, in which its document nearly always fits
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
@@ -206,11 +208,41 @@ class ChannelReader:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)
 
+    def document(self, info: ObjectInfo) -> Record:
+        """The document of a record or fold, read from the end of its object without the payload, which is not checked.
+
+        Its signature is checked, its digest is not: it tells what there is, and nothing may be applied by it.
+
+        Args:
+            info: The object, as a listing shows it.
+
+        Raises:
+            MissingVersionError: not in the store any more.
+            CorruptDataError: it is damaged, or not of this run.
+        """
+        if info.bytes > record.most_bytes(info.key, self.specs):
+            raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
+        try:
+            if info.bytes <= _END_BYTES:
+                return self._decoded(self.store.read(info.key, info.bytes, info), info.key).record
+            end = self.store.read_range(info.key, info.bytes - _END_BYTES, info.bytes)
+            length = record.document_bytes(end, info.key)
+            if len(end) < length <= info.bytes:
+                end = self.store.read_range(info.key, info.bytes - length, info.bytes)
+        except ObjectMissingError:
+            raise MissingVersionError(f"{self.store.url} has no {info.key}.") from None
+        found = record.decode_document(end, info.bytes, info.key, self.trusted)
+        self._check_run(found, info.key)
+        return found
+
+    def _check_run(self, found: Record, key: str) -> None:
+        expected = self.channel().run_id
+        if found.run_id != expected:
+            raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
+
     def _decoded(self, data: bytes, key: str) -> Stored:
         found = record.decode(data, key, self.trusted)
-        expected = self.channel().run_id
-        if found.record.run_id != expected:
-            raise CorruptDataError(f"{key} belongs to run {found.record.run_id}, this channel to run {expected}.")
+        self._check_run(found.record, key)
         if found.payload_bytes - found.record.body_bytes > record.most_payload_bytes(self.specs):
             raise CorruptDataError(
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."

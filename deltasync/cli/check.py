@@ -23,7 +23,7 @@ def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bo
     """
     from deltasync import housekeeping
     from deltasync.cli.progress import count, progress_bars, ranges
-    from deltasync.reader import ChannelReader
+    from deltasync.channel.reading import ChannelReader
     from deltasync.stores import open_store
 
     reader = ChannelReader(open_store(channel), trusted_keys)

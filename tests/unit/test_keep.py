@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, housekeeping, layout, open_store
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import keys
+from deltasync.channel.payloads import patches
+from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import ConfigError, TransientStoreError
-from deltasync.reader import ChannelReader
-from deltasync.stores import Store
+from deltasync.errors import ConfigError, PublishLostError
+from deltasync.live import LiveMemory
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -31,8 +33,24 @@ def store(memory_url: str) -> FaultyStore:
     return FaultyStore(open_store(memory_url))
 
 
-def spans(store: FaultyStore) -> list[tuple[int, int] | None]:
-    return [span for info in store.list(layout.FOLDS) if (span := layout.fold_span(info.key)) is not None]
+def spans(store: FaultyStore) -> list[tuple[int, int]]:
+    return [(span.base, span.version) for span, _ in ChannelReader(store).folds() if span.base]
+
+
+def versions(store: FaultyStore) -> list[int]:
+    return sorted(version.version for version in ChannelReader(store).versions())
+
+
+def assert_fold_gives(store: FaultyStore, states: list[Weights], base: int, version: int) -> None:
+    """The bits of a version, from those of a base, by the fold alone."""
+    reader = ChannelReader(store)
+    (key,) = [info.key for span, info in reader.folds() if (span.base, span.version) == (base, version)]
+    memory, tensors = LiveMemory.on_host(reader.specs)
+    for name, tensor in states[base - 1].items():
+        tensors[name].copy_(tensor)
+    memory.audit()
+    memory.commit(memory.stage(patches(reader, reader.stored(key), memory.gather)))
+    assert_same_bits(tensors, states[version - 1])
 
 
 @pytest.mark.parametrize("codec", ["packed", "context"])
@@ -42,13 +60,15 @@ def test_folds_are_written_and_give_the_published_bits(store: FaultyStore, codec
         for state in states:
             publisher.publish(state.items()).wait(60)
     assert spans(store) == [(1, 5), (5, 9), (9, 13)]
+    for base, version in spans(store):
+        assert_fold_gives(store, states, base, version)
     replica = Replica(store)
     replica.sync(1)
     store.calls.clear()
     assert replica.sync() == 14
     assert_same_bits(replica.state_dict(), states[-1])
-    fetched = [key.split("/")[0] for operation, key in store.calls if operation == "read" and "part-" in key]
-    assert sorted(fetched) == ["deltas", "folds", "folds", "folds"]  # by several threads, in any order
+    fetched = [key.split("/")[0] for operation, key in store.calls if operation == "read" and key.startswith(keys.FOLDS)]
+    assert fetched == ["folds"] * 3
 
 
 def test_a_fold_goes_on_after_a_restart(store: FaultyStore) -> None:
@@ -69,7 +89,7 @@ def test_changes_that_join_a_waiting_version_are_in_its_fold(store: FaultyStore)
     with Publisher(store, retention=Retention(fold_every=2)) as publisher:
         publisher.publish(states[0].items()).wait(60)
         publisher.publish(states[1].items()).wait(60)
-        gate = store.hold_at("create", layout.manifest(3))
+        gate = store.hold_at("create", keys.folder(3))
         publisher.publish(states[2].items())  # completes a fold, and is held
         assert gate.entered.wait(60)
         receipts = [publisher.publish(state.items()) for state in states[3:]]
@@ -78,95 +98,57 @@ def test_changes_that_join_a_waiting_version_are_in_its_fold(store: FaultyStore)
         receipts[-1].wait(60)
         publisher.publish(states[0].items()).wait(60)
     assert spans(store) == [(1, 3), (3, 5)]
-    for base, span in ((1, 3), (3, 5)):
-        step = next(
-            step for step in ChannelReader(store)._list_folds(ChannelReader(store).head()) if step.base_version == base
-        )
-        replica = Replica(store)
-        replica.sync(base)
-        assert replica._follower is not None
-        reader = replica._reader
-        known = {step.version: step.manifest_sha256 for step in reader._steps_back(5, None, 1)}
-        staged = replica._follower.stage(type(step)(span, known[span], base, step.payload_bytes, step.fold))
-        replica._follower.confirm(replica._follower.commit(staged))
-        assert replica.version == span
+    published = [*states[:3], states[-1], states[0]]
+    for base, version in spans(store):
+        assert_fold_gives(store, published, base, version)
+
+
+def test_a_version_that_is_lost_ends_the_fold_it_would_have_been_in(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
+    states = run(7)
+    with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
+        publisher.publish(states[0].items()).wait(60)
+        store.fail_at("put", keys.PARTS)
+        with pytest.raises(PublishLostError):
+            publisher.publish(states[1].items()).wait(60)
+        for state in states[2:]:
+            publisher.publish(state.items()).wait(60)
+    assert spans(store) == [(2, 4), (4, 6)]
+    for base, version in spans(store):
+        assert_fold_gives(store, [states[0], *states[2:]], base, version)
 
 
 def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
+    monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(30)
     retention = Retention(keep_last=4, fold_every=3, prune_grace_s=0.0)
     with Publisher(store, anchor_every=5, retention=retention) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
-    versions = ChannelReader(store).versions()
-    assert versions[-1] == 30
-    assert 4 <= len(versions) <= 14
-    referred = {version for info in store.list("deltas/") for version in layout.data_versions(info.key)}
-    assert referred <= set(versions)
-    for version in versions:
-        replica = Replica(store)
+            wait_for_keeper(publisher)
+    left = versions(store)
+    assert left[-1] == 30
+    assert 4 <= len(left) <= 14
+    files = [keys.file_of(info.key) for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix)]
+    assert {file.version for file in files if file is not None} <= set(left)
+    replica = Replica(store)
+    for version in left[-4:]:
         assert replica.sync(version) == version
         assert_same_bits(replica.state_dict(), states[version - 1])
 
 
-class FirstReadsFail(FaultyStore):
-    """Every manifest is read in vain once."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.seen: set[str] = set()
-
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
-        if key.startswith(layout.MANIFESTS) and key not in self.seen:
-            self.seen.add(key)
-            raise TransientStoreError(key)
-        return super().read(key, most_bytes)
-
-
-def test_of_many_reads_some_fail_and_it_forgets_all_the_same(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
-    with Publisher(
-        FirstReadsFail(store.inner), retention=Retention(keep_last=2, prune_grace_s=0.0), anchor_every=2
-    ) as publisher:
-        for state in run(12):
-            publisher.publish(state.items()).wait(60)
-    assert "Looking after the channel failed" not in caplog.text
-    assert len(ChannelReader(store).versions()) <= 6
-
-
-class OnceDamaged(FaultyStore):
-    """A manifest names another file than it does, the first time that it is read, and no digest of the store's notices."""
-
-    damaged = False
-
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
-        data = super().read(key, most_bytes)
-        if key == layout.manifest(2) and not self.damaged:
-            self.damaged = True
-            return data.replace(b"part-00001", b"part-00000")
-        return data
-
-
-def test_a_manifest_that_is_damaged_on_the_way_does_not_cost_what_it_names(store: FaultyStore) -> None:
-    states = run(4)
-    with Publisher(store) as publisher:
-        for state in states:
-            publisher.publish(state.items()).wait(60)
-    misled = OnceDamaged(store.inner)
-    assert housekeeping.prune(ChannelReader(misled), grace_s=0.0).objects == []
-    assert misled.damaged
-    replica = Replica(store)
-    assert replica.sync(2) == 2
-    assert_same_bits(replica.state_dict(), states[1])
+def wait_for_keeper(publisher: Publisher) -> None:
+    assert publisher._keeper is not None
+    publisher._keeper._pool.submit(lambda: None).result(60)
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
     states = run(5)
-    store.fail_at("create", layout.FOLDS, times=FOREVER)
-    with Publisher(store, retention=Retention(fold_every=2)) as publisher:
+    store.fail_at("put", keys.FOLDS, times=FOREVER)
+    with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
     assert "Looking after the channel failed" in caplog.text
@@ -179,8 +161,8 @@ def test_by_default_everything_stays(store: FaultyStore) -> None:
     with Publisher(store) as publisher:
         for state in run(40):
             publisher.publish(state.items()).wait(60)
-    assert ChannelReader(store).versions() == list(range(1, 41))
-    assert not any(operation == "delete" for operation, _ in store.calls)
+    assert versions(store) == list(range(1, 41))
+    assert not any(operation == "delete" and not key.startswith("probe/") for operation, key in store.calls)
 
 
 def test_settings_come_from_the_environment_and_are_checked() -> None:
