@@ -19,12 +19,12 @@ from deltasync.cli.output import echo, echo_json
 def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bool) -> None:
     """Check CHANNEL; report every problem on a line of its own, repair nothing.
 
-    Without --read-data it reads records and folds, and lists parts and anchors. With it, the bits of every version are proven
-    in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no problem.
+    Without --read-data it reads records and folds, and lists parts and anchors. With it, the bits of every version are
+    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no problem.
     """
     from deltasync import housekeeping
-    from deltasync.cli.progress import count, progress_bars, ranges
     from deltasync.channel.reading import ChannelReader
+    from deltasync.cli.progress import count, progress_bars, ranges
     from deltasync.stores import open_store
 
     reader = ChannelReader(open_store(channel), trusted_keys)

@@ -24,8 +24,8 @@ def command(source: str, target: str, trusted_keys: str | None, as_json: bool) -
     out; the exit code is then that of the problem.
     """
     from deltasync import housekeeping
-    from deltasync.cli.progress import count, progress_bars
     from deltasync.channel.reading import ChannelReader
+    from deltasync.cli.progress import count, progress_bars
     from deltasync.stores import open_store
 
     with progress_bars() as progress:

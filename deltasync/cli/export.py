@@ -33,8 +33,8 @@ def command(channel: str, version: int | None, directory: Path, trusted_keys: st
     had any.
     """
     from deltasync import housekeeping
-    from deltasync.cli.progress import count, progress_bars
     from deltasync.channel.reading import ChannelReader
+    from deltasync.cli.progress import count, progress_bars
     from deltasync.stores import open_store
 
     with progress_bars() as progress:

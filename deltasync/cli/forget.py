@@ -45,8 +45,8 @@ def command(
     if keep_last is None and keep_anchors is None and keep_step_every is None:
         raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
     from deltasync import housekeeping
-    from deltasync.cli.progress import count, progress_bars, ranges
     from deltasync.channel.reading import ChannelReader
+    from deltasync.cli.progress import count, progress_bars, ranges
     from deltasync.housekeeping import Keep
     from deltasync.stores import open_store
 
@@ -69,6 +69,5 @@ def command(
     echo(f"{'would keep' if dry_run else 'kept':13} {count(len(kept), 'version')}: {ranges(kept)}{why}")
     gone = [slot.version for slot in found.versions]
     folds = f", and {count(len(found.folds), 'fold')}" if found.folds else ""
-    echo(
-        f"{'would forget' if dry_run else 'forgot':13} {count(len(gone), 'version')}{': ' if gone else ''}{ranges(gone)}{folds}"
-    )
+    shown = f": {ranges(gone)}" if gone else ""
+    echo(f"{'would forget' if dry_run else 'forgot':13} {count(len(gone), 'version')}{shown}{folds}")

@@ -40,8 +40,8 @@ def command(channel: str, grace: float, dry_run: bool, trusted_keys: str | None,
     replicas read. Heartbeats of replicas that have not been heard of for a week go too. After an interruption, run it again.
     """
     from deltasync import housekeeping
-    from deltasync.cli.progress import count, progress_bars
     from deltasync.channel.reading import ChannelReader
+    from deltasync.cli.progress import count, progress_bars
     from deltasync.stores import open_store
 
     with progress_bars() as progress:

@@ -320,7 +320,7 @@ def test_nothing_that_is_named_goes_while_listings_are_behind(memory_url: str, b
     try:
         _forget(store, last=5)
     except (MissingVersionError, NotPublishedError) as error:
-        assert "Nothing was forgotten" in str(error)  # noqa: PT017
+        assert "Nothing was forgotten" in str(error)
     housekeeping.prune(_reader(store), grace_s=0)
     store.behind = 0
     assert _check(store).problems == []
