@@ -72,7 +72,7 @@ class Stored:
     @property
     def payload_bytes(self) -> int:
         """Bytes to download for its bits: of the body and the parts, or of the weights."""
-        return self.record.body_bytes + sum(file.bytes for file in self.payload_files)
+        return self.record.payload_bytes
 
     @property
     def payload_files(self) -> list[documents.File]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from deltasync.housekeeping.folds import write_anchor, write_fold
 from deltasync.housekeeping.repair import Repair, Repaired, repair, source_of
 from deltasync.housekeeping.retention import Forgetting, Keep
-from deltasync.housekeeping.survey import Progress, Survey, in_parallel, quiet, survey
+from deltasync.housekeeping.survey import Progress, Survey, identities, in_parallel, line, quiet, survey
 from deltasync.housekeeping.sweep import GRACE_S, Pruned, forget, prune
 from deltasync.housekeeping.transfer import Copied, copy, export
 from deltasync.housekeeping.verify import Report, check
@@ -28,7 +28,9 @@ __all__ = [
     "copy",
     "export",
     "forget",
+    "identities",
     "in_parallel",
+    "line",
     "prune",
     "quiet",
     "repair",

@@ -25,7 +25,7 @@ from deltasync.errors import (
 )
 from deltasync.follow import Replica
 from deltasync.housekeeping.folds import write_anchor, write_fold
-from deltasync.housekeeping.survey import Progress, quiet, slot_of
+from deltasync.housekeeping.survey import Progress, quiet
 from deltasync.housekeeping.transfer import companions
 from deltasync.housekeeping.verify import Damage, Examined
 from deltasync.stores import Store, open_store

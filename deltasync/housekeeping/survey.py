@@ -12,6 +12,7 @@ from deltasync.channel.documents import Record, Version
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, TransientStoreError
+from deltasync.housekeeping.retention import Holding
 from deltasync.stores.base import ObjectInfo
 
 THREADS = 8
@@ -71,6 +72,22 @@ class Survey:
             if record is not None and record.sha256 is not None:
                 found[Slot(record.version, record.epoch)] = record.sha256
         return found
+
+
+def line(held: Survey) -> list[Slot]:
+    """The newest version and all that it follows, newest first; see `Holding.versions`."""
+    return Holding(records=held.records, stored_s={}, announced={}).versions()
+
+
+def identities(reader: ChannelReader, held: Survey, slots: Iterable[Slot]) -> dict[Slot, str]:
+    """Digests of these records. What nothing names, above all the newest, is read as a whole."""
+    found = held.digests()
+    for slot in [slot for slot in slots if slot not in found]:
+        with contextlib.suppress(FormatError):
+            stored = reader.slot(slot)
+            if stored is not None:
+                found[slot] = stored.sha256
+    return found
 
 
 def slot_of(version: Version) -> Slot:

@@ -142,9 +142,9 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
     references = References(held.records, held.folds)
     unnamed = [info.key for info in files if info.key not in references]
     slots = {of for key in unnamed if (of := keys.file_of(key)) is not None}
+    anchored = {of for key in unnamed if key.startswith(keys.ANCHORS) and (of := keys.file_of(key)) is not None}
     places = {slot.key for slot in slots - held.records.keys()}
-    announced = {keys.fold(0, slot.version, slot.epoch) for slot in slots}
-    places |= announced - held.folds.keys()
+    places |= {keys.fold(0, slot.version, slot.epoch) for slot in anchored} - held.folds.keys()
     if not places:
         return references
     found = {}

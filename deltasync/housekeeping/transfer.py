@@ -121,8 +121,8 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
     last = max(((slot.epoch, slot.version) for slot in held.slots), default=("", 0))
     if strange := [slot for slot in slots if slot.epoch not in known]:
         raise ChannelInUseError(
-            f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not know: somebody published there. "
-            "Nothing was copied; choose another target, or is it the other way round?"
+            f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not know: somebody published "
+            "there. Nothing was copied; choose another target, or is it the other way round?"
         )
     if ahead := [slot for slot in slots if (slot.epoch, slot.version) > last]:
         raise ChannelInUseError(

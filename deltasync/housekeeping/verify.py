@@ -261,6 +261,10 @@ class Examined:
         own = [stored.key, *(file.key for file in stored.payload_files)]
         return not any(key in self.damages for key in own)
 
+    def unusable(self) -> dict[str, str]:
+        """Keys of records and folds that lead nowhere, and why."""
+        return {stored.key: "It is damaged." for stored in self.edges() if not self.usable(stored)}
+
     def reached(self, start: Iterable[Slot] = (), nothing: bool = True) -> set[Slot]:
         """The versions that ways lead to from these versions and, unless it is not wanted, from nothing."""
         found = set(start)
@@ -366,7 +370,7 @@ class _Replay:
             return True
         if slot_of(base) in self._examined.proven:
             with contextlib.suppress(FormatError, ChainError, ApplyError):
-                for stored in find_way(self._examined.reader, follower.version, base, self._examined.damages.keys()):
+                for stored in find_way(self._examined.reader, follower.version, base, self._examined.unusable()):
                     follower.confirm(follower.commit(follower.stage([stored])))
         return follower.version == base
 

@@ -22,6 +22,7 @@ from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Delta, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer, new_key
 from deltasync.cli import main
 from deltasync.cli.progress import progress_bars, ranges
 from deltasync.errors import (
@@ -319,7 +320,7 @@ def test_nothing_that_is_named_goes_while_listings_are_behind(memory_url: str, b
     try:
         _forget(store, last=5)
     except (MissingVersionError, NotPublishedError) as error:
-        assert "Nothing was forgotten" in str(error)  # noqa: PT017
+        assert "Nothing was forgotten" in str(error)
     housekeeping.prune(_reader(store), grace_s=0)
     store.behind = 0
     assert _check(store).problems == []
@@ -907,3 +908,230 @@ def test_an_error_ends_a_copy_at_once(store: AgedStore, memory_url: str) -> None
     assert len([key for operation, key in target.calls if operation == "put"]) < 12
     time.sleep(0.1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltasync-housekeeping")]
+
+
+# The commands
+
+
+@pytest.mark.parametrize(
+    "command", ["check", "repair", "forget", "prune", "fold", "export", "cp", "log", "show", "serve", "bench codec"]
+)
+def test_every_help_names_the_exit_codes(command: str) -> None:
+    shown = _deltasync(*command.split(), "--help")
+    assert shown.exit_code == 0
+    assert "Exit codes: 0 done, 1 error" in shown.stdout
+
+
+@pytest.fixture
+def url(sound: Path, tmp_path: Path) -> str:
+    url = f"file://{tmp_path}/channel"
+    housekeeping.copy(_reader(open_store(f"file://{sound}")), open_store(url))
+    return url
+
+
+def test_forget_and_prune_as_commands(url: str) -> None:
+    options = ("--keep-last", 1, "--keep-step-every", 50)
+    assert (
+        "kept          10 versions: 1-10; 1 of them lead to others; 7 of them were needed less than 3600 s ago"
+        in _deltasync("forget", url, *options).stdout
+    )
+    options = (*options, "--grace", "0")
+    planned = _deltasync("forget", url, *options, "--dry-run")
+    assert "would forget  7 versions: 1-4, 6-8, and 1 fold" in planned.stdout
+    assert "would keep    3 versions: 5, 9-10; 1 of them lead to others" in planned.stdout
+    forgot = json.loads(_deltasync("forget", url, *options, "--json").stdout)
+    assert (forgot["kept"], forgot["forgotten"], len(forgot["folds"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
+    assert forgot["deleted"][0].startswith("versions/0000000/0000000008.000002-")
+    spared = _deltasync("prune", url).stdout
+    assert "deleted       0 objects, 0 bytes" in spared and "not looked at 16 objects" in spared
+    assert "would delete  10 objects" in _deltasync("prune", url, "--grace", "0", "--dry-run").stdout
+    pruned = json.loads(_deltasync("prune", url, "--grace", "0s", "--json").stdout)
+    assert len(pruned["objects"]) == 10 and pruned["bytes"] > 2400 and pruned["waiting_objects"] == 0
+    checked = json.loads(_deltasync("check", url, "--read-data", "--json").stdout)
+    assert (checked["problems"], checked["proven"]) == ([], [5, 9, 10])
+
+
+def test_check_as_a_command(url: str) -> None:
+    sound = _deltasync("check", url, "--read-data")
+    assert sound.exit_code == 0
+    assert "holds         10 versions, 3 anchors, 2 folds" in sound.stdout
+    assert "proven        the bits of 10 versions" in sound.stdout
+    assert "proven        nothing" in _deltasync("check", url).stdout
+    store = open_store(url)
+    store.delete(_part_of(store, 4))
+    _change(store, _part_of(store, 10), truncated)
+    damaged = _deltasync("check", url)
+    assert damaged.exit_code == 5
+    assert f"MissingVersionError: {_part_of(store, 4)}, which {_key_of(store, 4)} names" in damaged.stdout
+    assert "problems      2" in damaged.stdout and "not reachable 4, 10" in damaged.stdout
+    assert "not proven    the bits of 2 versions: 4, 10" in _deltasync("check", url, "--read-data").stdout
+    as_json = _deltasync("check", url, "--json")
+    assert as_json.exit_code == 5
+    assert sorted(problem["exit_code"] for problem in json.loads(as_json.stdout)["problems"]) == [4, 5]
+    assert json.loads(as_json.stdout)["newest"]["sha256"] == _reader(store).numbered(10).sha256
+
+
+def test_fold_log_and_show_as_commands(url: str) -> None:
+    assert "fold 2-6: " in _deltasync("fold", url, 2, 6, "--codec", "context").stdout
+    again = json.loads(_deltasync("fold", url, 2, 6, "--json").stdout)
+    assert (again["delta"]["codec"], again["base"]["version"]) == ("context", 2)
+    rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
+    assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
+    assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]
+    assert [(row["base_version"], row["version"]) for row in rows if row["kind"] == "fold"] == [(1, 6), (2, 6), (5, 9)]
+    reader = _reader(open_store(url))
+    assert all(row["sha256"] == reader.numbered(row["version"]).sha256 for row in rows)
+    shown = _deltasync("log", url).stdout
+    assert "9 deltas " in shown and "3 anchors " in shown and "3 folds " in shown and "2-6" in shown
+    assert reader.numbered(10).sha256[:12] in shown
+    assert "1 deltas " in _deltasync("log", url, "--last", 1).stdout
+    assert _deltasync("show", url, 6).stdout.count("fold   ") == 2
+    document = json.loads(_deltasync("show", url, 6, "--json").stdout)
+    assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
+    for what, said in ((again["key"], "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
+        assert said in _deltasync("show", url, what).stdout
+    assert f"anchor           {_fold_key(reader.store, 0, 9)}" in _deltasync("show", url, 9).stdout
+
+
+def test_log_goes_on_past_a_damaged_record(url: str) -> None:
+    store = open_store(url)
+    _change(store, _key_of(store, 6), truncated)
+    done = _deltasync("log", url, "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert "versions/0000000/0000000006" in done.stderr
+
+
+def test_what_is_signed_is_shown_so(memory_url: str, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    new_key(tmp_path / "key", "test")
+    url = f"file://{tmp_path}/signed"
+    filled(open_store(url), STATES[:4], anchors=(3,), signer=Signer(tmp_path / "key"))
+    public = Signer(tmp_path / "key").public
+    assert f"signed by        {public} (not checked)" in _deltasync("show", url).stdout
+    trusted = ("--trusted-keys", tmp_path / "key.pub")
+    assert _deltasync("show", url, *trusted).stdout.count("(not checked)") == 0
+    refused = _deltasync("fold", url, 1, 3)
+    assert refused.exit_code == 3 and "signing_key" in refused.stderr
+    assert _deltasync("fold", url, 1, 3, "--signing-key", tmp_path / "key").exit_code == 0
+    for command in ("check", "log", "cp"):
+        more = (f"file://{tmp_path}/copy",) if command == "cp" else ()
+        assert _deltasync(command, url, *more, *trusted).exit_code == 0
+
+
+def test_export_as_a_command(url: str, tmp_path: Path) -> None:
+    done = _deltasync("export", url, "latest", tmp_path / "out")
+    assert done.stdout.startswith(
+        f"version 10 ({_reader(open_store(url)).numbered(10).sha256[:12]}) in {tmp_path / 'out'}: 2 files"
+    )
+    assert json.loads(_deltasync("export", url, 3, tmp_path / "three", "--json").stdout)["version"] == 3
+    for info in open_store(url).list(keys.ANCHORS):
+        if info.key.endswith("config.json"):
+            open_store(url).delete(info.key)
+    assert "holds no config.json" in _deltasync("export", url, 1, tmp_path / "bare-out").stderr
+
+
+def test_cp_as_a_command(url: str, tmp_path: Path) -> None:
+    target = f"file://{tmp_path}/copy"
+    assert f"{target} is at version 10 (" in _deltasync("cp", url, target).stdout
+    again = json.loads(_deltasync("cp", url, target, "--json").stdout)
+    assert (again["objects"], again["version"]["version"], again["problems"]) == (0, 10, [])
+    assert "objects there already" in _deltasync("cp", url, target).stdout
+    store = open_store(url)
+    store.delete(_part_of(store, 4))
+    damaged = _deltasync("cp", url, f"file://{tmp_path}/other")
+    assert damaged.exit_code == 5 and "not copied: parts/0000000004" in damaged.stderr
+
+
+def test_follow_as_a_command(url: str) -> None:
+    found = json.loads(_deltasync("follow", url, "--once", "--json").stdout)
+    stored = _reader(open_store(url)).numbered(10)
+    assert (found["version"], found["sha256"], found["fingerprint"]) == (10, stored.sha256, stored.record.fingerprint)
+    assert f"version 10 ({stored.sha256[:12]})" in _deltasync("follow", url, "--once").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (["forget", "URL"], 2, "Say what to keep"),
+        (["forget", "URL", "--keep-last", "0"], 2, "x>=1"),
+        (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
+        (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
+        (["prune", "URL", "--grace", "soon"], 2, "not a duration"),
+        (["fold", "URL", "6", "2"], 3, "to a later one"),
+        (["fold", "URL", "2", "60"], 5, "not published yet, or forgotten"),
+        (["export", "URL", "newest", "x"], 2, "neither a version nor"),
+        (["export", "URL", "0", "x"], 2, "neither a version nor"),
+        (["export", "URL", "60", "x"], 5, "Version 60 is not published"),
+        (["cp", "URL", "URL"], 3, "both source and target"),
+        (["check", "memory://no-channel"], 5, "holds no channel yet"),
+        (["repair", "memory://no-channel"], 5, "Only a copy of the channel"),
+        (["repair", "URL", "--from", "/nowhere"], 3, "neither the URL"),
+        (["show", "URL", "head.json"], 3, "neither a version"),
+        (["show", "URL", keys.slot(77, EPOCH)], 5, "has no versions/0000000/0000000077"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[str], exit_code: int, said: str) -> None:
+    done = _deltasync(*[url if argument == "URL" else argument for argument in arguments])
+    assert done.exit_code == exit_code
+    assert said in done.stderr
+
+
+def test_a_foreign_writer_may_put_files_elsewhere(store: AgedStore) -> None:
+    """Readers take keys from records, so that is what is checked; and `prune` leaves what it does not know."""
+    store.put("elsewhere/payload", store.read(_part_of(store, 10)))
+    store.put("parts/elsewhere/payload", b"not ours")
+    stored = _reader(store).numbered(10)
+    assert stored.record.delta is not None
+    part = dataclasses.replace(stored.record.delta.parts[0], key="elsewhere/payload")
+    left = stored.record.delta.parts[0].key
+    parts = [part, *stored.record.delta.parts[1:]]
+    _edit(store, stored.key, delta=dataclasses.replace(stored.record.delta, parts=parts))
+    store.delete(keys.HEAD)
+    assert [info.key for info in _prune(store).objects] == [left]
+    report = _check(store)
+    assert (report.problems, report.garbage_objects) == ([], 0)
+    _assert_readable(store, 10)
+
+
+def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars() as tell:
+        tell("counting", 1, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bars() as tell:
+        for done in (0, 1, 2):
+            tell("counting", done, 2)
+    shown = capsys.readouterr()
+    assert "counting" in shown.err and shown.out == ""
+
+
+@pytest.mark.parametrize(("numbers", "shown"), [([], ""), ([3], "3"), ([1, 2, 3, 7, 9, 10], "1-3, 7, 9-10")])
+def test_versions_are_shown_as_ranges(numbers: list[int], shown: str) -> None:
+    assert ranges(reversed(numbers)) == shown
+
+
+def test_progress_is_told(store: AgedStore) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def tell(what: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        told.append((what, done, total))
+
+    housekeeping.check(_reader(store), read_data=True, progress=tell)
+    housekeeping.forget(_reader(store), Keep(last=1), grace_s=0, progress=tell)
+    housekeeping.prune(_reader(store), grace_s=0, progress=tell)
+    assert {what: (done, total) for what, done, total in told} == {
+        "records": (4, 4),
+        "replaying": (10, 10),
+        "forgetting": (9, 9),
+        "unlisted records": (8, 8),
+        "pruning": (12, 12),
+    }
+
+
+def test_wrong_bits_are_an_apply_error(copied: Store) -> None:
+    _wrong_fold(copied)
+    (problem,) = _check(copied).problems
+    assert isinstance(problem, FingerprintMismatchError)

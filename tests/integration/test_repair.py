@@ -194,7 +194,7 @@ def test_what_has_another_digest_is_not_put_back(memory_url: str, tmp_path: Path
 @pytest.mark.parametrize("what", OBJECTS)
 def test_without_a_copy_what_can_be_done_is_done(memory_url: str, what: str) -> None:
     store = open_store(memory_url)
-    channel, versions = _fill(store)
+    channel, _versions = _fill(store)
     before = {info.key: store.read(info.key) for info in store.list("")}
     _damage(store, OBJECTS[what])
     damaged = store.read(OBJECTS[what])
@@ -237,7 +237,7 @@ def test_a_damaged_anchor_is_replaced_by_one_of_the_newest_version(memory_url: s
 def test_a_fold_leads_running_replicas_around_a_damaged_record(memory_url: str) -> None:
     store = open_store(memory_url)
     large = states_of(360_000, 9)
-    channel, versions = filled(store, large, anchors=(8,))
+    _channel, _versions = filled(store, large, anchors=(8,))
     running = Replica(store)
     running.sync(5)
     _damage(store, keys.slot(6, EPOCH))
@@ -252,7 +252,7 @@ def test_a_fold_leads_running_replicas_around_a_damaged_record(memory_url: str) 
 def test_a_repair_while_somebody_publishes(memory_url: str) -> None:
     """What is published between its looks is not taken for damage."""
     store = open_store(memory_url)
-    channel, versions = _fill(store)
+    channel, _versions = _fill(store)
     _damage(store, OBJECTS["an older part"])
 
     class Growing:
