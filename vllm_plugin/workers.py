@@ -72,7 +72,7 @@ class Workers:
         """Have all workers do something in the background while tokens are generated; what each ended with.
 
         Raises:
-            ApplyError: one of them failed, and not at a step of the channel.
+            ApplyError: one of them failed, and not at what was to be staged.
         """
         wait_s, longest_s = _POLL_S
         replies = await self.call(method, *args)
@@ -82,7 +82,7 @@ class Workers:
             # Those that have ended told so once, and say `idle` from then on.
             later = await self.call("poll")
             replies = [new if old["state"] == "working" else old for old, new in zip(replies, later, strict=True)]
-        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "step" not in reply]
+        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "failed" not in reply]
         if errors:
             raise told(errors[0])
         return replies

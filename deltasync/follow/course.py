@@ -18,7 +18,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError
+from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError, StoreError
 from deltasync.follow.prefetch import Prefetch
 from deltasync.stores.base import ObjectInfo
 
@@ -109,6 +109,10 @@ class Course:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
             self._problem = error
+            raise
+        except StoreError:
+            if looks:
+                self._look_due_s = 0.0  # that was none
             raise
         if not way and have is None:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
