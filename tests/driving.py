@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
 from deltasync import open_store
+from deltasync.channel.documents import Delta
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
 from deltasync.stores import Store
@@ -105,13 +107,16 @@ class Trainer:
         self.channel.head()
         return stored.record.version
 
-    def publish_lies(self) -> Stored:
+    def publish_lies(self) -> None:
         """A version whose record names another fingerprint of the model than its payload leads to."""
-        base, before = self.channel.tip, dict(self.weights)
+        channel, base = self.channel, self.channel.tip
         assert base is not None
-        self.publish()
-        stored = self.channel.stored[-1]
-        raise NotImplementedError
+        self.weights["w"].view(torch.int16)[:3] += 1
+        number = base.version + 1
+        encoded, changed = channel.encode(channel.bits[base.sha256], self.weights, number, base.version, 1)[0]
+        honest = channel._record("delta", number, self.weights, delta=Delta(codec="packed", changed=changed))
+        channel.append(dataclasses.replace(honest, fingerprint="0" * 16), encoded, self.weights)
+        channel.head()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from deltasync.errors import (
     SleepingError,
 )
 from deltasync.fingerprint import tensor_key
-from deltasync.follow import Follower
+from deltasync.follow import Course, Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, model_fingerprint
 from vllm_plugin.driver import HISTORY, Driver
@@ -81,6 +81,7 @@ class AdapterDriver(Driver):
             raise ConfigError(f"The adapter cannot be named {settings.adapter}, as a model that vLLM serves.")
         self._adapter = settings.adapter
         self._models = models
+        self._course = Course(self._reader, settings.max_age_s)
         self._follower: Follower | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._config = b""

@@ -37,6 +37,7 @@ from deltasync.follow import Course, Poll
 from deltasync.live import Region, combine, model_fingerprint
 from deltasync.printable import printable
 from deltasync.stores import ObjectInfo, open_store
+from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin import load_plan
 from vllm_plugin.looks import Looks
 from vllm_plugin.metrics import Commit, Metrics, error_class, generated_tokens, running_requests
@@ -83,8 +84,9 @@ class Driver:
         self._settings = settings
         self._metrics = metrics
         self._channel = settings.channel
-        self._reader = ChannelReader(open_store(settings.channel), settings.trusted_keys)
-        self._course = Course(self._reader, settings.max_age_s)
+        store = behind_cache(open_store(settings.channel), settings.cache_dir, settings.cache_bytes)
+        self._reader = ChannelReader(store, settings.trusted_keys)
+        self._course = Course(self._reader, settings.max_age_s, prefetch=isinstance(store, CachedStore))  # for the workers
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
         self.identity: Version | None = None
@@ -240,8 +242,10 @@ class Driver:
                 await self.look()
                 self._write_heartbeat()
                 moved, settled = self.identity != before, self._state in ("serving", "waiting")
+                # Not `wait_for`, which may keep a cancellation to itself.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._poll.delay_s(moved, settled))
+                    async with asyncio.timeout(self._poll.delay_s(moved, settled)):
+                        await self._wake.wait()
 
     def _changed(self, info: ObjectInfo | None) -> None:
         self._known = info

@@ -337,7 +337,7 @@ def _use_device(device: torch.device) -> None:
 
 
 def open_channel(channel: str) -> Store:
-    """The store of a channel, behind the cache that the workers of this machine share."""
+    """The store of a channel, behind the cache that the processes of this machine share."""
     settings = ReplicaSettings.from_env()
     workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return behind_cache(open_store(channel), settings.cache_dir, settings.cache_bytes, workers)

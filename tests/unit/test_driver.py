@@ -30,6 +30,7 @@ from vllm_plugin.metrics import Metrics
 
 engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
+
 def test_reach_waits_for_the_first_version_and_then_for_the_newest(
     engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
 ) -> None:
