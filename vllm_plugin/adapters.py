@@ -155,8 +155,8 @@ class AdapterDriver(Driver):
             failed = None
             staged = self._follower.stage(way)
             self._follower.confirm(self._follower.commit(staged))
-        except (CorruptDataError, MissingVersionError, FingerprintMismatchError):
-            self._accused = way, failed or self._follower.failed
+        except (CorruptDataError, MissingVersionError, FingerprintMismatchError) as error:
+            self._accused = way, failed or self._follower.failed, error
             raise
         self._anew = False
         return dataclasses.replace(ahead, changed=staged.staged.changed)

@@ -22,7 +22,6 @@ from typing import Any
 
 from deltasync.channel import heartbeat, payloads
 from deltasync.channel.documents import Version, sha256_hex
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
@@ -39,11 +38,11 @@ from deltasync.printable import printable
 from deltasync.stores import ObjectInfo, open_store
 from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin import load_plan
+from vllm_plugin.beats import Beats
 from vllm_plugin.looks import Looks
 from vllm_plugin.metrics import Commit, Metrics, error_class, generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
-from vllm_plugin.worker import Handed
-from vllm_plugin.workers import Workers, assemble, by_reason, regions_of, told
+from vllm_plugin.workers import Workers, assemble, by_reason, handed, log_plan, regions_of, told
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
@@ -57,8 +56,6 @@ STALE_S, STALE_POLLS = 60.0, 20
 """A server whose last good look was longer ago than so many seconds, and than so many longest waits, is stale."""
 
 _LOOK_S = 60.0  # that a look is waited for
-_STOP_S = 5.0  # that the last heartbeat may keep a server that ends
-_HANDED_BYTES = 8 << 20  # of records that one call hands to the workers
 
 _UNDONE = ("FingerprintMismatchError", "StageError", "SleepingError")
 """Errors of a commit that say that it did not begin, or that the old bits are back."""
@@ -93,7 +90,7 @@ class Driver:
         self._names: OrderedDict[int, str] = OrderedDict()  # the digest that was served first, of each number
         self._opened = False
         self._looks = Looks("deltasync-look")
-        self._beats = Looks("deltasync-heartbeat")
+        self._beats = Beats(store, settings.heartbeat_interval_s)
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look now
         self._looked = asyncio.Event()  # the look that goes on or comes next has ended; then there is a new one
@@ -103,16 +100,15 @@ class Driver:
         self._known: ObjectInfo | None = None  # what the store told of a new record
         self._asked = False  # somebody waits for a version
         self._anew = False  # what the course thinks was done was not
-        self._accused: tuple[Sequence[Stored], str | None] | None = None  # a way that failed, and which record of it
+        self._accused: tuple[Sequence[Stored], str | None, object] | None = (
+            None  # a way that failed, at which record, and why
+        )
         # Of each worker, which elements of each tensor it holds; of each tensor, its fingerprint over all workers.
         self._regions: list[dict[str, list[Region]]] = []
         self._reloaded: dict[str, str] = {}  # tensors that take the fallback, and why
         self._fingerprints: dict[str, int] = {}
         self._audited_s = 0.0
         self._served_s = 0.0
-        self._beat_s = -settings.heartbeat_interval_s
-        self._beat: tuple[object, ...] = ()
-        self._writing: asyncio.Task[None] | None = None
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
 
     @property
@@ -240,7 +236,7 @@ class Driver:
                 self._wake.clear()
                 before = self.identity
                 await self.look()
-                self._write_heartbeat()
+                self._beats.tell(self.status(0))
                 moved, settled = self.identity != before, self._state in ("serving", "waiting")
                 # Not `wait_for`, which may keep a cancellation to itself.
                 with contextlib.suppress(TimeoutError):
@@ -254,10 +250,7 @@ class Driver:
     async def stop(self) -> None:
         """Tell the channel that this server has ended in order. Call when `run` has ended."""
         self._state, self._error = heartbeat.STOPPED, None
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.wait([self._writing])
-        await self._beat_now(_STOP_S)
+        await self._beats.stop(self.status(0))
 
     async def look(self, number: int | None = None) -> None:
         """Go one step towards a version, the newest by default, and report what came of it."""
@@ -372,7 +365,7 @@ class Driver:
             await asyncio.to_thread(load_plan.check_coverage, self._reader.specs, self._regions, self._reloaded)
             if self._reloaded:
                 await self._workers.call("prove")
-            self._log_plan()
+            log_plan(len(self._reader.specs), self._reloaded)
         parts = [{name: tuple(values) for name, values in reply["parts"].items()} for reply in replies]
         self._fingerprints = combine(self._regions, parts)
         return model_fingerprint(self._fingerprints)
@@ -389,18 +382,6 @@ class Driver:
             self._names.popitem(last=False)
         return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
 
-    def _log_plan(self) -> None:
-        patched = len(self._reader.specs) - len(self._reloaded)
-        logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, len(self._reloaded))
-        for each in by_reason(self._reloaded):
-            logger.warning(
-                "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
-                "their layers again, which takes longer",
-                each["tensors"],
-                each["first"],
-                each["reason"],
-            )
-
     async def _stage(self, way: Sequence[Stored]) -> bool:
         """Have the workers stage a way; False if one of them does not know what its bits are, which the next look settles.
 
@@ -415,7 +396,7 @@ class Driver:
         self._anew = True
         keys = [reply["failed"] for reply in failed if reply["failed"] is not None]
         if keys:
-            self._accused = way, keys[0]
+            self._accused = way, keys[0], failed[0]["error"]
         error, reference = failed[0]["error"], way[0].record.reference
         if reference is not None and self.identity is None:
             error = f"{error} {payloads.unlike(self._reader, reference, self._fingerprints)}"
@@ -432,7 +413,7 @@ class Driver:
         except ApplyError as error:
             self._anew = True
             if error_class(error) == FingerprintMismatchError.__name__:
-                self._accused = way, None
+                self._accused = way, None, error
             self._metrics.rolled_back(error)
             raise
         finally:
@@ -501,37 +482,6 @@ class Driver:
         if error is not None and error != self._error:
             logger.log(logging.INFO if state == "waiting" else logging.ERROR, "deltasync: %s", error)
         self._state, self._error = state, error
-
-    def _write_heartbeat(self) -> None:
-        """Begin to write one if something changed or the last one is old. Following does not wait for it."""
-        beat, now = (self.identity, self._state, self._stale is None, self._error), time.monotonic()
-        unchanged = beat == self._beat and now - self._beat_s < self._settings.heartbeat_interval_s
-        if unchanged or (self._writing is not None and not self._writing.done()):
-            return
-        self._beat, self._beat_s = beat, now
-        self._writing = asyncio.create_task(self._beat_now(_LOOK_S), name="deltasync-heartbeat")
-
-    async def _beat_now(self, timeout_s: float) -> None:
-        """Write a heartbeat. A failure is logged: heartbeats are never needed."""
-        status = self.status(0)
-        document = Heartbeat(
-            **{field.name: status[field.name] for field in dataclasses.fields(Heartbeat) if field.name in status}
-        )
-        try:
-            await self._beats.take(document, lambda: heartbeat.write(self._reader.store, document), timeout_s)
-        except DeltaSyncError as error:
-            logger.warning("deltasync: heartbeat not written: %s", error)
-
-
-def handed(way: Sequence[Stored]) -> list[Handed]:
-    """Records as the workers get them, with their bytes as long as those are few: they read the others by themselves."""
-    found: list[Handed] = []
-    left = _HANDED_BYTES
-    for stored in way:
-        data = stored.data if stored.size <= left else None
-        left -= 0 if data is None else stored.size
-        found.append((stored.key, stored.sha256, data))
-    return found
 
 
 def is_safe(error: BaseException) -> bool:

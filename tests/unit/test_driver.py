@@ -278,7 +278,7 @@ def test_sync_answers_once_the_version_is_served(
         late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.5})
         assert late.status_code == 504
         assert late.json()["error"] == (
-            "Version 9 is not served after 0.5 s: this replica serves version 3, head is at version 3, and it is serving."
+            "Version 9 is not served after 0.5 s: this replica serves version 3, the newest is version 3, and it is serving."
         )
         assert (late.json()["version"], late.json()["cause"]) == (3, None)
 
