@@ -143,6 +143,11 @@ class ChannelReader:
             )
 
     @property
+    def run_id(self) -> str | None:
+        """The run, None before anything was read."""
+        return None if self._channel is None else self._channel.run_id
+
+    @property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by name."""
         self.channel()
@@ -240,6 +245,13 @@ class ChannelReader:
         if found.run_id != expected:
             raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
 
+    def handed(self, key: str, sha256: str, data: bytes | None) -> Stored:
+        """As `stored`, out of bytes that another process has read already; None where those were not kept."""
+        if data is None:
+            return self.stored(key, sha256)
+        _check_digest(data, key, sha256)
+        return self._decoded(data, key)
+
     def _decoded(self, data: bytes, key: str) -> Stored:
         found = record.decode(data, key, self.trusted)
         self._check_run(found.record, key)
@@ -276,15 +288,10 @@ class ChannelReader:
 
     def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
         """An object whose digest is known, checked; out of the node's cache if the store has one."""
-
-        def check(data: bytes) -> None:
-            if sha256_hex(data) != sha256:
-                raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")
-
         if isinstance(self.store, CachedStore):
-            return self.store.read_known(key, sha256, size, check, most_bytes)
+            return self.store.read_known(key, sha256, size, lambda data: _check_digest(data, key, sha256), most_bytes)
         data = self.store.read(key, most_bytes)
-        check(data)
+        _check_digest(data, key, sha256)
         return data
 
     def slots(self, prefix: str = keys.VERSIONS) -> Listing:
@@ -349,3 +356,8 @@ class ChannelReader:
                 return
             yield found.version
             at = found.record.base
+
+
+def _check_digest(data: bytes, key: str, sha256: str) -> None:
+    if sha256_hex(data) != sha256:
+        raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")

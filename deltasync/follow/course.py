@@ -18,7 +18,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError
+from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError, StoreError
 from deltasync.follow.prefetch import Prefetch
 from deltasync.stores.base import ObjectInfo
 
@@ -42,6 +42,7 @@ class Course:
     Args:
         reader: The channel's.
         max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
+        prefetch: Fetch parts before their record exists. Whoever stages gets them from the reader, or from the node's cache.
 
     Attributes:
         newest: The newest version that is known.
@@ -49,7 +50,7 @@ class Course:
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
     """
 
-    def __init__(self, reader: ChannelReader, max_age_s: float | None = None) -> None:
+    def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
         self.reader = reader
         self.newest: Version | None = None
         self.problem: str | None = None
@@ -69,7 +70,7 @@ class Course:
         self._suspects: dict[str, str] = {}  # that do not give the bits that they promise
         self._singly_to = 0
         self._blamed: str | None = None  # what was refused last
-        self._prefetch = Prefetch(reader)
+        self._prefetch = Prefetch(reader) if prefetch else None
 
     def next(
         self,
@@ -110,6 +111,10 @@ class Course:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
             self._problem = error
+            raise
+        except StoreError:
+            if looks:
+                self._look_due_s = 0.0  # that was none
             raise
         if not way and have is None:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
@@ -212,7 +217,8 @@ class Course:
             self.looked_s = time.monotonic()
             if stored is None:
                 self._absent = slot.key, time.time()
-                self._prefetch.look(slot)
+                if self._prefetch is not None:
+                    self._prefetch.look(slot)
                 self._check_age()
                 return []
             if stored.record.base != have:
@@ -220,7 +226,8 @@ class Course:
                 break
             if stored.record.next_epoch is None:
                 self._note(stored)
-                self._prefetch.took(stored)
+                if self._prefetch is not None:
+                    self._prefetch.took(stored)
                 return [stored]
             epoch = self._next_epoch = stored.record.next_epoch
         logger.warning("%s Looking for another way.", self.problem)
