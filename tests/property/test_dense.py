@@ -92,6 +92,12 @@ def test_equal_elements_take_next_to_nothing() -> None:
     assert (dense.decompress(entry, sizes, SPEC) == 0x7FC1).all()
 
 
+def test_the_planes_that_the_format_shows() -> None:
+    frames = [bytes.fromhex("28b52ffd60e802431f00" + byte) for byte in ("80", "3f")]
+    entry = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+    assert (dense.decompress(entry, [11, 11], TensorSpec("w", "bfloat16", (10, 100))) == 0x3F80).all()
+
+
 def _frame(claimed: int, *blocks: tuple[int, int], window: int | None = None, dictionary: int | None = None) -> bytes:
     """A zstandard frame of runs, (length, byte) each, that claims to hold so many bytes.
 

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltasync import anchor, bits
+from deltasync.codec.base import body, load_tensors, read_metadata
+from deltasync.errors import ConfigError, CorruptDataError
+
+
+def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:
+    tensors = {f"t{i}": torch.full((10,), i, dtype=torch.float32) for i in range(5)} | {"big": torch.zeros(100)}
+    files = dict(anchor.weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
+    index = json.loads(files.pop("model.safetensors.index.json"))
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert sorted(set(index["weight_map"].values())) == sorted(files)
+    assert len(files) == 4  # two, two, one small tensors, and the big one by itself
+    assert all(anchor.fingerprints(data) for data in files.values())
+
+
+TENSORS = {
+    "bf16": torch.randn(40, 50, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    "fp32": torch.randn(3000, generator=torch.Generator().manual_seed(1)),
+    "fp8": torch.randn(2000, generator=torch.Generator().manual_seed(2)).to(torch.float8_e4m3fn),
+    "noise": torch.randint(0, 256, (3000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)),
+    "nans": torch.full((3, 300), float("nan"), dtype=torch.float16),
+    "scalar": torch.tensor(1.5),
+    "empty": torch.zeros(0, 7),
+}
+SPECS = {name: bits.spec_of(name, tensor) for name, tensor in TENSORS.items()}
+DIGESTS = {name: number for number, name in enumerate(TENSORS)}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 5000], ids=["one file", "sharded"])
+def test_weight_files_give_back_every_bit(shard_bytes: int, compression: str | None) -> None:
+    files = dict(anchor.weight_files(TENSORS, DIGESTS, shard_bytes, compression))
+    files.pop("model.safetensors.index.json", None)
+    assert (len(files) > 1) == (shard_bytes == 5000)
+    found = {name: (bits_N, digest) for data in files.values() for name, bits_N, digest in anchor.read_weights(data, SPECS)}
+    assert found.keys() == TENSORS.keys()
+    for name, (bits_N, digest) in found.items():
+        assert digest == DIGESTS[name]
+        np.testing.assert_array_equal(bits_N, bits.bits_of(TENSORS[name]))
+    for data in files.values():
+        assert read_metadata(data)["format"] == ("pt" if compression is None else "deltasync/2")
+
+
+def test_compressed_weights_are_smaller_by_what_shrinks_and_deterministic() -> None:
+    ((_, plain),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30)
+    ((_, small),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
+    planes = json.loads(read_metadata(small)["deltasync.planes"])
+    assert set(planes) == {"bf16", "fp32", "fp8", "nans"}
+    assert len(small) < 0.87 * len(plain)
+    assert dict(anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd"))["model.safetensors"] == small
+
+
+def test_another_compression_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lzma"):
+        list(anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "lzma"))
+
+
+def _planes(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
+    def apply(entries: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        planes = json.loads(metadata["deltasync.planes"])
+        change(planes)
+        metadata["deltasync.planes"] = json.dumps(planes)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries, metadata: metadata.pop("deltasync.planes"),
+        lambda entries, metadata: metadata.update({"deltasync.planes": "[]"}),
+        lambda entries, metadata: metadata.update({"deltasync.planes": "["}),
+        lambda entries, metadata: metadata.update({"deltasync.planes": "[" * 100_000}),
+        lambda entries, metadata: metadata.update({"deltasync.fingerprints": "{}"}),
+        lambda entries, metadata: entries.pop("bf16"),
+        lambda entries, metadata: entries.update(other=torch.zeros(3)),
+        lambda entries, metadata: entries.update(bf16=entries["bf16"][:-1]),
+        lambda entries, metadata: entries.update(bf16=torch.zeros_like(entries["bf16"])),
+        lambda entries, metadata: entries.update(bf16=TENSORS["bf16"]),
+        lambda entries, metadata: entries.update(noise=torch.zeros(3000)),
+        lambda entries, metadata: entries.update(noise=entries["noise"].reshape(30, 100)),
+        _planes(lambda planes: planes.update(bf16=planes["bf16"][::-1])),
+        _planes(lambda planes: planes.update(bf16=[sum(planes["bf16"])])),
+        _planes(lambda planes: planes.update(bf16="all")),
+        _planes(lambda planes: planes.update(noise=[3000])),
+        _planes(lambda planes: planes.update(other=[1])),
+        _planes(lambda planes: planes.pop("bf16")),
+    ],
+)
+def test_weight_files_that_contradict_themselves_are_corrupt(
+    change: Callable[[dict[str, torch.Tensor], dict[str, str]], object],
+) -> None:
+    ((_, data),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
+    entries, metadata = load_tensors(data), read_metadata(data)
+    change(entries, metadata)
+    with pytest.raises(CorruptDataError):
+        list(anchor.read_weights(b"".join(body(entries, metadata)), SPECS))
+
+
+def test_fingerprints_survive_the_metadata() -> None:
+    fingerprints = {"a": 0, "b": (1 << 64) - 1}
+    tensors = {name: torch.zeros(3) for name in fingerprints}
+    ((name, data),) = anchor.weight_files(tensors, fingerprints, 1 << 30)
+    assert name == "model.safetensors"
+    assert anchor.fingerprints(data) == fingerprints
+    assert read_metadata(data)["format"] == "pt"
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":{"deltasync.fingerprints":"[]"}}', b"x"]
+)
+def test_weights_without_fingerprints_are_corrupt(metadata: bytes) -> None:
+    with pytest.raises(CorruptDataError):
+        anchor.fingerprints(len(metadata).to_bytes(8, "little") + metadata)
