@@ -117,7 +117,7 @@ class Channel:
 
     def record(self, key: str) -> tuple[Record, str]:
         """The document of a record, with the object as `object`, and the digest of the object."""
-        is_fold = key.startswith("folds/")
+        is_fold = key.startswith("folds/") and not key.startswith("folds/0000000000-")
         data = self.bounded(key, self.record_bytes + self.payload_bytes * is_fold)
         check(len(data) >= 8, "record", key)
         (size,) = struct.unpack("<Q", data[-8:])

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.channel.keys import Span
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import MOST_DAMAGED, ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
@@ -143,6 +143,8 @@ class _Search:
                 have, start = None, 0
             except _UnreadableError as error:
                 self._gone.add(error.hop)
+                if len(self._gone) > MOST_DAMAGED:
+                    raise
                 problem = str(error)
                 logger.warning("%s Looking for another way.", error)
 

@@ -5,7 +5,9 @@ Nothing here touches weights, and nothing decides where to go: `plan` does, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Channel, File, Head, Opening, Version, sha256_hex
+from deltasync.channel.documents import Channel, File, Head, Opening, Record, Version, sha256_hex
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Trusted, signed_by
@@ -29,6 +31,9 @@ from deltasync.errors import (
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
 from deltasync.types import TensorSpec
+
+MOST_DAMAGED = 64
+"""So many records that are missing or damaged are passed over in one look, or in one plan."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -128,11 +133,17 @@ class ChannelReader:
     def check_run(self) -> None:
         """Make sure that the channel is still the one that was read first.
 
+        If its description is damaged now, the one that was read first goes on to count.
+
         Raises:
             RunMismatchError: it is another run.
             NotPublishedError: there is none any more.
         """
-        expected, found = self.channel().run_id, self.read_channel().run_id
+        expected = self.channel().run_id
+        try:
+            found = self.read_channel().run_id
+        except FormatError:
+            return
         if found != expected:
             raise RunMismatchError(
                 f"{self.store.url} now holds run {found}, and not {expected}, which was followed. Start anew to follow it."
@@ -191,7 +202,7 @@ class ChannelReader:
         Args:
             key: Where it is.
             sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            known: What a listing told of it, if one did.
+            known: What a listing told of it, if one did. Where keys are required, folds larger than a record need it.
 
         Raises:
             MissingVersionError: not in the store.
@@ -199,10 +210,31 @@ class ChannelReader:
         """
         most = record.most_bytes(key, self.specs)
         try:
+            if self.trusted is not None and sha256 is None and keys.fold_of(key) is not None:
+                most = self._vetted_bytes(key, known, self.trusted)
             data = self.store.read(key, most, known) if sha256 is None else self._known(key, sha256, 0, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)
+
+    def _vetted_bytes(self, key: str, known: ObjectInfo | None, trusted: Trusted) -> int:
+        """Most bytes to read of a fold. Anybody can store a large one, so a trusted key must have signed its size.
+
+        Raises:
+            CorruptDataError: none has.
+        """
+        most = record.most_bytes(keys.VERSIONS, self.specs)
+        if known is None or known.bytes <= most:
+            return most
+        size = known.bytes
+        (length,) = struct.unpack("<Q", self.store.read_range(key, size - 8, size))
+        if not 0 < length <= most or size > record.most_bytes(key, self.specs):
+            raise CorruptDataError(f"{key} has {size:,} bytes, or a document of {length:,}: more than it may.")
+        document = self.store.read_range(key, size - 8 - length, size - 8)
+        trusted.check(key, document)
+        if documents.decode(document, Record, key).body_bytes != size - 8 - length:
+            raise CorruptDataError(f"{key} has another body than its document says.")
+        return size
 
     def _decoded(self, data: bytes, key: str) -> Stored:
         found = record.decode(data, key, self.trusted)
@@ -265,19 +297,17 @@ class ChannelReader:
     def newest(self, listing: Listing | None = None) -> Stored | None:
         """The newest record that can be read: of the greatest epoch that has one, the last. None if there is no record.
 
-        Damaged ones are passed over. If it is a seal, its base is the newest version, and `next_epoch` goes on.
+        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them costs no more. If it is a seal, its
+        base is the newest version, and `next_epoch` goes on.
 
         Args:
             listing: Of all records; made now if None.
         """
         found = self.slots() if listing is None else listing
-        for epoch in reversed(found.epochs):
-            for slot, info in reversed(found.of(epoch)):
-                try:
-                    stored = self.slot(slot, info)
-                except FormatError:
-                    continue
-                if stored is not None:
+        newest_first = sorted(found.slots, key=lambda pair: (pair[0].epoch, pair[0].version), reverse=True)
+        for slot, info in newest_first[: MOST_DAMAGED + 1]:
+            with contextlib.suppress(FormatError):
+                if (stored := self.slot(slot, info)) is not None:
                     return stored
         return None
 
