@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import anchor, codec, fingerprint
+from deltasync import codec, fingerprint
 from deltasync.bits import bits_of, spec_of, tensor_of
-from deltasync.channel import documents, keys, record
+from deltasync.channel import anchors, documents, keys, record
 from deltasync.channel.documents import (
     REFERENCE,
     Anchor,
@@ -198,11 +198,11 @@ class Made:
         """Store weight files and a config."""
         folder = keys.anchor_folder(version, self.epoch)
         tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
-        written = anchor.weight_files(tensors, self.fingerprints(model), shard_bytes, compression)
+        written = anchors.weight_files(tensors, self.fingerprints(model), shard_bytes, compression)
         files = {name: self.put_file(f"{folder}/{name}", data) for name, data in written}
         companions = [self.put_file(f"{folder}/config.json", b"{}")]
-        companions += [file for name, file in files.items() if name == anchor.INDEX]
-        weight_files = [file for name, file in files.items() if name != anchor.INDEX]
+        companions += [file for name, file in files.items() if name == anchors.INDEX]
+        weight_files = [file for name, file in files.items() if name != anchors.INDEX]
         return Anchor(directory=folder, files=weight_files, companions=companions)
 
     def put_file(self, key: str, data: bytes) -> File:

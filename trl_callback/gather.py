@@ -19,7 +19,7 @@ from transformers.modeling_utils import unwrap_model
 
 from deltasync import anchor
 from deltasync.errors import ConfigError
-from deltasync.quantize import QUANTIZATION
+from deltasync.publish.quantize import QUANTIZATION
 from trl_callback import adapter, zero
 from trl_callback.saved_form import as_saved, shards_as_saved
 

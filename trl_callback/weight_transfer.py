@@ -18,7 +18,7 @@ from deltasync import Publisher, Receipt, heartbeat, open_store
 from deltasync.config import PublisherSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError
 from deltasync.reader import ChannelReader
-from deltasync.shadow import Stream
+from deltasync.publish.shadow import Stream
 from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet

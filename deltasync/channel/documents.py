@@ -15,14 +15,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from deltasync.channel import keys
+from deltasync.channel.anchors import COMPRESSED
 from deltasync.channel.keys import Slot
+from deltasync.codec.base import FORMAT
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError
 from deltasync.stores.base import check_key
 from deltasync.types import ITEM_BYTES, TensorSpec
 
-FORMAT = "deltasync/2"
 REFERENCE = "reference"
-COMPRESSED = "zstd"
 FEATURES = frozenset({REFERENCE, COMPRESSED})
 """What a document may require of its readers."""
 

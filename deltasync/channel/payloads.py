@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from deltasync import codec, fingerprint
-from deltasync.anchor import read_weights
 from deltasync.channel import checkpoint
+from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import Reference
 from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.channel.record import Stored

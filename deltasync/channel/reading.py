@@ -90,6 +90,7 @@ class ChannelReader:
     Attributes:
         trusted: The keys, None if everything is taken.
         signed: Whether channel.json has a signature, checked or not; known once it was read.
+        held: Objects that were fetched before anybody named their digest, by key; dropped when they are used.
     """
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
@@ -99,6 +100,7 @@ class ChannelReader:
             trusted_keys = None if path is None else Trusted(path=Path(path))
         self.trusted = trusted_keys
         self.signed = False
+        self.held: dict[str, bytes] = {}
         self._channel: Channel | None = None
         self._specs: dict[str, TensorSpec] = {}
 
@@ -254,6 +256,9 @@ class ChannelReader:
             MissingVersionError: the object is gone.
             CorruptDataError: another length or another sha256.
         """
+        held = self.held.pop(file.key, None)
+        if held is not None and sha256_hex(held) == file.sha256:
+            return held
         try:
             data = self._known(file.key, file.sha256, file.bytes, file.bytes)
         except ObjectMissingError:
@@ -261,6 +266,13 @@ class ChannelReader:
         if len(data) != file.bytes:
             raise CorruptDataError(f"{file.key} has {len(data)} bytes, its record says {file.bytes}.")
         return data
+
+    def hold(self, key: str, data: bytes) -> None:
+        """Keep what was read before anybody named its digest: in the node's cache if there is one, else for `fetch`."""
+        if isinstance(self.store, CachedStore):
+            self.store.keep(sha256_hex(data), data)
+        else:
+            self.held[key] = data
 
     def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
         """An object whose digest is known, checked; out of the node's cache if the store has one."""

@@ -19,6 +19,7 @@ from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError
+from deltasync.follow.prefetch import Prefetch
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Course:
         self._avoided: dict[str, float] = {}
         self._suspects: set[str] = set()
         self._singly_to = 0
+        self._prefetch = Prefetch(reader)
 
     def next(
         self,
@@ -197,6 +199,7 @@ class Course:
             self.looked_s = time.monotonic()
             if stored is None:
                 self._absent = slot.key, time.time()
+                self._prefetch.look(slot)
                 self._check_age()
                 return []
             if stored.record.base != have:
@@ -204,6 +207,7 @@ class Course:
                 break
             if stored.record.next_epoch is None:
                 self._note(stored)
+                self._prefetch.took(stored)
                 return [stored]
             epoch = self._next_epoch = stored.record.next_epoch
         logger.warning("%s Looking for another way.", self.problem)
@@ -259,6 +263,8 @@ class Course:
         if way:
             self._note(way[-1])
             self.problem = None
+        elif newest == have:
+            self._known(newest)
         self._lost = False
         self._check_age()
         return way

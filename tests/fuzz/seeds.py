@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deltasync import anchor, codec, fingerprint
+from deltasync import codec, fingerprint
 from deltasync.bits import bits_of, tensor_of
-from deltasync.channel import documents, keys
+from deltasync.channel import anchors, documents, keys
 from deltasync.channel.documents import Opening, Reference, Version
 from deltasync.channel.heartbeat import Heartbeat, write
 from deltasync.codec import blocks
@@ -64,8 +64,8 @@ def payloads(name: str) -> Iterator[bytes]:
 def weight_files() -> Iterator[bytes]:
     tensors = weights(0)
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), bits_of(t)) for name, t in tensors.items()}
-    for compression in (None, anchor.COMPRESSED):
-        yield from (data for _, data in anchor.weight_files(tensors, digests, 1 << 30, compression))
+    for compression in (None, anchors.COMPRESSED):
+        yield from (data for _, data in anchors.weight_files(tensors, digests, 1 << 30, compression))
 
 
 def made(codec_name: str) -> Made:

@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
-from deltasync import anchor, codec
+from deltasync import codec
+from deltasync.channel import anchors as weight_files
 from deltasync.channel import checkpoint, documents, heartbeat, keys, record, signing
 from deltasync.channel.documents import Anchor, Channel, File, Head, Opening, Record, Reference, sha256_hex
 from deltasync.channel.plan import find_way
@@ -200,7 +201,7 @@ def _check(patch: Patch) -> None:
 def anchors(data: bytes) -> None:
     """A weight file, compressed or not, by itself and as a channel's first anchor."""
     with contextlib.suppress(DeltaSyncError):
-        for name, bits_N, _ in anchor.read_weights(data, SPECS):
+        for name, bits_N, _ in weight_files.read_weights(data, SPECS):
             assert (bits_N.size, bits_N.dtype) == (SPECS[name].element_count, SPECS[name].bits_dtype)
     folder = keys.anchor_folder(1, EPOCH)
     file = File(key=f"{folder}/model.safetensors", bytes=len(data), sha256=sha256_hex(data))

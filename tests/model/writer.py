@@ -1,11 +1,29 @@
-"""What a publisher may do next: `Publisher._open`, `publish` and `Uploader._store`, one store operation a step."""
+"""What a publisher may do next, one store operation a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.model.state import Job, Manifest, Rules, Step, World, Writer, get, put, readable, shown
+from tests.model.state import (
+    Damaged,
+    Epoch,
+    Fold,
+    Job,
+    Key,
+    Node,
+    Payload,
+    Record,
+    Rules,
+    Step,
+    World,
+    Writer,
+    get,
+    readable,
+    shown,
+    slot,
+    store,
+)
 
 Change = Callable[[Writer], Writer]
 
@@ -15,24 +33,40 @@ def steps(rules: Rules, world: World, number: int) -> Iterator[Step]:
     w = world.writers[number]
     act = {
         "closed": _open,
-        "opening": _roll_forward,
-        "rolling": _rolled,
+        "seal": _seal,
+        "sealed": _sealed,
+        "claim": _claim,
+        "settle": _settle,
+        "settled": _settled,
+        "announce": _announce,
         "idle": _publish,
-        "delta": _payload,
-        "anchor": _payload,
-        "lease": _lease,
-        "manifest": _manifest,
-        "head": _head,
+        "payload": _payload,
+        "look": _look,
+        "record": _record,
+        "anchor": _anchor,
+        "fold": _fold,
         "stopped": _nothing,
     }[w.at]
     for what, after in act(rules, world, number):
         yield f"{w.name}: {what}", after
-    if world.crashes and w.at != "closed":
-        dead = Writer(w.name, calls=w.calls)
-        yield (
-            f"{w.name}: dies" if w.at != "stopped" else f"{w.name}: ends",
-            _with(world, number, dead)._replace(crashes=world.crashes - 1),
-        )
+    if w.head is not None:
+        head_moved = _with(world, number, w._replace(head=None))
+        yield f"{w.name}: replaces head with {w.head[2]}", head_moved._replace(head=w.head)
+    if world.crashes and w.at not in ("closed", "stopped"):
+        dead = Writer(w.name, "closed", w.calls, w.opens)
+        yield f"{w.name}: dies", _with(world, number, dead)._replace(crashes=world.crashes - 1)
+
+
+def lands(rules: Rules, world: World) -> Iterator[Step]:
+    """An operation that timed out is carried out after all, or never."""
+    if world.late is None:
+        return
+    key, content = world.late
+    done = world._replace(late=None)
+    yield f"the put of {shown(key)} is lost", done
+    if key[0] == "versions" and rules.store == "decides" and get(world.objects, key) is not None:
+        return
+    yield f"the put of {shown(key)} arrives late", store(rules, done, key, content)
 
 
 def _with(world: World, number: int, w: Writer) -> World:
@@ -43,297 +77,254 @@ def _nothing(rules: Rules, world: World, number: int) -> Iterator[Step]:
     return iter(())
 
 
-# --- Publisher._open --------------------------------------------------------------------------------------------------
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def _names(world: World) -> list[Epoch]:
+    """The epochs that listings show."""
+    return [key[-1] for key, _ in world.objects if key[0] in ("epochs", "versions")]
+
+
+def _end(rules: Rules, world: World, below: Epoch | None = None) -> tuple[Node, Epoch]:
+    """The newest version, and the epoch whose log goes on from it. Damaged bytes name what cannot be read."""
+    for epoch in sorted(set(_names(world)), reverse=True):
+        if below is not None and epoch >= below:
+            continue
+        log = slot(rules, 0, epoch)[2]
+        last = max((key[1] for key, _ in world.objects if key[0] == "versions" and key[2] == log), default=None)
+        if last is None:
+            continues = get(world.objects, ("epochs", epoch))
+            if continues is None or isinstance(continues, Damaged):
+                continue
+            return continues, epoch
+        found = get(world.objects, slot(rules, last, epoch))
+        if isinstance(found, Damaged):
+            return (last, epoch, "damaged"), epoch
+        return (found.node, epoch) if found.seal is None else (found.base, found.seal)
+    raise AssertionError("a channel has an epoch")
 
 
 def _open(rules: Rules, world: World, number: int) -> Iterator[Step]:
     w = world.writers[number]
-    if w.calls >= rules.calls:
+    if w.opens >= rules.opens or w.calls >= rules.calls:
         return
-    if not rules.roll_forward:
-        yield "opens, reads head", _adopt(world, number, world.head)
-    elif rules.list_before_head:
-        newest = max((version for version, _ in world.manifests), default=0)
-        yield f"opens, lists manifests up to {newest}", _with(world, number, w._replace(at="opening", found=newest))
+    tip, log = _end(rules, world)
+    # The number is from what is there now: two that open at once may take the same one, and the token tells them apart.
+    known = [*_names(world), log] if rules.count_sealed else _names(world)
+    epoch = (max(known)[0] + 1, f"{w.name}{w.opens + 1}" if rules.token else "")
+    opened = w._replace(opens=w.opens + 1, epoch=epoch)
+    if not rules.seals:
+        yield f"opens, will claim {epoch}", _with(world, number, opened._replace(at="claim"))
+        return
+    at = "seal" if rules.seal else "announce"
+    yield f"opens, reads the log to {tip[2] or tip[0]}", _with(world, number, opened._replace(at=at, tip=tip, log=log))
+
+
+def _seal(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """Create the seal at the old log's next number. If a version is there, the log went on: read on."""
+    w = world.writers[number]
+    version = w.tip[0] + 1
+    seal = Record("", version, w.log, w.tip, seal=w.epoch)
+
+    def taken(world: World, w: Writer) -> Writer:
+        found = get(world.objects, slot(rules, version, w.log))
+        if isinstance(found, Record) and found.seal is not None:
+            return Writer(w.name, "stopped", w.calls, w.opens)  # another one opened the channel
+        return w._replace(at="closed", opens=w.opens - 1)
+
+    key = slot(rules, version, w.log)
+    sealed = "sealed" if rules.list_after_seal else "announce"
+    yield from _create(rules, world, number, key, seal, lambda w: w._replace(at=sealed), taken)
+
+
+def _sealed(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """The seal counts if nothing lies after it: it may have taken the place of a version that was forgotten."""
+    w = world.writers[number]
+    after = [key for key, _ in world.objects if key[0] == "versions" and key[2] == w.log and key[1] > w.tip[0] + 1]
+    if after:
+        again = w._replace(at="closed", opens=w.opens - 1)
+        yield f"its seal does not count: {shown(after[0])} is there", _with(world, number, again)
     else:
-        yield f"opens, reads head {world.head}", _with(world, number, w._replace(at="opening", head=world.head))
+        yield "its seal counts", _with(world, number, w._replace(at="announce"))
 
 
-def _roll_forward(rules: Rules, world: World, number: int) -> Iterator[Step]:
-    """`Publisher._roll_forward`. The read of the version that follows is one step with what comes before it."""
+def _announce(rules: Rules, world: World, number: int) -> Iterator[Step]:
     w = world.writers[number]
-    head, newest = world.head, w.found
-    if not rules.list_before_head:
-        assert w.head is not None
-        head, newest = w.head, max((version for version, _ in world.manifests), default=0)
-    if newest <= head[0]:
-        yield f"reads head {head}", _adopt(world, number, head)
+    after = store(rules, world, ("epochs", w.epoch), w.tip)
+    yield f"stores {shown(('epochs', w.epoch))}", _with(after, number, _adopted(world, w))
+
+
+def _adopted(world: World, w: Writer) -> Writer:
+    """Ready to go on from the tip; by full weights if it cannot be read."""
+    return w._replace(at="idle", shadow=w.tip[2] if readable(world, w.tip) else "", log=(0, ""))
+
+
+def _claim(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    def claimed(w: Writer) -> Writer:
+        return w._replace(at="settle" if rules.settle else "settled")
+
+    w = world.writers[number]
+    yield from _create(rules, world, number, ("epochs", w.epoch), None, claimed, lambda world, w: w)
+
+
+def _settle(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """Wait longer than a look counts and a request lives."""
+    w = world.writers[number]
+    if rules.timely and world.late is not None and world.late[0][0] in ("versions", "epochs"):
         return
-    document = get(world.manifests, newest)
-    if document is None:
-        yield f"manifests/{newest} is gone, tries later", _with(world, number, Writer(w.name, calls=w.calls))
-        return
-    rolling = w._replace(at="rolling", head=(newest, document.call))
-    if rules.timely and rules.list_before_head:
-        yield f"rolls head forward to {rolling.head}", _rolled_to(rules, world, number, rolling)
-    else:
-        yield f"head {head} is behind manifests/{newest}", _with(world, number, rolling)
+    others = world.writers
+    if rules.timely and rules.suspend_counts:
+        others = tuple(o._replace(looked=False) for o in world.writers)
+    yield "has settled", _with(world._replace(writers=others), number, w._replace(at="settled"))
 
 
-def _rolled(rules: Rules, world: World, number: int) -> Iterator[Step]:
+def _settled(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """Read the log. Whether somebody claimed a greater epoch meanwhile shows in the look before the first record."""
     w = world.writers[number]
-    yield f"rolls head forward to {w.head}", _rolled_to(rules, world, number, w)
+    tip, _ = _end(rules, world, below=w.epoch)
+    yield f"reads the log to {tip[2]}", _with(world, number, _adopted(world, w._replace(tip=tip)))
 
 
-def _rolled_to(rules: Rules, world: World, number: int, w: Writer) -> World:
-    assert w.head is not None
-    return _adopt(_name(rules, world, w.head), number, w.head)
-
-
-def _adopt(world: World, number: int, head: tuple[int, str]) -> World:
-    """Go on from head, or by full weights if it cannot be read."""
-    w = world.writers[number]
-    opened = Writer(w.name, "idle", w.calls, tip=head[0], head=head)
-    if readable(world, *head):
-        at = get(world.manifests, head[0])
-        while at.anchor is None:
-            at = get(world.manifests, at.base[0])
-        opened = opened._replace(anchor=at.version, shadow=head[1], newest=head)
-    return _with(world, number, opened)
-
-
-# --- Publisher.publish ------------------------------------------------------------------------------------------------
+# --- publishing -------------------------------------------------------------------------------------------------------
 
 
 def _publish(rules: Rules, world: World, number: int) -> Iterator[Step]:
-    """`Publisher._next_job`, which takes no store operation."""
     w = world.writers[number]
     if w.calls >= rules.calls:
         return
-    version = w.tip + 1
+    version = w.tip[0] + 1
     call = f"{w.name}{w.calls + 1}v{version}"
-    full = w.anchor == 0
-    job = Job(call, version, None if full else w.newest, w.shadow, full or version - w.anchor >= rules.anchor_every)
-    if full and not rules.anchor_after_loss and w.newest is not None:
-        job = job._replace(base=w.newest, anchored=False)
-    begun = w._replace(
-        at="delta" if job.base is not None else "anchor",
-        calls=w.calls + 1,
-        tip=version,
-        anchor=version if job.anchored else w.anchor,
-        shadow=call,
-        job=job,
-        delta=None,
-        full=None,
-    )
-    if not rules.payload_first:
-        begun = _with_files(begun)._replace(at=_after_payload(rules))
-    yield f"publish {call}", _with(world, number, begun)
+    job = Job(call, version, w.shadow)
+    at = "payload" if (rules.parts or not w.shadow) and rules.parts_first else _before_record(rules)
+    yield f"publish {call}", _with(world, number, w._replace(at=at, calls=w.calls + 1, shadow=call, job=job))
 
 
-def _with_files(w: Writer) -> Writer:
-    """The files that a manifest would name if it were written before them."""
-    job = w.job
-    assert job is not None
-    delta = None if job.base is None else (("deltas", job.version, 0), (job.start, job.call))
-    full = (("anchors", job.version, 0), ("", job.call)) if job.anchored else None
-    return w._replace(delta=delta, full=full)
+def _before_record(rules: Rules) -> str:
+    return "record" if rules.seals else "look"
 
 
-def _after_payload(rules: Rules) -> str:
-    if not rules.manifest_first:
-        return "head"
-    return "manifest" if rules.conditional else "lease"
-
-
-# --- Uploader._store --------------------------------------------------------------------------------------------------
+def _payload_of(rules: Rules, w: Writer) -> tuple[Payload | None, Payload | None]:
+    """Delta and anchor of the job."""
+    assert w.job is not None
+    version, start, end = w.job.version, w.job.start, w.job.call
+    if not start:
+        return None, (("anchors", version, w.epoch, w.attempt), ("", end))
+    return (("parts", version, w.epoch, w.attempt) if rules.parts else None, (start, end)), None
 
 
 def _payload(rules: Rules, world: World, number: int) -> Iterator[Step]:
-    """`deltasync.writer.Writer.put_files` of the delta, then of the anchor: in the next folder if this one is taken."""
+    """Parts, or full weights: at keys of its own, the same bytes each time."""
     w = world.writers[number]
-    job = w.job
-    assert job is not None
-    folder, content = ("deltas", (job.start, job.call)) if w.at == "delta" else ("anchors", ("", job.call))
-    key = (folder, job.version, w.attempt)
+    key, bits = next(payload for payload in _payload_of(rules, w) if payload is not None)
+    assert key is not None
 
     def stored(w: Writer) -> Writer:
-        w = w._replace(attempt=0, **{"delta" if folder == "deltas" else "full": (key, content)})
-        if folder == "deltas" and job.anchored:
-            return w._replace(at="anchor")
-        if not rules.payload_first:
-            return _done(rules, w)
-        return w._replace(at=_after_payload(rules))
+        return w._replace(at=_before_record(rules)) if rules.parts_first else _done(rules, w)
 
-    yield from _create(rules, world, number, key, content, stored, lambda w: w._replace(attempt=w.attempt + 1))
-
-
-def _lease(rules: Rules, world: World, number: int) -> Iterator[Step]:
-    """Before the manifest, where the store does not decide. As one step: what it finds good was good when it began."""
-    w = world.writers[number]
-    problem = _conflict(rules, world, w) if rules.lease else ""
-    yield (
-        "checks the lease",
-        _stop(rules, world, number, problem) if problem else _with(world, number, w._replace(at="manifest")),
-    )
-
-
-def _manifest(rules: Rules, world: World, number: int) -> Iterator[Step]:
-    w = world.writers[number]
-    job = w.job
-    assert job is not None
-    if rules.conditional and rules.timely and rules.lease and rules.lease_before_manifest:
-        problem = _conflict(rules, world, w)
-        if problem:
-            yield "checks the lease", _stop(rules, world, number, problem)
-            return
-    document = Manifest(job.version, job.call, job.base, w.delta, w.full)
-
-    def stored(w: Writer) -> Writer:
-        w = w._replace(newest=(job.version, job.call))
-        return w._replace(at="head") if rules.manifest_first else _done(rules, w)
-
-    def taken(w: Writer) -> Writer:
-        return Writer(w.name, "stopped", w.calls)
-
-    yield from _create(rules, world, number, job.version, document, stored, taken)
-
-
-def _head(rules: Rules, world: World, number: int) -> Iterator[Step]:
-    """`_check_lease`, where it is due, and the replace of head; a time out in between makes it due again."""
-    w = world.writers[number]
-    job = w.job
-    assert job is not None
-    new = (job.version, job.call)
-    # Where others may get in between, it does not matter whether a store that decides was asked before.
-    if rules.lease and not w.checked and (rules.timely or not rules.conditional):
-        problem = _conflict(rules, world, w)
-        if problem:
-            yield "checks the lease", _stop(rules, world, number, problem)
-            return
-        if not rules.timely:
-            yield "checks the lease", _with(world, number, w._replace(checked=True))
-            return
-    w = w._replace(head=new)
-    moved = _name(rules, world, new)
-    done = _done(rules, w)
-    if not rules.manifest_first:
-        done = w._replace(at="manifest")
-    elif not rules.payload_first:
-        done = w._replace(at="delta" if job.base is not None else "anchor")
-    yield f"replace head with {new}", _with(moved, number, done)
+    yield from _create(rules, world, number, key, bits, stored, lambda world, w: w)
     if world.faults:
-        again = w._replace(checked=not rules.lease_on_retry)
-        yield from _faults(rules, world, moved, number, ("head", None, new), f"replace head with {new}", again)
+        # Given up: the number is free again, and what it was called is not.
+        full = "" if rules.full_after_loss else w.shadow
+        lost = w._replace(at="idle", job=None, shadow=full, attempt=w.attempt + rules.attempt)
+        yield "gives the version up", _with(world, number, lost)._replace(faults=world.faults - 1)
+
+
+def _look(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """On a store that does not decide: is there a greater epoch?"""
+    w = world.writers[number]
+    if max(_names(world)) > w.epoch and rules.look:
+        yield "sees a greater epoch", _stopped(rules, world, number)
+        return
+    yield "looks at the epochs", _with(world, number, w._replace(at="record", looked=True))
+
+
+def _record(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """The one object that makes the version exist."""
+    w = world.writers[number]
+    assert w.job is not None
+    if not rules.seals and not w.looked:
+        yield "its look is too old", _with(world, number, w._replace(at="look"))
+        return
+    delta, anchor = _payload_of(rules, w)
+    record = Record(w.job.call, w.job.version, w.epoch, w.tip, delta, anchor)
+
+    def stored(w: Writer) -> Writer:
+        w = w._replace(tip=record.node, head=record.node, published=(*w.published, record.digest), looked=False, attempt=0)
+        if not rules.parts_first and (rules.parts or delta is None):
+            return w._replace(at="payload")
+        return _done(rules, w)
+
+    def taken(world: World, w: Writer) -> Writer:
+        return _stopped(rules, world, number).writers[number]
+
+    yield from _create(rules, world, number, slot(rules, record.version, w.epoch), record, stored, taken)
+    if world.faults and not rules.same_bytes:
+        for what, after in (
+            ("done, reply lost", store(rules, world, slot(rules, record.version, w.epoch), record)),
+            ("", world),
+        ):
+            lost = w._replace(at="idle", job=None, shadow="", attempt=w.attempt + 1)
+            yield f"gives the record up {what}", _with(after, number, lost)._replace(faults=world.faults - 1)
 
 
 def _done(rules: Rules, w: Writer) -> Writer:
-    """The receipt is good. After its last call a publisher is closed."""
-    return _unloaded(w) if w.calls < rules.calls else Writer(w.name, calls=w.calls)
+    assert w.job is not None
+    due = w.job.start and w.job.version % rules.anchor_every == 0
+    w = w._replace(job=None)
+    if due:
+        return w._replace(at="anchor")
+    return w._replace(at="idle")
 
 
-def _unloaded(w: Writer) -> Writer:
-    return w._replace(at="idle", job=None, delta=None, full=None, attempt=0, checked=False)
-
-
-def _conflict(rules: Rules, world: World, w: Writer) -> str:
-    """`Uploader._check_lease`: what shows another publisher."""
-    head, ours = world.head, w.head
-    if ours is None or head[0] > ours[0] or (head != ours and head[0] == ours[0]):
-        return f"head is {head}"
-    if w.newest is not None and not rules.conditional:
-        document = get(world.manifests, w.newest[0])
-        if document is None or document.call != w.newest[1]:
-            return f"manifests/{w.newest[0]} is not its own"
-    return ""
-
-
-def _stop(rules: Rules, world: World, number: int, problem: str) -> World:
-    """HeadConflictError, for good."""
+def _anchor(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    """Full weights of a version that is visible already; nobody waits for them."""
     w = world.writers[number]
-    stopped = _with(world, number, Writer(w.name, "stopped", w.calls))
-    if len(world.writers) == 1 and not rules.late:
-        return stopped._replace(wrong=f"{w.name} is alone and was told of another publisher: {problem}")
+    after = store(rules, world, ("anchors", w.tip[0], w.epoch, 0), ("", w.tip[2]))
+    yield f"stores anchors/{w.tip[0]}", _with(after, number, w._replace(at="fold"))
+
+
+def _fold(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    w = world.writers[number]
+    version, epoch, digest = w.tip
+    fold = Fold(None, version, digest, (("anchors", version, epoch, 0), ("", digest)))
+    after = store(rules, world, ("folds", 0, version, epoch), fold)
+    yield f"stores folds/0-{version}", _with(after, number, w._replace(at="idle"))
+
+
+def _stopped(rules: Rules, world: World, number: int) -> World:
+    """Fenced, for good."""
+    w = world.writers[number]
+    stopped = _with(world, number, Writer(w.name, "stopped", w.calls, w.opens))
+    if len(world.writers) == 1 and not world.restored:
+        return stopped._replace(wrong=f"{w.name} is alone and was told of another writer")
     return stopped
 
 
-def _name(rules: Rules, world: World, new: tuple[int, str]) -> World:
-    """The replace of head, and what must hold then."""
-    moved = world._replace(head=new)
-    if rules.timely and not rules.late and new[0] < world.head[0]:
-        return moved._replace(wrong=f"head goes back from {world.head} to {new}")
-    if rules.conditional and not readable(moved, *new):
-        return moved._replace(wrong=f"head names {new}, which cannot be read")
-    return moved
-
-
 def _create(
-    rules: Rules, world: World, number: int, key: Any, content: Any, stored: Change, taken: Change
+    rules: Rules,
+    world: World,
+    number: int,
+    key: Key,
+    content: Any,
+    stored: Change,
+    taken: Callable[[World, Writer], Writer],
 ) -> Iterator[Step]:
-    """`deltasync.writer.Writer.create`: a create-only put that recognises its own earlier success."""
+    """A put of the same bytes, again and again until there is an answer. Where the store decides, only one content wins."""
     w = world.writers[number]
-    table = "manifests" if isinstance(key, int) else "objects"
-    found = get(getattr(world, table), key)
-    what = f"create {shown(key)}"
-    if rules.create_only and (rules.conditional or not w.looked):
-        if found is not None and found != content:
-            after = _with(world, number, taken(w))
-            if after.writers[number].at == "stopped":
-                after = _stop(rules, world, number, f"{shown(key)} is taken")
-            yield f"{what}: taken", after
-            return
-        if found is not None:
-            yield f"{what}: there already", _with(world, number, stored(w))
-            return
-        if not rules.conditional:
-            yield f"{what}: looks, nothing there", _with(world, number, w._replace(looked=True))
-            return
-    w = w._replace(looked=False)
-    after = world._replace(**{table: put(getattr(world, table), key, content)})
-    yield what, _with(after, number, stored(w))
-    yield from _faults(rules, world, after, number, (table, key, content), what, w)
-
-
-def _faults(
-    rules: Rules, world: World, after: World, number: int, operation: tuple[str, Any, Any], what: str, again: Writer
-) -> Iterator[Step]:
-    """The operation was carried out but the reply is lost, or it was not, or it will be later; with a retry, or given up."""
+    what = f"stores {shown(key)}"
+    found = get(world.objects, key)
+    if rules.store == "decides" and found is not None and found != content:
+        after = taken(world, w)
+        alone = after.at == "stopped" and key[0] == "versions" and len(world.writers) == 1 and not world.restored
+        wrong = f"{w.name} is alone and was told of another writer" if alone else ""
+        yield f"{what}: taken", _with(world, number, after)._replace(wrong=wrong)
+        return
+    done = store(rules, world, key, content)
+    yield what, _with(done, number, stored(w))
     if not world.faults:
         return
-    lost = _lost(rules, again)
-    outcomes = [("done, reply lost", after), ("fails", world)]
+    outcomes = [("done, reply lost", done), ("fails", world)]
     if rules.late and world.late is None:
-        outcomes.append(("times out, is still on its way", world._replace(late=operation)))
+        outcomes.append(("times out, is still on its way", world._replace(late=(key, content))))
     for outcome, reached in outcomes:
-        reached = reached._replace(faults=world.faults - 1)
-        if (reached.manifests, reached.objects, reached.head, reached.late) != (
-            world.manifests,
-            world.objects,
-            world.head,
-            world.late,
-        ) or again != world.writers[number]:
-            yield f"{what}: {outcome}, will retry", _with(reached, number, again)
-        yield f"{what}: {outcome}, is given up", _with(reached, number, lost)
-
-
-def _lost(rules: Rules, w: Writer) -> Writer:
-    """`Publisher._recover`: full weights next, under a number that was never tried."""
-    job = w.job
-    assert job is not None
-    attempted = w.at in ("manifest", "head") and rules.new_number_after_loss
-    return _unloaded(w)._replace(tip=job.version if attempted else job.version - 1, anchor=0, looked=False)
-
-
-def lands(rules: Rules, world: World) -> Iterator[Step]:
-    """An operation that timed out is carried out after all."""
-    if world.late is None:
-        return
-    table, key, content = world.late
-    done = world._replace(late=None)
-    if table == "head":
-        yield f"the replace of head with {content} arrives late", _name(rules, done, content)
-    elif not rules.conditional or get(getattr(world, table), key) is None:
-        after = done._replace(**{table: put(getattr(world, table), key, content)})
-        yield f"the create of {shown(key)} arrives late", after
-    else:
-        yield f"the create of {shown(key)} arrives late: taken", done
+        yield f"{what}: {outcome}", reached._replace(faults=world.faults - 1)

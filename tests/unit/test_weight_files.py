@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import anchor, bits
+from deltasync import bits
+from deltasync.channel import anchors
 from deltasync.codec.base import body, load_tensors, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
 
 
 def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:
     tensors = {f"t{i}": torch.full((10,), i, dtype=torch.float32) for i in range(5)} | {"big": torch.zeros(100)}
-    files = dict(anchor.weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
+    files = dict(anchors.weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
     index = json.loads(files.pop("model.safetensors.index.json"))
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert sorted(set(index["weight_map"].values())) == sorted(files)
     assert len(files) == 4  # two, two, one small tensors, and the big one by itself
-    assert all(anchor.fingerprints(data) for data in files.values())
+    assert all(anchors.fingerprints(data) for data in files.values())
 
 
 TENSORS = {
@@ -40,10 +41,10 @@ DIGESTS = {name: number for number, name in enumerate(TENSORS)}
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 5000], ids=["one file", "sharded"])
 def test_weight_files_give_back_every_bit(shard_bytes: int, compression: str | None) -> None:
-    files = dict(anchor.weight_files(TENSORS, DIGESTS, shard_bytes, compression))
+    files = dict(anchors.weight_files(TENSORS, DIGESTS, shard_bytes, compression))
     files.pop("model.safetensors.index.json", None)
     assert (len(files) > 1) == (shard_bytes == 5000)
-    found = {name: (bits_N, digest) for data in files.values() for name, bits_N, digest in anchor.read_weights(data, SPECS)}
+    found = {name: (bits_N, digest) for data in files.values() for name, bits_N, digest in anchors.read_weights(data, SPECS)}
     assert found.keys() == TENSORS.keys()
     for name, (bits_N, digest) in found.items():
         assert digest == DIGESTS[name]
@@ -53,17 +54,17 @@ def test_weight_files_give_back_every_bit(shard_bytes: int, compression: str | N
 
 
 def test_compressed_weights_are_smaller_by_what_shrinks_and_deterministic() -> None:
-    ((_, plain),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30)
-    ((_, small),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
+    ((_, plain),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30)
+    ((_, small),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
     planes = json.loads(read_metadata(small)["deltasync.planes"])
     assert set(planes) == {"bf16", "fp32", "fp8", "nans"}
     assert len(small) < 0.87 * len(plain)
-    assert dict(anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd"))["model.safetensors"] == small
+    assert dict(anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd"))["model.safetensors"] == small
 
 
 def test_another_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match="lzma"):
-        list(anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "lzma"))
+        list(anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "lzma"))
 
 
 def _planes(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
@@ -101,19 +102,19 @@ def _planes(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, t
 def test_weight_files_that_contradict_themselves_are_corrupt(
     change: Callable[[dict[str, torch.Tensor], dict[str, str]], object],
 ) -> None:
-    ((_, data),) = anchor.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
+    ((_, data),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
     entries, metadata = load_tensors(data), read_metadata(data)
     change(entries, metadata)
     with pytest.raises(CorruptDataError):
-        list(anchor.read_weights(b"".join(body(entries, metadata)), SPECS))
+        list(anchors.read_weights(b"".join(body(entries, metadata)), SPECS))
 
 
 def test_fingerprints_survive_the_metadata() -> None:
     fingerprints = {"a": 0, "b": (1 << 64) - 1}
     tensors = {name: torch.zeros(3) for name in fingerprints}
-    ((name, data),) = anchor.weight_files(tensors, fingerprints, 1 << 30)
+    ((name, data),) = anchors.weight_files(tensors, fingerprints, 1 << 30)
     assert name == "model.safetensors"
-    assert anchor.fingerprints(data) == fingerprints
+    assert anchors.fingerprints(data) == fingerprints
     assert read_metadata(data)["format"] == "pt"
 
 
@@ -122,4 +123,4 @@ def test_fingerprints_survive_the_metadata() -> None:
 )
 def test_weights_without_fingerprints_are_corrupt(metadata: bytes) -> None:
     with pytest.raises(CorruptDataError):
-        anchor.fingerprints(len(metadata).to_bytes(8, "little") + metadata)
+        anchors.fingerprints(len(metadata).to_bytes(8, "little") + metadata)
