@@ -309,8 +309,8 @@ class ChannelReader:
     def newest(self, listing: Listing | None = None) -> Stored | None:
         """The newest record that can be read: of the greatest epoch that has one, the last. None if there is no record.
 
-        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them costs no more. If it is a seal, its
-        base is the newest version, and `next_epoch` goes on.
+        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them is no burden. If it is a
+        seal, its base is the newest version, and `next_epoch` goes on.
 
         Args:
             listing: Of all records; made now if None.
