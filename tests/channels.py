@@ -77,13 +77,14 @@ class Made:
     tip: Version | None = None
     bits: dict[str, Weights] = dataclasses.field(default_factory=dict)
     specs: dict[str, TensorSpec] = dataclasses.field(default_factory=dict)
+    run_id: str = RUN
 
     def create(self, model: Weights, fencing: str = "seal") -> None:
         """Store channel.json."""
         self.specs = {name: spec_of(name, tensor) for name, tensor in model.items()}
         table = {name: (spec.dtype, spec.shape) for name, spec in self.specs.items()}
         channel = Channel(
-            run_id=RUN,
+            run_id=self.run_id,
             created_at=documents.now(),
             fencing=fencing,
             epoch=self.epoch,
@@ -123,7 +124,7 @@ class Made:
         """End the log, and go on in another epoch."""
         number = 1 if self.tip is None else self.tip.version + 1
         sealed = Record(
-            run_id=RUN,
+            run_id=self.run_id,
             kind="seal",
             version=number,
             epoch=self.epoch,
@@ -152,7 +153,7 @@ class Made:
 
     def open(self, epoch: str, continues: Version | None) -> None:
         """Store what an epoch says of itself; write in it from now on."""
-        opening = Opening(run_id=RUN, epoch=epoch, continues=continues, writer="a test", created_at=documents.now())
+        opening = Opening(run_id=self.run_id, epoch=epoch, continues=continues, writer="a test", created_at=documents.now())
         self._put(keys.epoch_document(epoch), documents.encode(opening))
         self.epoch = epoch
 
@@ -160,7 +161,7 @@ class Made:
         """Point head at a version, the newest by default."""
         newest = version or self.tip
         assert newest is not None
-        named = Head(run_id=RUN, version=newest.version, epoch=newest.epoch, sha256=newest.sha256, anchor=anchor)
+        named = Head(run_id=self.run_id, version=newest.version, epoch=newest.epoch, sha256=newest.sha256, anchor=anchor)
         self._put(keys.HEAD, documents.encode(named))
 
     def append(self, document: Record, payload: Encoded | None, model: Weights) -> Stored:
@@ -211,7 +212,7 @@ class Made:
 
     def record(self, kind: str, number: int, model: Weights, **rest: object) -> Record:
         return Record(
-            run_id=RUN,
+            run_id=self.run_id,
             kind=kind,
             version=number,
             epoch=self.epoch,

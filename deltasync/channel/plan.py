@@ -202,7 +202,7 @@ def _read(
             found = read if key == guess else _attempt(reader, key, left_out, known)
             if isinstance(found, str):
                 raise _UnreadableError(found, hop)
-            if found.version != at:
+            if found.version != at or found.record.kind == "seal":
                 raise _UnreadableError(f"{key} does not lead to version {at}.", hop)
             held_bytes += found.size
             way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))

@@ -194,9 +194,12 @@ class ChannelReader:
 
         Raises:
             MissingVersionError: not in the store.
-            CorruptDataError: it is not the one that the version is named by.
+            CorruptDataError: it is not the one that the version is named by, or a seal.
         """
-        return self.stored(version.key, version.sha256)
+        found = self.stored(version.key, version.sha256)
+        if not found.record.is_version:
+            raise CorruptDataError(f"{version.key} is a seal, and no version.")
+        return found
 
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
         """A record or a fold.
