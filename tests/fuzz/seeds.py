@@ -49,12 +49,13 @@ def payloads(name: str) -> Iterator[bytes]:
                 old_N = old_bits(spec.name)
                 random = np.random.default_rng(block)
                 index_K = np.flatnonzero(random.random(old_N.size) < density).astype(np.int32)
-                if not index_K.size:
-                    continue
                 new_N = old_N.copy()
                 new_N[index_K] += np.asarray(1, old_N.dtype)
                 if density == 1:
-                    new_N = old_N ^ random.integers(1, 128, old_N.size).astype(old_N.dtype)
+                    new_N = random.permutation(old_N)
+                    index_K = np.flatnonzero(new_N != old_N).astype(np.int32)
+                if not index_K.size:
+                    continue
                 step_K = new_N[index_K] - old_N[index_K]
                 digest = fingerprint.to_hex(reference.fingerprint(fingerprint.tensor_key(spec.name), new_N))
                 encoder.add(spec, index_K, step_K, new_N, digest)
