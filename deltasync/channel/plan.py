@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.channel.keys import Span
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import MOST_DAMAGED, ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
@@ -140,6 +140,8 @@ class _Search:
                 have, start = None, 0
             except _UnreadableError as error:
                 self._gone.add(error.hop)
+                if len(self._gone) > MOST_DAMAGED:
+                    raise
                 problem = str(error)
                 logger.warning("%s Looking for another way.", error)
 
@@ -200,7 +202,7 @@ def _read(
             found = read if key == guess else _attempt(reader, key, left_out, known)
             if isinstance(found, str):
                 raise _UnreadableError(found, hop)
-            if found.version != at:
+            if found.version != at or found.record.kind == "seal":
                 raise _UnreadableError(f"{key} does not lead to version {at}.", hop)
             held_bytes += found.size
             way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))

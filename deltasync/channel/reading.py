@@ -5,6 +5,7 @@ Nothing here touches weights, and nothing decides where to go: `plan` does, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,6 +30,9 @@ from deltasync.errors import (
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
 from deltasync.types import TensorSpec
+
+MOST_DAMAGED = 64
+"""So many records that are missing or damaged are passed over in one look, or in one plan."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -132,11 +136,17 @@ class ChannelReader:
     def check_run(self) -> None:
         """Make sure that the channel is still the one that was read first.
 
+        If its description is damaged now, the one that was read first goes on to count.
+
         Raises:
             RunMismatchError: it is another run.
             NotPublishedError: there is none any more.
         """
-        expected, found = self.channel().run_id, self.read_channel().run_id
+        expected = self.channel().run_id
+        try:
+            found = self.read_channel().run_id
+        except FormatError:
+            return
         if found != expected:
             raise RunMismatchError(
                 f"{self.store.url} now holds run {found}, and not {expected}, which was followed. Start anew to follow it."
@@ -190,9 +200,12 @@ class ChannelReader:
 
         Raises:
             MissingVersionError: not in the store.
-            CorruptDataError: it is not the one that the version is named by.
+            CorruptDataError: it is not the one that the version is named by, or a seal.
         """
-        return self.stored(version.key, version.sha256)
+        found = self.stored(version.key, version.sha256)
+        if not found.record.is_version:
+            raise CorruptDataError(f"{version.key} is a seal, and no version.")
+        return found
 
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
         """A record or a fold.
@@ -200,7 +213,7 @@ class ChannelReader:
         Args:
             key: Where it is.
             sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            known: What a listing told of it, if one did.
+            known: What a listing told of it, if one did. Where keys are required, folds larger than a record need it.
 
         Raises:
             MissingVersionError: not in the store.
@@ -208,6 +221,12 @@ class ChannelReader:
         """
         most = record.most_bytes(key, self.specs)
         try:
+            if self.trusted is not None and sha256 is None and keys.fold_of(key) is not None:
+                # Anybody can store a large one, so a trusted key must have signed its size first.
+                most = record.most_bytes(keys.VERSIONS, self.specs)
+                if known is not None and known.bytes > most:
+                    self.document(known)
+                    most = known.bytes
             data = self.store.read(key, most, known) if sha256 is None else self._known(key, sha256, 0, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
@@ -316,19 +335,17 @@ class ChannelReader:
     def newest(self, listing: Listing | None = None) -> Stored | None:
         """The newest record that can be read: of the greatest epoch that has one, the last. None if there is no record.
 
-        Damaged ones are passed over. If it is a seal, its base is the newest version, and `next_epoch` goes on.
+        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them is no burden. If it is a
+        seal, its base is the newest version, and `next_epoch` goes on.
 
         Args:
             listing: Of all records; made now if None.
         """
         found = self.slots() if listing is None else listing
-        for epoch in reversed(found.epochs):
-            for slot, info in reversed(found.of(epoch)):
-                try:
-                    stored = self.slot(slot, info)
-                except FormatError:
-                    continue
-                if stored is not None:
+        newest_first = sorted(found.slots, key=lambda pair: (pair[0].epoch, pair[0].version), reverse=True)
+        for slot, info in newest_first[: MOST_DAMAGED + 1]:
+            with contextlib.suppress(FormatError):
+                if (stored := self.slot(slot, info)) is not None:
                     return stored
         return None
 

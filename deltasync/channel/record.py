@@ -179,7 +179,8 @@ def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
     """Most bytes that the object of a record or fold may have."""
     names = sum(len(name.encode()) for name in specs)
     most = (5 << 20) + (len(specs) << 10) + 32 * names
-    return most + most_payload_bytes(specs) if key.startswith(keys.FOLDS) else most
+    span = keys.fold_of(key)
+    return most if span is None or span.base == 0 else most + most_payload_bytes(specs)
 
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:
