@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import unwrap_model
 
-from deltasync import anchor
+from deltasync.channel import anchors
 from deltasync.errors import ConfigError
-from deltasync.quantize import QUANTIZATION
+from deltasync.publish.quantize import QUANTIZATION
 from trl_callback import adapter, zero
 from trl_callback.saved_form import as_saved, shards_as_saved
 
@@ -180,7 +180,7 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
                 model.generation_config.save_pretrained(folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
-        return anchor.companion_files(Path(folder))
+        return anchors.companion_files(Path(folder))
 
 
 def _plain(name: str) -> str:

@@ -118,7 +118,7 @@ class Backlog:
                 self._store.trouble or "no error so far",
             )
         last, published = self._receipts[-1]
-        return (len(self._receipts) == 2 or last.done) and now - published < last.encode_s / _SHARE
+        return (len(self._receipts) == 2 or last.done) and now - published < last.held_s / _SHARE
 
     def _drop_stored(self) -> None:
         stored = [number for number, (receipt, _) in enumerate(self._receipts, start=1) if _is_stored(receipt)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync.errors import ConfigError
-from deltasync.sharded import TensorRange
+from deltasync.publish.sharded import TensorRange
 
 
 def shards(model: torch.nn.Module) -> bool:
