@@ -88,6 +88,11 @@ def killed_upload() -> Action:
     return Action("killed upload", kill_upload=True)
 
 
+def ignored(header: str) -> Action:
+    """The server never sees this header of the request, such as If-None-Match."""
+    return Action(f"ignored {header}", without=header)
+
+
 def stale() -> Action:
     """The reply that this request got the last time; an honest one if it never did."""
     return Action("stale", stale=True)
@@ -202,6 +207,10 @@ class FaultProxy:
                 for each in self.exchanges
                 if re.fullmatch(method, each.method) and re.search(path, unquote(each.path)) and re.search(query, each.query)
             ]
+
+    def cut(self) -> None:
+        """End all connections."""
+        self._proxy.cut()
 
     def close(self) -> None:
         """Stop listening and cut all connections."""

@@ -236,7 +236,7 @@ class ChannelReader:
         return data
 
     def hold(self, key: str, data: bytes) -> None:
-        """Keep an object that was fetched before anybody named its digest, for `fetch`: in the node's cache, if there is one."""
+        """Keep what was read before anybody named its digest: in the node's cache if there is one, else for `fetch`."""
         if isinstance(self.store, CachedStore):
             self.store.keep(sha256_hex(data), data)
         else:

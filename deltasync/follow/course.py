@@ -263,6 +263,8 @@ class Course:
         if way:
             self._note(way[-1])
             self.problem = None
+        elif newest == have:
+            self._known(newest)
         self._lost = False
         self._check_age()
         return way

@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from deltasync.errors import CorruptDataError, FormatError
-from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
+from deltasync.errors import FormatError
+from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch, check_size
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class CachedStore:
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
             return self._download(key, check, most_bytes, known)
-        found = self._load(sha256, check)
+        found = self._load(sha256, check, most_bytes)
         if found is not None:
             return found
         with self._lock(sha256[:2], _DOWNLOAD_S):
-            found = self._load(sha256, check)  # whoever held the lock before may have brought it
+            found = self._load(sha256, check, most_bytes)  # whoever held the lock before may have brought it
             if found is not None:
                 return found
             data = self._download(key, check, most_bytes, known)
@@ -163,12 +163,11 @@ class CachedStore:
         finally:
             os.close(folder)
 
-    def _load(self, name: str, check: Check) -> bytes | None:
+    def _load(self, name: str, check: Check, most_bytes: int | None) -> bytes | None:
         try:
             with self._folder() as folder, _opened(folder, name, os.O_RDONLY) as file:
                 size = os.fstat(file).st_size
-                if size > self._limit_bytes:
-                    raise CorruptDataError(f"{name} is larger than the cache.")
+                check_size(name, size, self._limit_bytes if most_bytes is None else min(most_bytes, self._limit_bytes))
                 with open(file, "rb", closefd=False) as stream:
                     data = stream.read(size + 1)
                 check(data)

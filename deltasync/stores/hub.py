@@ -15,8 +15,6 @@ What one call costs in requests:
 and about once an hour, by each process, a token to read and one to write. Small is up to 64 KiB, unchanged is since two
 reads ago. HEAD resolve counts in the larger one of the Hub's quotas. It is not GET resolve, which would save requests for
 small objects that did change: HEAD is what huggingface_hub itself does, and where a GET redirects to is not documented.
-
-Nothing here checks content: hf_xet returned a flipped bit without an error. The length is checked, digests are the reader's.
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
-import hf_xet  # type: ignore[import-untyped]
 import msgspec
 from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltasync.errors import (
     UNREADABLE_JSON,
@@ -49,6 +45,7 @@ from deltasync.errors import (
 )
 from deltasync.stores.base import Capabilities, ObjectInfo, check_key, check_size
 from deltasync.stores.events import EventWatch
+from deltasync.stores.xet import Content, Token, Xet, one_line, request_headers
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -57,34 +54,12 @@ logger = logging.getLogger(__name__)
 
 # Of httpx, or of httpx2, whichever this huggingface_hub uses.
 _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-_XET_ERRORS = (OSError, RuntimeError, ValueError)
 
 _TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
 _ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # with TLS and a body there are two connects and two writes: together REQUEST_S
 _ATTEMPTS = 3
 _RETRY_DELAY_S = 0.2
 _LONGEST_WAIT_S = 30.0
-_XET_CONFIG = {
-    "read": {
-        "client.connect_timeout": "10s",
-        "client.read_timeout": "60s",
-        "client.retry_base_delay": "300ms",
-        "client.retry_max_attempts": 3,
-        "client.retry_max_duration": "60s",
-    },
-    # Its default read timeout of 5 min, because that includes sending: 64 MB at a time, many at once, on whatever line.
-    "write": {
-        "client.connect_timeout": "10s",
-        "client.retry_base_delay": "300ms",
-        "client.retry_max_attempts": 3,
-        # Weights share no 64 KiB with older ones: asking would cost a request per upload and find nothing. Nor are chunks
-        # taken for stored because they once were; by default the record of that grows to 16 GB on disk.
-        "deduplication.global_dedup_query_enabled": False,
-        "shard.cache_subdir": "deltasync",
-        "shard.cache_size_limit": 1,
-    },
-}
-_TOKEN_MARGIN_S = 60.0
 _MOST_OPERATIONS = 1000
 _MOST_REDIRECTS = 5
 _SMALL_BYTES = 64 << 10
@@ -94,12 +69,6 @@ _URL = re.compile(r"hf://buckets/([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+?
 _LOGIN = "Set HF_TOKEN or log in with `hf auth login`"
 
 _Result = TypeVar("_Result")
-
-
-class _Token(msgspec.Struct, rename="camel"):
-    cas_url: str
-    access_token: str
-    exp: int
 
 
 class _Failure(msgspec.Struct):
@@ -118,14 +87,6 @@ class _Entry(msgspec.Struct, rename="camel"):
     xet_hash: str | None = None
     uploaded_at: datetime.datetime | None = None
     mtime: datetime.datetime | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Content:
-    """What a path names."""
-
-    xet_hash: str
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,7 +140,7 @@ class HubStore:
         self._endpoint = constants.ENDPOINT.rstrip("/")
         self._api = f"{self._endpoint}/api/buckets/{bucket}"
         # By process, because a forked child cannot use its parent's; lock-free, because it could inherit a held lock.
-        self._xet_of: dict[int, _Xet] = {}
+        self._xet_of: dict[int, Xet] = {}
         # Head and heartbeats are looked at far more often than they change.
         self._small: dict[str, _Small] = {}
 
@@ -214,7 +175,7 @@ class HubStore:
         if known is not None and known.content is not None:
             check_size(f"{self.url}/{key}", known.bytes, most_bytes)
             try:
-                return self._xet.download(_Content(known.content, known.bytes), 0, known.bytes)
+                return self._xet.download(Content(known.content, known.bytes), 0, known.bytes)
             except TransientStoreError as error:
                 logger.debug("%s Looking at what %s names now.", error, key)
         return _retried(lambda: self._read(path, most_bytes))
@@ -266,7 +227,7 @@ class HubStore:
         def tell(info: ObjectInfo | None) -> None:
             on_change(info and dataclasses.replace(info, key=info.key.removeprefix(self._start)))
 
-        return EventWatch(f"{self._api}/events", self._start + prefix, _headers, tell)
+        return EventWatch(f"{self._api}/events", self._start + prefix, request_headers, tell)
 
     def _page(self, url: str, query: str) -> tuple[Sequence[_Entry], str]:
         """One page of a listing, and the query for the next one, empty after the last."""
@@ -279,13 +240,13 @@ class HubStore:
         return self._start + check_key(key)
 
     @property
-    def _xet(self) -> _Xet:
-        return self._xet_of.get(os.getpid()) or self._xet_of.setdefault(os.getpid(), _Xet(self.url, self._api, self._token))
+    def _xet(self) -> Xet:
+        return self._xet_of.get(os.getpid()) or self._xet_of.setdefault(os.getpid(), Xet(self.url, self._api, self._token))
 
-    def _token(self, scope: str) -> _Token:
-        return self._decoded(self._send("GET", f"{self._api}/xet-{scope}-token"), _Token)
+    def _token(self, scope: str) -> Token:
+        return self._decoded(self._send("GET", f"{self._api}/xet-{scope}-token"), Token)
 
-    def _content(self, path: str) -> _Content:
+    def _content(self, path: str) -> Content:
         """What `path` names now."""
         url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
         headers = {"Accept-Encoding": "identity"}
@@ -294,7 +255,7 @@ class HubStore:
             found = response.headers
             size = found.get("X-Linked-Size") or (None if response.is_redirect else found.get("Content-Length"))
             if "X-Xet-Hash" in found and size is not None and size.isdecimal():
-                return _Content(found["X-Xet-Hash"], int(size))
+                return Content(found["X-Xet-Hash"], int(size))
             target = urljoin(url, found.get("Location", url))
             if target == url or urlsplit(target).netloc != urlsplit(url).netloc:
                 break
@@ -365,7 +326,7 @@ class HubStore:
                 "Create it by hand, or use a token that may."
             ) from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
-            raise TransientStoreError(f"The bucket {self._bucket} could not be created: {_plain(error)}.") from error
+            raise TransientStoreError(f"The bucket {self._bucket} could not be created: {one_line(error)}.") from error
         logger.info("created the private bucket %s", self._bucket)
 
     def _send(
@@ -385,13 +346,13 @@ class HubStore:
             TransientStoreError: no answer or one that may pass; waits as long as the Hub asks for, within reason.
             StoreError: anything else; not a matter of trying again.
         """
-        headers = _headers() | options.pop("headers", {})
+        headers = request_headers() | options.pop("headers", {})
         try:
             response = get_session().request(method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options))
         except OfflineModeIsEnabled:
             raise StoreError(f"{self.url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
-            raise TransientStoreError(f"{self.url}: no answer from the Hub: {_plain(error)}.") from error
+            raise TransientStoreError(f"{self.url}: no answer from the Hub: {one_line(error)}.") from error
         status = response.status_code
         if status < 400 or status in accepted:
             return response
@@ -419,80 +380,6 @@ class HubStore:
             raise TransientStoreError(f"{self.url}: the Hub answered something else than expected: {error}.") from error
 
 
-class _Xet:
-    """Bytes by their hash, in one process. Tokens and connections are kept until something fails."""
-
-    def __init__(self, url: str, api: str, fetch_token: Callable[[str], _Token]) -> None:
-        self._url = url
-        self._api = api
-        self._fetch_token = fetch_token
-        self._sessions: dict[str, Any] = {}
-        self._tokens: dict[str, _Token] = {}
-        self._downloads: Any = None
-
-    def upload(self, data: bytes) -> str:
-        """Store bytes and return their hash."""
-        try:
-            with self._session("write").new_upload_commit(**self._connection("write")) as commit:
-                handle = commit.start_upload_bytes(data, sha256=hf_xet.SKIP_SHA256)
-            info = handle.result().xet_info
-        except _XET_ERRORS as error:
-            raise self.failed("write", _plain(error)) from error
-        if info.file_size != len(data):
-            raise self.failed("write", f"{info.file_size} bytes were stored of {len(data)}")
-        return str(info.hash)
-
-    def download(self, content: _Content, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, the latter excluded."""
-        if start == end:
-            return b""
-        try:
-            downloads = self._downloads
-            if downloads is None:
-                downloads = self._session("read").new_download_stream_group(**self._connection("read"))
-                self._downloads = downloads
-            info = hf_xet.XetFileInfo(content.xet_hash, content.bytes)
-            pieces, size = [], 0
-            for piece in downloads.download_stream(info, start=start, end=end):
-                pieces.append(piece)
-                size += len(piece)
-                if size > end - start:
-                    break
-        except _XET_ERRORS as error:
-            raise self.failed("read", _plain(error)) from error
-        if size != end - start:
-            # Also how a refused token looks now and then.
-            raise self.failed("read", f"{size} bytes came of {end - start}")
-        return b"".join(pieces)
-
-    def _session(self, scope: str) -> Any:
-        session = self._sessions.get(scope)
-        if session is None:
-            config = hf_xet.XetConfig().with_config(_XET_CONFIG[scope])
-            session = self._sessions[scope] = hf_xet.XetSession(config)
-        return session
-
-    def _connection(self, scope: str) -> dict[str, Any]:
-        """Arguments of a session's methods. The token is fetched here, where a refusal can be understood."""
-        token = self._tokens.get(scope)
-        if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
-            token = self._tokens[scope] = self._fetch_token(scope)
-        return {
-            "endpoint": token.cas_url,
-            "token": token.access_token,
-            "token_expiry_unix_secs": token.exp,
-            "token_refresh_url": f"{self._api}/xet-{scope}-token",
-            "token_refresh_headers": _headers(),
-        }
-
-    def failed(self, scope: str, reason: str) -> TransientStoreError:
-        """hf_xet tells too little to know what will pass; the next token, or the next HEAD, tells better."""
-        self._tokens.pop(scope, None)
-        if scope == "read":
-            self._downloads = None
-        return TransientStoreError(f"{self._url}: the transfer ({scope}) failed: {reason}.")
-
-
 def _retried(action: Callable[[], _Result]) -> _Result:
     """Run `action`, a few times more if it fails by what may pass."""
     for attempt in range(1, _ATTEMPTS):
@@ -502,11 +389,6 @@ def _retried(action: Callable[[], _Result]) -> _Result:
             logger.debug("%s Trying again.", error)
             time.sleep(_RETRY_DELAY_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
     return action()
-
-
-def _headers() -> dict[str, str]:
-    """With the token, read anew each time: it may be replaced while we run."""
-    return build_hf_headers(library_name="deltasync")
 
 
 def _may_pass(status: int) -> bool:
@@ -529,9 +411,3 @@ def _told(response: httpx.Response) -> str:
         except UNREADABLE_JSON:
             message = None
     return str(message or response.reason_phrase)[:200].rstrip(".")
-
-
-def _plain(error: Exception) -> str:
-    """An error in one line, without the signatures that URLs carry in their query."""
-    text = re.sub(r"\?[^\s)\"']+", "?...", " ".join(str(error).split()))
-    return (text or type(error).__name__)[:300].rstrip(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -43,6 +44,25 @@ for number in range(int(count)):
         print(number)
     except ObjectExistsError:
         pass
+"""
+
+
+_GUARDED = """
+import os, signal, sys, time
+from deltasync import open_store
+store = open_store(sys.argv[1])
+
+def guard():
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    print("looked", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    if time.clock_gettime(time.CLOCK_BOOTTIME) - before > 0.2:
+        raise TimeoutError("that look is too old")
+
+try:
+    store.put("a", b"late", guard=guard)
+except TimeoutError as error:
+    print(error, flush=True)
 """
 
 
@@ -129,6 +149,24 @@ class StoreContract:
             assert raised.value is error
         assert [info.key for info in store.list("")] == ["old"]
         assert store.read("old") == b"old"
+
+    def test_a_writer_that_is_suspended_in_its_guard_stores_nothing(
+        self, store: Store, elsewhere: tuple[str, Mapping[str, str]]
+    ) -> None:
+        store.put("a", b"before")
+        url, env = elsewhere
+        process = subprocess.Popen(
+            [sys.executable, "-c", _GUARDED, url], stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "looked\n"
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        store.put("a", b"after")
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.communicate(timeout=60)[0] == "that look is too old\n"
+        assert process.returncode == 0
+        assert store.read("a", 5) == b"after"
 
     def test_a_guarded_put_takes_what_a_record_may_have(self, store: Store) -> None:
         data = os.urandom(6 << 20)

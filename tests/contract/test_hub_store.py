@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -13,8 +15,12 @@ import pytest
 
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo, Store
-from deltasync.stores.hub import _XET_CONFIG, HubStore, _told, hub_store
+from deltasync.stores import hub as hub_module
+from deltasync.stores.base import REQUEST_S
+from deltasync.stores.hub import HubStore, _told, hub_store
+from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import StoreContract
+from tests.http_faults import FaultProxy
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.hub.hub import EXPIRED, READ, WRITE
@@ -58,7 +64,7 @@ class TestHubStore(StoreContract):
 def store(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch) -> HubStore:
     """A store with a small and a large object, its tokens fetched, the counts at zero, and no patience between attempts."""
     monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.02)
-    for config in _XET_CONFIG.values():
+    for config in CONFIG.values():
         monkeypatch.setitem(config, "client.retry_base_delay", "20ms")
     hub_channel.put("small", SMALL)
     hub_channel.put("large", LARGE)
@@ -439,7 +445,7 @@ class TestFaults:
             store.read("small")
         assert hub.requests() == {"resolve": 3}
 
-    @pytest.mark.parametrize("status", [400, 402, 410, 418])
+    @pytest.mark.parametrize("status", [400, 402, 410, 418, 507])
     def test_what_will_not_pass_is_tried_once(self, store: HubStore, hub: HubServer, status: int) -> None:
         hub.arm("resolve", status=status, message="No way.")
         with pytest.raises(StoreError, match=f"the Hub answered {status}: No way[.]$") as caught:
@@ -463,6 +469,138 @@ class TestFaults:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
         with pytest.raises(TransientStoreError, match=r"no answer from the Hub: .*refused"):
             hub_store("hf://buckets/user/b").read("a")
+
+
+class TestGuard:
+    """Of a guarded put one request makes the object visible, and nobody repeats it."""
+
+    @pytest.mark.parametrize("fault", [*HUB_FAULTS, {"failed": "Internal error"}, {"status": 429}], ids=_name)
+    def test_a_name_that_is_not_given_is_not_tried_again(
+        self, store: HubStore, hub: HubServer, fault: dict[str, object]
+    ) -> None:
+        hub.arm("batch", **fault)
+        with pytest.raises(TransientStoreError):
+            store.put("new", b"1", guard=lambda: None)
+        assert hub.requests()["batch"] == 1
+        done = "after" in fault or "empty" in fault
+        assert [info.key for info in store.list("")] == ["large", "new", "small"][:: 1 if done else 2]
+
+    def test_the_bytes_are_there_when_the_guard_is_asked(self, store: HubStore, hub: HubServer) -> None:
+        seen: list[dict[str, int]] = []
+        hub.arm("xorb", status=503)
+        store.put("new", b"1", guard=lambda: seen.append(hub.requests()))
+        (before,) = seen
+        assert "batch" not in before and before["shard"] == 1
+        assert {step: count for step, count in hub.requests().items() if before.get(step) != count} == {"batch": 1}
+
+    def test_nothing_is_named_if_the_guard_raises(self, store: HubStore, hub: HubServer) -> None:
+        def guard() -> None:
+            raise KeyError("too late")
+
+        with pytest.raises(KeyError):
+            store.put("new", b"1", guard=guard)
+        assert "batch" not in hub.requests()
+
+    def test_one_that_is_not_answered_in_time_is_given_up(
+        self, store: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        connect_s, read_s, write_s, pool_s = hub_module._ONCE_TIMEOUT_S
+        assert 2 * connect_s + read_s + 2 * write_s + pool_s <= REQUEST_S
+        monkeypatch.setattr(hub_module, "_ONCE_TIMEOUT_S", (1.0, 0.2, 1.0, 1.0))
+        hub.arm("batch", slow_s=1.0)
+        with pytest.raises(TransientStoreError, match="timed out"):
+            store.put("new", b"1", guard=lambda: None)
+        assert hub.requests()["batch"] == 1
+
+    @pytest.mark.parametrize("status", [301, 307, 308])
+    def test_a_bucket_that_was_moved_is_not_followed(self, store: HubStore, hub: HubServer, status: int) -> None:
+        hub.arm("batch", status=status, headers={"Location": f"{hub.endpoint}/api/buckets/user/other/batch"})
+        with pytest.raises(StoreError, match="was moved") as refused:
+            store.put("new", b"1", guard=lambda: None)
+        assert not isinstance(refused.value, TransientStoreError)
+        assert hub.requests()["batch"] == 1
+
+    def test_a_token_that_may_no_longer_write_is_told(self, store: HubStore, hub: HubServer) -> None:
+        hub.arm("batch", status=403, message="You may not")
+        with pytest.raises(StoreError, match="The token may not do this") as refused:
+            store.put("new", b"1", guard=lambda: None)
+        assert not isinstance(refused.value, TransientStoreError)
+
+    def test_a_bucket_that_is_deleted_meanwhile_is_created_by_the_next_one(self, store: HubStore, hub: HubServer) -> None:
+        def guard() -> None:
+            huggingface_hub.HfApi(endpoint=hub.endpoint).delete_bucket(_bucket(store))
+
+        with pytest.raises(TransientStoreError, match="deleted meanwhile"):
+            store.put("new", b"1", guard=guard)
+        store.put("new", b"1", guard=lambda: None)
+        assert store.read("new", 1) == b"1"
+
+
+class TestContent:
+    def test_it_is_read_whatever_the_key_names_by_now(self, store: HubStore, hub: HubServer) -> None:
+        (info,) = store.list("large")
+        store.put("large", b"other")
+        assert store.read("large", info.bytes, info) == LARGE
+        store.delete("large")
+        assert store.read("large", info.bytes, info) == LARGE
+
+    def test_the_key_is_asked_for_where_it_cannot_be_had(self, store: HubStore, hub: HubServer) -> None:
+        (info,) = store.list("large")
+        hub.reset()
+        hub.arm("reconstruction", status=404)
+        assert store.read("large", info.bytes, info) == LARGE
+        assert hub.requests()["resolve"] == 1
+        store.delete("large")
+        hub.arm("reconstruction", status=404)
+        with pytest.raises(ObjectMissingError):
+            store.read("large", info.bytes, info)
+
+    @pytest.mark.parametrize("bytes", [0, 5, len(LARGE) - 1])
+    def test_no_more_is_read_than_was_told(self, store: HubStore, hub: HubServer, bytes: int) -> None:
+        (info,) = store.list("large")
+        less = dataclasses.replace(info, bytes=bytes)
+        assert store.read("large", bytes, less) == LARGE[:bytes]
+        hub.arm("resolve", extra_bytes=bytes - len(LARGE))
+        assert store.read("large", bytes) == LARGE[:bytes]
+
+    def test_a_content_store_that_sends_without_end_is_given_up(
+        self, store: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sent = itertools.count(1)
+
+        class Endless:
+            def download_stream(self, info: object, start: int, end: int) -> Iterator[bytes]:
+                while True:
+                    next(sent)
+                    yield bytes(1000)
+
+        monkeypatch.setattr("deltasync.stores.hub._ATTEMPTS", 1)
+        store._xet._downloads = Endless()
+        with pytest.raises(TransientStoreError, match="301000 bytes came of 300000"):
+            store.read("large", len(LARGE))
+        assert next(sent) == 302
+
+
+def test_a_connection_that_the_hub_has_closed_is_no_error(
+    hub: HubServer, hub_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultProxy(hub.endpoint) as proxy:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", proxy.url)
+        store = hub_store(hub_url)
+        store.put("large", LARGE)
+        (info,) = store.list("")
+        for action in (
+            lambda: store.read("large", len(LARGE)),
+            lambda: store.read("large", len(LARGE), info),
+            lambda: store.put("large", LARGE),
+            lambda: store.put("large", LARGE, guard=lambda: None),
+            lambda: list(store.list("")),
+            lambda: store.delete("large"),
+        ):
+            proxy.cut()
+            time.sleep(0.05)
+            action()
+        huggingface_hub.close_session()
 
 
 _FORK = """

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 import pytest
 
 from deltasync import open_store
-from deltasync.errors import StoreError
+from deltasync.errors import ObjectMissingError, StoreError
 from deltasync.stores import Store
+from deltasync.stores.probe import decides
 from tests.contract.store_contract import StoreContract
-from tests.http_faults import FaultProxy
+from tests.http_faults import FaultProxy, ignored
 from tests.servers import s3
 from tests.servers.s3 import KEYS, RGW_VARIABLE, S3Server
 
@@ -61,17 +62,30 @@ def test_a_bucket_that_is_not_there_is_named(store: Store) -> None:
         elsewhere.read("a")
 
 
-def test_looking_at_an_unchanged_head_is_one_request_of_less_than_1_kb_and_5_ms(
+def test_asking_for_a_version_that_is_not_there_is_one_request_of_less_than_1_kb_and_5_ms(
     rgw_server: S3Server, rgw_bucket: str, store: Store
 ) -> None:
-    store.put("head.json", bytes(300))
+    slot = "versions/0000012/0000012346.000003-9f8e7d6c.safetensors"
     times_s = []
     for _ in range(200):
         before = time.perf_counter()
-        store.read("head.json")
+        with pytest.raises(ObjectMissingError):
+            store.read(slot, 1 << 20)
         times_s.append(time.perf_counter() - before)
     assert sorted(times_s)[100] < 0.005
     with FaultProxy(rgw_server.endpoint) as proxy:
-        open_store(rgw_server.url(rgw_bucket, endpoint=proxy.url)).read("head.json")
+        with pytest.raises(ObjectMissingError):
+            open_store(rgw_server.url(rgw_bucket, endpoint=proxy.url)).read(slot, 1 << 20)
         (exchange,) = proxy.exchanges
     assert exchange.bytes_up + exchange.bytes_down < 1024
+
+
+def test_it_is_found_out_where_something_before_it_ignores_preconditions(
+    rgw_server: S3Server, rgw_bucket: str, store: Store
+) -> None:
+    with FaultProxy(rgw_server.endpoint) as proxy:
+        proxied = open_store(rgw_server.url(rgw_bucket, endpoint=proxy.url))
+        assert decides(proxied, "probe/000001-9f8e7d6c")
+        proxy.strike(ignored("If-None-Match"), "PUT", times=2)
+        assert not decides(proxied, "probe/000002-9f8e7d6c")
+    assert list(store.list("")) == []

@@ -4,17 +4,27 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from deltasync import open_store
-from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import (
+    ConfigError,
+    CorruptDataError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+)
 from deltasync.stores import Store, cloud, object
+from deltasync.stores.probe import decides
 from tests.contract.store_contract import StoreContract
-from tests.http_faults import FaultProxy, empty, reset, s3_error, shortened, slow, status, truncated
+from tests.http_faults import FaultProxy, empty, ignored, late, reset, s3_error, shortened, slow, status, truncated
 from tests.servers import s3
+from tests.servers.endless import Endless
 from tests.servers.reverse_proxy import Action, Reply
 from tests.servers.s3 import KEYS, MotoServer
 
@@ -225,6 +235,7 @@ NAMED = [
     (s3_error(403, "InvalidAccessKeyId"), StoreError, "check AWS_ACCESS_KEY_ID"),
     (s3_error(403, "RequestTimeTooSkewed"), StoreError, "clock"),
     (s3_error(403, "AccessDenied"), StoreError, "403 Forbidden (AccessDenied). Check the credentials"),
+    (s3_error(403, "QuotaExceeded"), StoreError, "403 Forbidden (QuotaExceeded). Delete something"),
     (status(401), StoreError, "401 Unauthorized. Check the credentials"),
     (s3_error(400, "AuthorizationHeaderMalformed"), StoreError, "check region="),
     (status(301), StoreError, "in another region"),
@@ -253,6 +264,13 @@ class TestErrors:
         assert str(failure.value).startswith(proxied.url.partition("?")[0] + "/")
         assert len(str(failure.value)) < 250
         assert failure.value.__cause__ is None
+
+    @pytest.mark.parametrize("code", [501, 507])
+    def test_what_a_server_will_never_do_is_not_transient(self, proxy: FaultProxy, proxied: Store, code: int) -> None:
+        proxy.strike(status(code), times=FOREVER)
+        with pytest.raises(StoreError, match=f"answered {code}") as failure:
+            proxied.put("b", b"1")
+        assert type(failure.value) is StoreError
 
     @pytest.mark.parametrize("action", [status(503), status(500), status(429), status(408)], ids=lambda action: action.name)
     @pytest.mark.parametrize("verb", ["create", "read"])
@@ -310,6 +328,149 @@ class TestErrors:
         assert [exchange.fault for exchange in proxy.exchanges] == ["slow", ""]
 
 
+class TestGuard:
+    """Of a guarded put one request makes the object visible, and nobody repeats it."""
+
+    LOST = (status(503), status(500), status(429, retry_after_s=1), s3_error(409, "OperationAborted"), reset())
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize("action", LOST, ids=lambda action: action.name)
+    def test_a_put_that_fails_is_not_repeated(self, proxy: FaultProxy, proxied: Store, action: Action, after: bool) -> None:
+        proxy.strike(action, "PUT", after=after)
+        with pytest.raises(TransientStoreError):
+            proxied.put("b", b"1", guard=lambda: None)
+        assert proxy.count("PUT") == 1
+        assert [info.key for info in proxied.list("")] == ["a", "b"][: 1 + after]
+
+    def test_one_that_is_not_answered_in_time_is_given_up(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cloud, "REQUEST_S", 0.3)
+        proxy.strike(late(1.0), "PUT")
+        with pytest.raises(TransientStoreError, match="timed out"):
+            proxied.put("b", b"1", guard=lambda: None)
+        assert proxy.count("PUT") == 1
+
+    def test_one_that_is_refused_is_told(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxy.strike(s3_error(403, "AccessDenied"), "PUT")
+        with pytest.raises(StoreError, match="AccessDenied") as refusal:
+            proxied.put("b", b"1", guard=lambda: None)
+        assert type(refusal.value) is StoreError
+
+    def test_nothing_is_sent_if_the_guard_raises(self, proxy: FaultProxy, proxied: Store) -> None:
+        def guard() -> None:
+            raise KeyError("too late")
+
+        with pytest.raises(KeyError):
+            proxied.put("b", b"1", guard=guard)
+        assert proxy.count("PUT") == 0
+
+    def test_the_connection_is_open_before_the_guard_is_asked(self, proxy: FaultProxy, proxied: Store) -> None:
+        opened: set[int] = set()
+        for key in "bc":
+            proxied.put(key, b"1", guard=lambda: opened.update(each.connection for each in proxy.exchanges))
+            (put,) = proxy.matching("PUT", f"/{key}$")
+            assert put.connection in opened
+            proxy.cut()
+
+    def test_what_makes_it_ready_may_be_refused(self, proxy: FaultProxy, proxied: Store) -> None:
+        fault = proxy.strike(s3_error(403, "AccessDenied"), "GET", query="prefix=run(/|%2F)probe")
+        proxied.put("b", b"1", guard=lambda: None)
+        assert fault.hits == 1
+        assert proxied.read("b", 1) == b"1"
+
+    @pytest.mark.parametrize("url", ["s3://bkt/a?region=us-east-1", "gs://bkt/a", "az://container/a"])
+    def test_no_cloud_repeats_it(self, s3_env: object, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+        for name, value in (("ACCOUNT_NAME", "account"), ("ACCOUNT_KEY", "a2V5")):
+            monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+        client = cloud.cloud_store(url)._client(cloud.REQUEST_S, once=True)
+        assert client.retry_config["max_retries"] == 0
+        assert client.client_options["timeout"] == "20s"
+
+
+class TestProbe:
+    KEY = "probe/000001-9f8e7d6c"
+
+    def test_a_server_that_ignores_preconditions_is_found_out(self, proxy: FaultProxy, proxied: Store) -> None:
+        assert decides(proxied, self.KEY)
+        fault = proxy.strike(ignored("If-None-Match"), "PUT", times=FOREVER)
+        assert not decides(proxied, self.KEY)
+        assert fault.hits == 2
+        assert [info.key for info in proxied.list("")] == ["a"]
+
+    @pytest.mark.parametrize("action", [s3_error(501, "NotImplemented"), s3_error(400, "InvalidArgument"), status(405)])
+    def test_so_is_one_that_refuses_them(self, proxy: FaultProxy, proxied: Store, action: Action) -> None:
+        proxy.strike(action, "PUT", header=("If-None-Match", "."), times=FOREVER)
+        assert not decides(proxied, self.KEY)
+        assert [info.key for info in proxied.list("")] == ["a"]
+
+    def test_one_that_refuses_everything_is_told(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxy.strike(s3_error(403, "AccessDenied"), "PUT", times=FOREVER)
+        with pytest.raises(StoreError, match="AccessDenied"):
+            decides(proxied, self.KEY)
+
+    def test_what_may_pass_proves_nothing(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxy.strike(status(503), "PUT", times=FOREVER)
+        with pytest.raises(TransientStoreError, match="503"):
+            decides(proxied, self.KEY)
+
+    @pytest.mark.parametrize("skip", [False, True], ids=["first", "second"])
+    def test_a_lost_reply_is_no_proof_against_it(self, proxy: FaultProxy, proxied: Store, skip: bool) -> None:
+        if skip:
+            proxy.strike(ignored("nothing"), "PUT")
+        proxy.strike(status(503), "PUT", after=True)
+        assert decides(proxied, self.KEY)
+
+    def test_a_writer_that_may_not_delete_leaves_it(self, proxy: FaultProxy, proxied: Store) -> None:
+        proxy.strike(s3_error(403, "AccessDenied"), "POST", query="delete", times=FOREVER)
+        assert decides(proxied, self.KEY)
+
+
+class TestBounds:
+    """Nothing that a server says of a size is believed."""
+
+    @pytest.mark.parametrize("announced", [b"3\r\nTransfer-Encoding: chunked", b"99999999999999"], ids=["less", "more"])
+    def test_a_body_without_end_is_given_up(self, s3_env: object, announced: bytes) -> None:
+        chunked = b"chunked" in announced
+        piece = bytes(1 << 16)
+        with Endless(announced, b"10000\r\n" + piece + b"\r\n" if chunked else piece) as server:
+            store = open_store(f"s3://bkt/run?endpoint={server.url}&region=us-east-1")
+            with pytest.raises(CorruptDataError, match="may have 1000000 at most"):
+                store.read("a", 1_000_000)
+            time.sleep(0.05)  # what was sent before the connection ended
+            assert server.sent_bytes < 32 << 20
+
+
+class TestConnections:
+    def test_one_is_kept_for_all_requests(self, proxy: FaultProxy, proxied: Store) -> None:
+        for _ in range(3):
+            proxied.put("b", b"1")
+            assert proxied.read("b", 1) == b"1"
+        assert len({exchange.connection for exchange in proxy.exchanges}) == 1
+
+    def test_one_that_the_server_has_closed_is_no_error(self, proxy: FaultProxy, proxied: Store) -> None:
+        for number, action in enumerate(
+            (
+                lambda: proxied.read("a", 3),
+                lambda: proxied.create("b", b"1"),
+                lambda: proxied.put("b", b"2"),
+                lambda: proxied.put("b", b"3", guard=lambda: None),
+                lambda: list(proxied.list("")),
+                lambda: proxied.delete("b"),
+            )
+        ):
+            proxied.read("a", 3)
+            proxy.cut()
+            time.sleep(0.05)
+            before = len(proxy.exchanges)
+            action()
+            assert len(proxy.exchanges) - before == (2 if number == 3 else 1)
+
+    def test_they_are_kept_between_versions(self, s3_env: object) -> None:
+        client = cloud.cloud_store("s3://bkt/a?region=us-east-1").client()
+        assert client.client_options["pool_idle_timeout"] == "5m"
+
+
 class TestRequests:
     def test_a_redirect_to_another_host_is_followed_without_credentials(
         self, proxy: FaultProxy, proxied: Store, s3_server: MotoServer, s3_bucket: str
@@ -341,10 +502,9 @@ class TestRequests:
         ]
         assert limits == ["30s", "30s", "2m", "15m", "15m"]
 
-    def test_looking_at_an_unchanged_head_is_one_request(self, proxy: FaultProxy, proxied: Store) -> None:
-        proxied.put("head.json", bytes(180))
-        proxy.exchanges.clear()
-        proxied.read("head.json")
+    def test_asking_for_what_is_not_there_is_one_small_request(self, proxy: FaultProxy, proxied: Store) -> None:
+        with pytest.raises(ObjectMissingError):
+            proxied.read("versions/0000012/0000012346.000003-9f8e7d6c.safetensors", 1 << 20)
         (exchange,) = proxy.exchanges
         assert exchange.bytes_up < 500
 

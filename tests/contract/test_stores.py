@@ -22,7 +22,8 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.stores import Store
-from tests.contract.store_contract import StoreContract
+from deltasync.stores.base import check_key
+from tests.contract.store_contract import BAD_KEYS, StoreContract
 
 
 class TestMemoryStore(StoreContract):
@@ -232,3 +233,14 @@ class TestFileStore(StoreContract):
 def test_what_is_no_channel_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         open_store(url)
+
+
+@pytest.mark.parametrize("key", ["a", "a/b", "a.b/c-d_e=f+g@h", "replicas/host-1.json", "a" * 900])
+def test_plain_keys_pass(key: str) -> None:
+    assert check_key(key) == key
+
+
+@pytest.mark.parametrize("key", [*BAD_KEYS, "./a", "a/.", "a?b", ".hidden", "a/.hidden", "..."])
+def test_other_keys_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError):
+        check_key(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import select
 import socket
 import struct
@@ -28,6 +29,7 @@ class Exchange:
     Attributes:
         status: Of the reply, 0 if there was none.
         fault: Name of the fault that struck, empty if the exchange was honest.
+        connection: Number of the client's connection, from 1.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Exchange:
     bytes_up: int
     bytes_down: int
     fault: str
+    connection: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Action:
         reply: Sent whatever the server says.
         stale: The reply that the same request got the last time is sent again; the server is not asked.
         kill_upload: Half of the request's body is passed on, then both connections are reset.
+        without: Name of a header of the request that is not passed on.
     """
 
     name: str
@@ -81,6 +85,7 @@ class Action:
     reply: Reply | None = None
     stale: bool = False
     kill_upload: bool = False
+    without: str = ""
 
 
 class Script(Protocol):
@@ -120,6 +125,7 @@ class ReverseProxy(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._connections = itertools.count(1)
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
         self._thread.start()
 
@@ -127,11 +133,20 @@ class ReverseProxy(ThreadingHTTPServer):
         """Stop listening, cut all connections and wait for their threads."""
         self.shutdown()
         self._thread.join()
+        self.cut()
+        self.server_close()
+
+    def cut(self) -> None:
+        """End all connections, as a server does with those that are idle."""
         with self._lock:
             for each in self._sockets:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
-        self.server_close()
+
+    def number(self) -> int:
+        """Of a client's new connection."""
+        with self._lock:
+            return next(self._connections)
 
     def keep(self, connection: socket.socket) -> None:
         """Note a connection, to be cut by `close`."""
@@ -158,6 +173,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         self._upstream: http.client.HTTPConnection | None = None
         self.server.keep(self.request)
+        self._number = self.server.number()
         super().setup()
 
     def finish(self) -> None:
@@ -174,6 +190,8 @@ class Handler(BaseHTTPRequestHandler):
         chosen = script.choose(self)
         action, after = chosen if chosen is not None else (None, False)
         up = len(self.raw_requestline) + _header_bytes(self.headers.items())
+        if action is not None and action.without:
+            del self.headers[action.without]
         if action is not None and action.kill_upload:
             length = int(self.headers.get("Content-Length", 0))
             half = self.rfile.read(length // 2)
@@ -204,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
     def _record(self, code: int, up: int, down: int, action: Action | None) -> None:
         path, _, query = self.path.partition("?")
         name = "" if action is None else action.name
-        self.server.script.record(Exchange(self.command, path, query, code, up, down, name))
+        self.server.script.record(Exchange(self.command, path, query, code, up, down, name, self._number))
 
     def _read_body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):

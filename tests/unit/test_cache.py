@@ -148,6 +148,34 @@ def test_a_damaged_file_is_fetched_anew(
     assert [record.getMessage() for record in caplog.records] == [f"{path} was damaged; fetching it anew."]
 
 
+def test_a_file_larger_than_the_object_may_be_is_not_read(store: CachedStore, inner: FaultyStore, directory: Path) -> None:
+    inner.create("a", b"one")
+    ask(store, "a", b"one")
+    path = directory / sha256(b"one")
+    path.write_bytes(bytes(1000))
+    read: list[int] = []
+
+    def check(data: bytes) -> None:
+        read.append(len(data))
+
+    assert store.read_known("a", sha256(b"one"), 3, check, 3) == b"one"
+    assert read == [3]
+    assert path.read_bytes() == b"one"
+
+
+def test_what_a_listing_told_reaches_the_store(
+    store: CachedStore, inner: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner.create("a", b"one")
+    (info,) = store.list("")
+    told: list[object] = []
+    read = inner.inner.read
+    monkeypatch.setattr(inner.inner, "read", lambda key, most, known: told.append(known) or read(key, most, known))
+    store.read("a", 3, info)
+    store.read_known("a", sha256(b"one"), 3, checker(sha256(b"one")), 3, info)
+    assert told == [info, info]
+
+
 class TestTogether:
     def test_threads_that_ask_at_a_time_download_once(self, inner: FaultyStore, directory: Path) -> None:
         inner.create("a", b"one")

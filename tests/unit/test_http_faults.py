@@ -7,7 +7,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.http_faults import FaultProxy, flipped, killed_upload, reset, s3_error, shortened, skewed, stale, truncated
+from tests.http_faults import (
+    FaultProxy,
+    flipped,
+    ignored,
+    killed_upload,
+    reset,
+    s3_error,
+    shortened,
+    skewed,
+    stale,
+    truncated,
+)
 
 
 class _Echo(BaseHTTPRequestHandler):
@@ -171,3 +182,22 @@ def test_dates_can_be_skewed(proxy: FaultProxy, client: http.client.HTTPConnecti
         dates.append(reply.headers["Date"])
         proxy.strike(skewed(86400 * 400))
     assert dates[0][12:16] != dates[1][12:16]
+
+
+def test_a_header_can_be_kept_from_the_server(proxy: FaultProxy, client: http.client.HTTPConnection) -> None:
+    proxy.strike(ignored("Host"), "PUT")
+    proxy.strike(ignored("X-Unknown"), "PUT")
+    assert _ask(client, "PUT", body=b"body") == b"PUT /a None 1 body"
+    assert _ask(client, "PUT", body=b"body") == f"PUT /a {proxy.url.removeprefix('http://')} 2 body".encode()
+    assert [exchange.fault for exchange in proxy.exchanges] == ["ignored Host", "ignored X-Unknown"]
+
+
+def test_connections_are_numbered_and_can_be_cut(proxy: FaultProxy, client: http.client.HTTPConnection) -> None:
+    for number in (1, 1, 2):
+        _ask(client)
+        assert proxy.exchanges[-1].connection == number
+        if len(proxy.exchanges) == 2:
+            proxy.cut()
+            with pytest.raises((http.client.HTTPException, OSError)):
+                _ask(client)
+            client.close()

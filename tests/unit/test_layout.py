@@ -38,25 +38,6 @@ def test_delta_parts_count_from_one() -> None:
     assert layout.delta_part(1, 1) == "part-00001-of-00001.safetensors"
 
 
-@pytest.mark.parametrize("key", ["a", "a/b", "a.b/c-d_e=f+g@h", "replicas/host-1.json", "a" * 900])
-def test_plain_keys_pass(key: str) -> None:
-    assert layout.check_key(key) == key
-
-
-@pytest.mark.parametrize(
-    "key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a/.", "a b", "a#b", "a?b", "ä", "a\\b", "a\n", "a" * 901]
-)
-def test_other_keys_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError):
-        layout.check_key(key)
-
-
-@pytest.mark.parametrize("key", [".hidden", "a/.hidden", "..."])
-def test_hidden_keys_are_refused_because_stores_keep_unfinished_files_under_such_names(key: str) -> None:
-    with pytest.raises(ConfigError):
-        layout.check_key(key)
-
-
 def test_replica_key() -> None:
     assert layout.replica("host-1") == "replicas/host-1.json"
     with pytest.raises(ConfigError):

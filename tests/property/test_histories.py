@@ -1,0 +1,155 @@
+"""Replicas over random histories of a channel: writers that succeed each other, zombies, damage, folds, restored backups."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deltasync.channel import keys
+from deltasync.channel.documents import Version
+from deltasync.errors import DeltaSyncError
+from deltasync.follow import Replica
+from deltasync.stores import open_store
+from tests.channels import Made, made, trained
+from tests.conftest import assert_same_bits
+
+_LOG = (keys.VERSIONS, keys.PARTS, keys.FOLDS, keys.ANCHORS)
+
+
+class Histories(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = open_store(f"memory://{uuid.uuid4().hex}")
+        self.channel: Made = made(self.store, 2)
+        self.replica = Replica(self.store)
+        self.replica.sync()
+        self.opened = 1
+        self.seed = 1000
+        self.written: list[Version] = []
+        self.backup: tuple[dict[str, bytes], Version | None, str] | None = None
+        self.zombie: tuple[Version, str] | None = None
+
+    def _model(self) -> dict[str, object]:
+        self.seed += 1
+        return trained(self.channel.bits[self.channel.tip.sha256], self.seed)
+
+    @rule(parts=st.integers(0, 2), head=st.booleans())
+    def publish(self, parts: int, head: bool) -> None:
+        self.channel.delta(self._model(), parts=parts)
+        self.written.append(self.channel.tip)
+        if head:
+            self.channel.head()
+
+    @rule(seals=st.booleans())
+    def open(self, seals: bool) -> None:
+        self.opened += 1
+        epoch = f"{self.opened:06d}-{self.opened:08x}"
+        self.zombie = (self.channel.tip, self.channel.epoch)
+        if seals:
+            self.channel.seal(epoch)
+            self.zombie = None
+        self.channel.epoch = epoch
+
+    @precondition(lambda self: self.zombie is not None)
+    @rule(head=st.booleans())
+    def publish_late(self, head: bool) -> None:
+        """A writer that was not sealed, on a store that does not decide."""
+        tip, epoch = self.channel.tip, self.channel.epoch
+        self.channel.tip, self.channel.epoch = self.zombie
+        self.channel.delta(self._model())
+        self.zombie = self.channel.tip, self.channel.epoch
+        if head:
+            self.channel.head()
+        self.channel.tip, self.channel.epoch = tip, epoch
+
+    @rule()
+    def announce(self) -> None:
+        self.channel.announce(self.channel.tip)
+
+    @precondition(lambda self: len(self.written) > 1)
+    @rule(data=st.data())
+    def fold(self, data: st.DataObject) -> None:
+        first = data.draw(st.integers(0, len(self.written) - 2))
+        second = data.draw(st.integers(first + 1, len(self.written) - 1))
+        if self.written[first].version < self.written[second].version:
+            self.channel.fold(self.written[first], self.written[second])
+
+    @rule(data=st.data(), removes=st.booleans())
+    def damage(self, data: st.DataObject, removes: bool) -> None:
+        found = [info.key for info in self.store.list("") if info.key.startswith((*_LOG, keys.HEAD))]
+        if not found:
+            return
+        key = data.draw(st.sampled_from(found))
+        if removes:
+            self.store.delete(key)
+            return
+        stored = bytearray(self.store.read(key, 1 << 24))
+        stored[data.draw(st.integers(0, len(stored) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        self.store.put(key, bytes(stored))
+
+    @rule()
+    def back_up(self) -> None:
+        objects = {info.key: self.store.read(info.key, 1 << 24) for info in self.store.list("")}
+        self.backup = objects, self.channel.tip, self.channel.epoch
+
+    @precondition(lambda self: self.backup is not None)
+    @rule()
+    def restore(self) -> None:
+        """Then another writer opens what there is."""
+        objects, self.channel.tip, self.channel.epoch = self.backup
+        for info in list(self.store.list("")):
+            self.store.delete(info.key)
+        for key, data in objects.items():
+            self.store.put(key, data)
+        self.open(seals=False)
+        self.zombie = None
+
+    @rule()
+    def sync(self) -> None:
+        before = self.replica.identity
+        try:
+            self.replica.sync()
+        except DeltaSyncError:
+            assert self.replica.identity == before or self.replica.identity is None or _after(self.replica.identity, before)
+        else:
+            assert before is None or before == self.replica.identity or _after(self.replica.identity, before)
+
+    @rule(number=st.integers(1, 8))
+    def sync_a_fresh_one(self, number: int) -> None:
+        replica = Replica(self.store)
+        with contextlib.suppress(DeltaSyncError):
+            replica.sync(number if number < 8 else None)
+        if replica.digest is not None:
+            assert_same_bits(replica.state_dict(), self.channel.bits[replica.digest])
+
+    @invariant()
+    def bits_are_those_of_the_digest(self) -> None:
+        if self.replica.digest is not None:
+            assert_same_bits(self.replica.state_dict(), self.channel.bits[self.replica.digest])
+
+    def teardown(self) -> None:
+        """However it went: once there is a version in a new epoch with an anchor, everybody gets there."""
+        self.open(seals=False)
+        self.channel.delta(self._model())
+        self.channel.announce(self.channel.tip)
+        self.channel.head()
+        for replica in (self.replica, Replica(self.store)):
+            for _ in range(3):  # a hint that was followed may lead elsewhere first
+                try:
+                    replica.sync()
+                except DeltaSyncError:
+                    continue
+            assert replica.identity == self.channel.tip
+            self.bits_are_those_of_the_digest()
+
+
+def _after(one: Version | None, other: Version | None) -> bool:
+    return one is not None and (other is None or (one.epoch, one.version) > (other.epoch, other.version))
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
