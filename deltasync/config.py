@@ -20,6 +20,7 @@ from deltasync.errors import ConfigError
 CODECS = ("packed", "context", "raw")
 DTYPES = ("bfloat16", "float16", "float32", "fp8", "keep")
 PLACEMENTS = ("auto", "device", "host")
+COMPRESSIONS = ("none", "zstd")
 KV_CACHE = ("keep", "recompute")
 
 
@@ -101,8 +102,11 @@ class PublisherSettings(_Settings):
             second copy of those bits in its memory, and only what changed crosses to the host. `host`: all weights cross.
             `auto`: the former for CUDA tensors where training and a tenth of the device's memory leave room for it.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
+        anchor_compression: `none`, for anchors that transformers and vLLM load, or `zstd`, for smaller ones.
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
+        settle_s: Where the store cannot decide which of two publishers may write, how long one that opens a channel waits
+            for requests of the one before (`publish.log.Lease`).
         peer_timeout_s: How long the ranks of a sharded trainer wait for one that is behind, or dead.
         signing_key: File of the private key that documents are signed with (`signing.Signer`); None to not sign.
         trusted_keys: File of the public keys of those who wrote before, if they had other ones.
@@ -113,8 +117,10 @@ class PublisherSettings(_Settings):
     dtype: str = "bfloat16"
     shadow_placement: str = "auto"
     shard_bytes: int = 1 << 30
+    anchor_compression: str = "none"
     retries: int = 6
     retry_delay_s: float = 0.25
+    settle_s: float = 30.0
     peer_timeout_s: float = 600.0
     signing_key: str | Path | None = None
     trusted_keys: str | Path | None = None
@@ -128,6 +134,10 @@ class PublisherSettings(_Settings):
         )
         _require(self.anchor_every is None or self.anchor_every >= 1, "anchor_every must be at least 1.")
         _require(self.shard_bytes >= 1, "shard_bytes must be at least 1.")
+        _require(
+            self.anchor_compression in COMPRESSIONS,
+            f"anchor_compression must be one of {', '.join(COMPRESSIONS)}, not {self.anchor_compression!r}.",
+        )
         _require(self.retries >= 0, "retries must not be negative.")
         _require(self.retry_delay_s >= 0, "retry_delay_s must not be negative.")
         _require(self.peer_timeout_s > 0, "peer_timeout_s must be positive.")

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
 from deltasync.bits import bits_of
-from deltasync.device_copies import DeviceCopies
+from deltasync.publish.device_copies import DeviceCopies
 from deltasync.live import CommitReport, LiveMemory, Segment, Staged
 from deltasync.types import Patch, TensorSpec
 

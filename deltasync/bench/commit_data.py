@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from deltasync import layout
 from deltasync.bits import bits_of
-from deltasync.publisher import Publisher
+from deltasync.publish.publisher import Publisher
 from deltasync.stores import open_store
 
 SIZES = ("0.6b", "tiny")

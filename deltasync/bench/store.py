@@ -23,7 +23,7 @@ import torch
 
 from deltasync import layout
 from deltasync.bench.codec import _cpu_name
-from deltasync.publisher import Publisher
+from deltasync.publish.publisher import Publisher
 from deltasync.reader import ChannelReader
 from deltasync.replica import Replica
 from deltasync.stores import ObjectInfo, Store, open_store

@@ -10,7 +10,7 @@ JSON of their names to the sizes of their planes. Such a file is no checkpoint, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,23 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 def weight_files(
     tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
 ) -> Iterator[tuple[str, bytes]]:
+    """As `taken_files`, of contiguous host tensors."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    return taken_files(sizes, tensors.__getitem__, fingerprints, shard_bytes, compression)
+
+
+def taken_files(
+    sizes: Mapping[str, int],
+    take: Callable[[str], torch.Tensor],
+    fingerprints: Mapping[str, int],
+    shard_bytes: int,
+    compression: str | None = None,
+) -> Iterator[tuple[str, bytes]]:
     """Weight files one after the other, (file name, bytes), then the index if there is more than one.
 
     Args:
-        tensors: Contiguous host tensors by name; copied into the bytes of the shard that is being made.
+        sizes: Bytes of each tensor.
+        take: Gives a tensor, contiguous and on the host; called once for each, when its file is made.
         fingerprints: Of each tensor.
         shard_bytes: Largest file before it is compressed, unless a single tensor is larger.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
@@ -62,17 +75,24 @@ def weight_files(
     """
     if compression not in (None, COMPRESSED):
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = shards(sizes, shard_bytes)
     for file_name, names in files.items():
-        entries, planes = {name: tensors[name] for name in names}, dict[str, list[int]]()
-        for name in names if compression else ():
-            if (found := dense.compress(bits_of(tensors[name]))) is not None:
+        entries, planes = dict[str, torch.Tensor](), dict[str, list[int]]()
+        for name in names:
+            entries[name] = take(name)
+            if compression and (found := dense.compress(bits_of(entries[name]))) is not None:
                 planes[name], entries[name] = found
         extra = {"format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))} if compression else {}
-        yield file_name, b"".join(body(entries, metadata(fingerprints, names) | extra))
+        yield file_name, _file(entries, metadata(fingerprints, names) | extra)
     if len(files) > 1:
         yield INDEX, index(sizes, files)
+
+
+def _file(entries: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The file of these entries, which are dropped."""
+    data = b"".join(body(entries, metadata))
+    entries.clear()
+    return data
 
 
 def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:

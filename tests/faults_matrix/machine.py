@@ -20,7 +20,7 @@ from deltasync import Publisher, Replica, heartbeat, housekeeping, open_store
 from deltasync.config import Retention
 from deltasync.errors import AckTimeoutError, ConfigError, PublishLostError, StageError
 from deltasync.heartbeat import Heartbeat
-from deltasync.jobs import JobMaker
+from deltasync.publish.encode import JobMaker
 from deltasync.reader import ChannelReader
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
@@ -254,7 +254,7 @@ def _jumps(lab: Lab) -> Seen:
     store = open_store(f"file://{lab.folder}/channel")
     seed, slowest_s = 0, 0.0
     retention = Retention(keep_last=2, keep_anchors=1, prune_grace_s=3600.0)
-    with mock.patch("deltasync.keeper._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
+    with mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1), Publisher(store, retention=retention) as publisher:
         replica = Replica(store)
         for off_s in (0.0, 86400.0, -86400.0, 0.0):
             with _clock_off(off_s):

@@ -126,9 +126,9 @@ def publish(
     if not before:
         shutil.rmtree(folder, ignore_errors=True)
     with (
-        mock.patch("deltasync.publisher.uuid.uuid4", return_value=UUID(int=1)),
-        mock.patch("deltasync.publisher.now", return_value="2026-01-01T00:00:00.000+00:00"),
-        mock.patch("deltasync.jobs.now", return_value="2026-01-01T00:00:00.000+00:00"),
+        mock.patch("deltasync.publish.publisher.uuid.uuid4", return_value=UUID(int=1)),
+        mock.patch("deltasync.publish.publisher.now", return_value="2026-01-01T00:00:00.000+00:00"),
+        mock.patch("deltasync.publish.encode.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.housekeeping.folds.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
         Publisher(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from deltasync import Publisher, Receipt, open_store, signing
 from deltasync.codec import blocks
 from deltasync.errors import ConfigError, DeltaSyncError, HeadConflictError, PublishError, PublishLostError, StoreError
-from deltasync.sharded import TensorRange
+from deltasync.publish.sharded import TensorRange
 from tests.faults import FaultyStore
 
 Weights = dict[str, torch.Tensor]

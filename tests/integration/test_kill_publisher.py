@@ -132,7 +132,7 @@ class Trainer:
         warned = Warned()
         logging.getLogger("deltasync").addHandler(warned)
         store = KillingStore(root, kill)
-        with mock.patch("deltasync.keeper._LEAST_BETWEEN", 1), self.open(store) as publisher:
+        with mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
                 for thread in (publisher._uploader._pool, publisher._keeper._pool):  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ from deltasync import Replica, heartbeat, open_store
 from deltasync.demo import model as demo_model
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
 from deltasync.heartbeat import Heartbeat
-from deltasync.sharded import TensorRange
+from deltasync.publish.sharded import TensorRange
 from tests.conftest import assert_same_bits
 from tests.http_faults import FaultProxy, status
 from tests.integration.trainers import (

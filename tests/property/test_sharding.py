@@ -15,9 +15,9 @@ from deltasync import codec, fingerprint
 from deltasync.bits import tensor_of
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.peers import Range
-from deltasync.shadow import Shadow, check_coverage
-from deltasync.sharded import TensorRange, range_of
+from deltasync.ranks.peers import Range
+from deltasync.publish.shadow import Shadow, check_coverage
+from deltasync.publish.sharded import TensorRange, range_of
 from deltasync.types import TensorSpec
 from tests import strategies
 

@@ -12,7 +12,7 @@ import torch
 from deltasync import Publisher, Replica, device_copies
 from deltasync.errors import ConfigError
 from deltasync.kernels import ACCELERATORS, torch_ops
-from deltasync.shadow import Shadow
+from deltasync.publish.shadow import Shadow
 from tests.conftest import assert_same_bits
 
 GIB = 1 << 30

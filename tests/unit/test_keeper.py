@@ -93,7 +93,7 @@ def test_changes_that_join_a_waiting_version_are_in_its_fold(store: FaultyStore)
 
 
 def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.keeper._LEAST_BETWEEN", 4)
+    monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
     states = run(30)
     retention = Retention(keep_last=4, fold_every=3, prune_grace_s=0.0)
     with Publisher(store, anchor_every=5, retention=retention) as publisher:
@@ -127,7 +127,7 @@ class FirstReadsFail(FaultyStore):
 def test_of_many_reads_some_fail_and_it_forgets_all_the_same(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.keeper._LEAST_BETWEEN", 4)
+    monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
     with Publisher(
         FirstReadsFail(store.inner), retention=Retention(keep_last=2, prune_grace_s=0.0), anchor_every=2
     ) as publisher:

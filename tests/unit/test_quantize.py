@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from deltasync import Publisher
 from deltasync.demo import model as demo_model
 from deltasync.errors import ConfigError
-from deltasync.quantize import SCALE, dequantize, fp8_blocks, quantize
-from deltasync.sharded import TensorRange
+from deltasync.publish.quantize import SCALE, dequantize, fp8_blocks, quantize
+from deltasync.publish.sharded import TensorRange
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import make_trainer, published_bits, tiny_moe
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig

@@ -230,7 +230,7 @@ def test_a_channel_by_reference_is_resumed(channel_url: str, base: Path) -> None
 
 def test_anchors_after_a_reference(memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By number only if that was asked for, by bytes always."""
-    monkeypatch.setattr("deltasync.jobs._ANCHOR_EVERY", 2)
+    monkeypatch.setattr("deltasync.publish.encode._ANCHOR_EVERY", 2)
 
     def kinds(url: str, count: int, state: Weights, **settings: int) -> list[str]:
         found = []

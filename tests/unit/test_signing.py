@@ -338,7 +338,7 @@ def test_a_replica_does_not_go_back_unless_told(memory_url: str, keys: Path) -> 
 
 def test_a_head_that_is_too_old_is_refused(memory_url: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(memory_url)
-    monkeypatch.setattr("deltasync.jobs.now", lambda: "2026-01-01T00:00:00.000+00:00")
+    monkeypatch.setattr("deltasync.publish.encode.now", lambda: "2026-01-01T00:00:00.000+00:00")
     publish(store, 1, signing_key=keys / "old")
     old = store.read("head.json")
     replica = Replica(store, trusted_keys=keys / "old.pub", max_head_age_s=3600)
@@ -352,7 +352,7 @@ def test_a_head_that_is_too_old_is_refused(memory_url: str, keys: Path, monkeypa
     with pytest.raises(StaleHeadError):
         Replica(store).sync()
     monkeypatch.delenv("DELTASYNC_MAX_HEAD_AGE_S")
-    monkeypatch.setattr("deltasync.jobs.now", lambda: "noon")
+    monkeypatch.setattr("deltasync.publish.encode.now", lambda: "noon")
     publish(store, 1, signing_key=keys / "old", resume=True)
     with pytest.raises(CorruptDataError, match="which is no time"):
         Replica(store, max_head_age_s=3600).sync()

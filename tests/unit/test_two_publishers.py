@@ -57,7 +57,7 @@ def test_the_slower_of_two_is_found_out_before_it_moves_head_back(memory_url: st
     slow = Publisher(slow_store, retry_delay_s=0.0)
     slow.publish(weights.items()).wait(60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.upload._STALL_S", 0.0)
+        patch.setattr("deltasync.publish.upload._STALL_S", 0.0)
         gate = slow_store.hold_at("replace", layout.HEAD)
         slow_store.fail_at("replace", layout.HEAD)
         late = slow.publish(moved(weights, 1).items())
@@ -88,7 +88,7 @@ def test_a_number_that_was_forgotten_is_not_used_again_by_a_publisher_that_was_a
         for by in (1, 2, 3):
             successor.publish(moved(weights, by).items()).wait(60)
     housekeeping.forget(ChannelReader(store), Keep(last=1))  # so that its next number could be created
-    monkeypatch.setattr("deltasync.upload._STALL_S", 0.0)
+    monkeypatch.setattr("deltasync.publish.upload._STALL_S", 0.0)
     with pytest.raises(HeadConflictError, match="head to version 4"):
         away.publish(moved(weights, 4).items()).wait(60)
     assert outcome(away.close) is HeadConflictError

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from deltasync import checkpoint, fingerprint
-from deltasync.checkpoint import Checkpoint
-from deltasync.manifest import Reference
-from deltasync.peers import Peers, attempt
-from deltasync.shadow import Shadow
+from deltasync import fingerprint
+from deltasync.channel import checkpoint
+from deltasync.channel.checkpoint import Checkpoint
+from deltasync.channel.documents import Reference
+from deltasync.publish.shadow import Shadow
+from deltasync.ranks.peers import Peers, attempt
 from deltasync.types import Patch
 
 
@@ -26,7 +27,7 @@ def load_initial(peers: Peers, where: str | Path) -> Checkpoint:
     return found
 
 
-def refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, dict[str, int], dict[str, Patch]]:
+def refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, dict[str, Patch]]:
     """What it takes to refer to a checkpoint in the place of a model.
 
     Args:
@@ -35,7 +36,7 @@ def refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference,
         shadow: What this rank holds of the model.
 
     Returns:
-        The reference; what this rank's ranges of the checkpoint add to its fingerprints; what leads from them to the model.
+        The reference; what leads from this rank's ranges of the checkpoint to the model.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`; then all ranks raise.
@@ -52,4 +53,4 @@ def refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference,
     parts, changes = found or ({}, {})
     digests = peers.agree(problem, *(parts.get(name, 0) for name in shadow.specs))
     named = {name: fingerprint.to_hex(digest) for name, digest in zip(shadow.specs, digests, strict=True)}
-    return dataclasses.replace(reference, fingerprints=named), parts, changes
+    return dataclasses.replace(reference, fingerprints=named), changes

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from deltasync import errors
+from deltasync.channel.documents import File
 from deltasync.errors import DeltaSyncError, PublishError, StoreError
 from deltasync.fingerprint import MASK
-from deltasync.manifest import FileRef
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Peers:
     This one is alone; see `Group` for more.
 
     Attributes:
-        rank: Of this process. The first, 0, writes manifests and head.
+        rank: Of this process. The first, 0, writes records.
         size: How many there are.
         signals: Between their uploads.
         moved_bytes: What this rank has put into messages to others, weights for anchors aside.
@@ -181,6 +181,9 @@ class Signals:
     The first rank writes a log: a job has begun, a job has ended. The others follow it: they upload their part of a job when
     it has begun, and answer with its files; so a job that still waits can be replaced on all ranks at once.
 
+    Attributes:
+        others: The other ranks, at the first one.
+
     Args:
         store: Key-value store that all ranks share, on a connection that nobody else uses; None for one that is alone.
         rank: Of this process.
@@ -192,37 +195,38 @@ class Signals:
         self.rank = rank
         self.timeout_s = timeout_s
         self._store = store
-        self._others = range(1, size)
+        self.others = range(1, size)
         self._line = 0
         self._ended: int | None = None
         self._spent: list[str] = []
 
-    def begin(self, serial: int) -> None:
-        """First rank: a job's upload begins."""
-        self._say({"begin": serial})
+    def begin(self, serial: int, folder: str) -> None:
+        """First rank: a job's upload begins; its parts go into this folder."""
+        self._say({"begin": serial, "folder": folder})
 
-    def collect(self, serial: int) -> list[FileRef]:
+    def collect(self, serial: int) -> list[File]:
         """First rank: the files that the other ranks stored for a job.
 
         Raises:
             StoreError: a rank could not store its part, or did not answer in time.
         """
         files = []
-        for rank in self._others:
+        for rank in self.others:
             try:
                 answer = json.loads(self._wait(f"part/{serial}/{rank}"))
             except RuntimeError as error:  # DistError, and of a FileStore just this
                 raise StoreError(f"Rank {rank} did not store its part within {self.timeout_s:g} s: {error}") from error
             if "error" in answer:
                 raise StoreError(f"Rank {rank} could not store its part: {answer['error']}")
-            files += msgspec.convert(answer["files"], list[FileRef])
+            files += msgspec.convert(answer["files"], list[File])
         self._tidy(serial)
         return files
 
-    def end(self, serial: int, error: PublishError | None) -> None:
+    def end(self, serial: int, error: Exception | None, digest: str, payload_bytes: int) -> None:
         """First rank: a job has ended. Never raises; the other ranks give up waiting in the end."""
+        described = None if error is None else _described(error)
         try:
-            self._say({"end": serial, "error": None if error is None else _described(error)})
+            self._say({"end": serial, "error": described, "digest": digest, "payload_bytes": payload_bytes})
             self._ended = serial
         except RuntimeError:
             logger.exception("The other ranks could not be told how an upload ended.")
@@ -232,13 +236,13 @@ class Signals:
         if self._ended is None:
             return
         try:
-            for rank in self._others:
+            for rank in self.others:
                 self._wait(f"seen/{self._ended}/{rank}")
         except RuntimeError as error:
             logger.warning("Not all ranks say that they know how their uploads ended: %s", error)
 
     def next_line(self) -> dict[str, Any]:
-        """Other ranks: the next line of the log: `begin` or `end` with a job's serial, and for the end its `error`.
+        """Other ranks: the next line of the log: `begin` or `end` with a job's serial, and what these are told.
 
         Raises:
             torch.distributed.DistNetworkError: the store is gone.
@@ -248,7 +252,7 @@ class Signals:
         self._line += 1
         return line
 
-    def answer(self, serial: int, files: Sequence[FileRef], error: Exception | None) -> None:
+    def answer(self, serial: int, files: Sequence[File], error: Exception | None) -> None:
         """Other ranks: this rank's part of a job is stored, or not."""
         told = {"files": msgspec.to_builtins(files)} if error is None else {"error": str(error)}
         self._set(f"part/{serial}/{self.rank}", told)
@@ -258,18 +262,18 @@ class Signals:
         self._set(f"seen/{serial}/{self.rank}", True)
 
     def _say(self, line: dict[str, Any]) -> None:
-        if self._others:
+        if self.others:
             self._set(f"log/{self._line}", line)
             self._spent.append(f"log/{self._line}")
             self._line += 1
 
     def _tidy(self, serial: int) -> None:
         """All ranks have answered for this job: what was said before is of no use any more."""
-        assert self._store is not None or not self._others
-        answers = [f"part/{serial}/{rank}" for rank in self._others]
+        assert self._store is not None or not self.others
+        answers = [f"part/{serial}/{rank}" for rank in self.others]
         for key in self._spent + answers:
             self._store.delete_key(key)  # type: ignore[union-attr]
-        self._spent = [f"seen/{serial}/{rank}" for rank in self._others]
+        self._spent = [f"seen/{serial}/{rank}" for rank in self.others]
 
     def _set(self, key: str, value: object) -> None:
         assert self._store is not None

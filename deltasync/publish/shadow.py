@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,21 @@ import torch
 
 from deltasync import fingerprint, kernels
 from deltasync.bits import bits_of, cast, dtype_name, has_nan, nan_bounds, served_dtype, signed_view, spec_of, tensor_of
-from deltasync.device_copies import DeviceCopies, Difference
-from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.fold import fold
+from deltasync.channel import payloads
+from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.fold import fold, fold_all
 from deltasync.live import LiveMemory, Segment
-from deltasync.quantize import fp8_blocks
-from deltasync.sharded import TensorRange, range_of
+from deltasync.publish.device_copies import DeviceCopies, Difference
+from deltasync.publish.quantize import fp8_blocks
+from deltasync.publish.sharded import TensorRange, range_of
 from deltasync.types import Patch, TensorSpec, check_specs
 
 if TYPE_CHECKING:
-    from deltasync import chain
-    from deltasync.peers import Range
-    from deltasync.reader import ChannelReader
+    from deltasync.channel.reading import ChannelReader
+    from deltasync.channel.record import Stored
+    from deltasync.ranks.peers import Range
+
+_MOST_LATER = 8  # steps of one tensor that a snapshot keeps one by one; they are folded then
 
 Tensors = Iterable[tuple[str, torch.Tensor | TensorRange]]
 Stream = Tensors | Callable[[], Tensors]
@@ -38,6 +42,8 @@ class Shadow:
     They are in host memory. Of tensors that come from an accelerator there may be a second copy in its memory
     (`DeviceCopies`), with which they are compared there, so that only what changed crosses to the host.
 
+    One thread advances and retreats; snapshots may be read in others meanwhile.
+
     Attributes:
         specs: Of the whole tensors.
         ranges: What is held of each.
@@ -52,6 +58,10 @@ class Shadow:
         self.bits = dict(bits)
         self.with_nan: list[str] = []
         self._copies = DeviceCopies(self.bits)
+        self._lock = threading.Lock()
+        self._snapshots: list[Snapshot] = []
+        self._taken: dict[str, Patch] = {}
+        self._before: dict[str, int] = {}
         self.fingerprints = {
             name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0])
             for name, held in self.bits.items()
@@ -84,12 +94,12 @@ class Shadow:
         return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()})
 
     @classmethod
-    def read(cls, reader: ChannelReader, steps: Sequence[chain.Step], ranges: Mapping[str, Range]) -> Shadow:
+    def read(cls, reader: ChannelReader, way: Sequence[Stored], ranges: Mapping[str, Range]) -> Shadow:
         """These ranges as a channel has them. Whether they are right only the fingerprint over all ranks can tell.
 
         Args:
             reader: The channel.
-            steps: What leads to the version.
+            way: What leads to the version, from nothing.
             ranges: Of each tensor.
 
         Raises:
@@ -100,8 +110,8 @@ class Shadow:
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
         memory.audit()
-        for step in steps:
-            memory.commit(memory.stage(reader.patches(step, memory.gather, memory.held)))
+        for stored in way:
+            memory.commit(memory.stage(payloads.patches(reader, stored, memory.gather, memory.held)))
         return cls(specs, ranges, bits)
 
     def stream(self) -> Iterator[tuple[str, TensorRange]]:
@@ -111,39 +121,49 @@ class Shadow:
             held = tensor_of(bits, TensorSpec(name, spec.dtype, (bits.size,)))
             yield name, TensorRange(held, self.ranges[name][0], spec.shape)
 
-    def advance(self, stream: Stream, dtype: str, rank: int, placement: str = "host") -> dict[str, Patch]:
-        """Take the stream; returns the steps, in flat indices of the whole tensors. If it raises, nothing was taken.
+    def advance(
+        self,
+        stream: Stream,
+        dtype: str,
+        rank: int,
+        placement: str = "host",
+        on_change: Callable[[Patch], None] = lambda patch: None,
+    ) -> dict[str, Patch]:
+        """Take the stream. If it raises, `retreat` undoes what was taken.
 
         Args:
             stream: Every tensor of the model.
             dtype: The served one, or `keep`.
             rank: Of this process.
             placement: As `PublisherSettings.shadow_placement`.
+            on_change: Told of each changed tensor, whose bits stay the new ones for the rest of the stream.
+
+        Returns:
+            The steps, in flat indices of the whole tensors.
 
         Raises:
             ModelMismatchError: it holds other tensors, or other ranges of them.
         """
-        changes: dict[str, Patch] = {}
-        fingerprints = dict(self.fingerprints)
+        self._before, self._taken = dict(self.fingerprints), {}
         seen: dict[str, TensorSpec] = {}
         self.with_nan = []
-        try:
-            for name, at_K, step_K in self._differences(stream, dtype, rank, placement, seen):
-                if not at_K.size:
-                    continue
-                start = self.ranges[name][0]
-                patch = Patch.steps(seen[name], at_K, step_K, start)
-                key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
+        for name, at_K, step_K in self._differences(stream, dtype, rank, placement, seen):
+            if not at_K.size:
+                continue
+            start = self.ranges[name][0]
+            patch = Patch.steps(seen[name], at_K, step_K, start)
+            key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
+            with self._lock:
                 gained, nan = kernels.cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
-                changes[name] = patch  # what raised until here did not touch the bits
-                if nan:
-                    self.with_nan.append(name)
-                self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
-            check_specs(self.specs, seen, "The published model")
-        except BaseException:
-            self.retreat(changes, fingerprints)
-            raise
-        return {name: changes[name] for name in seen if name in changes}
+                self._taken[name] = patch  # what raised until here did not touch the bits
+                for snapshot in self._snapshots:
+                    snapshot.note(patch)
+            if nan:
+                self.with_nan.append(name)
+            self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
+            on_change(patch)
+        check_specs(self.specs, seen, "The published model")
+        return {name: self._taken[name] for name in seen if name in self._taken}
 
     def _differences(
         self, stream: Stream, dtype: str, rank: int, placement: str, seen: dict[str, TensorSpec]
@@ -163,18 +183,83 @@ class Shadow:
             yield from self._copies.differences(name, part.held, dtype, placement, lasting)
         yield from self._copies.rest(dtype)
 
-    def retreat(self, changes: Mapping[str, Patch], fingerprints: Mapping[str, int]) -> None:
-        """Undo `advance`."""
-        for name, patch in changes.items():
-            assert patch.index_K is not None
-            self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
-        self.fingerprints = dict(fingerprints)
+    def retreat(self) -> None:
+        """Undo `advance`, whether it ended well or not."""
+        with self._lock:
+            for name, patch in self._taken.items():
+                assert patch.index_K is not None
+                self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
+                for snapshot in self._snapshots:
+                    snapshot.note(Patch(name, patch.index_K, np.negative(patch.data), absolute=False))
+        self.fingerprints, self._taken = self._before, {}
         self._copies.clear()
+
+    def keep(self) -> None:
+        """What `advance` took stays."""
+        self._taken = {}
+
+    def snapshot(self) -> Snapshot:
+        """The bits as they are now, of a process that has the whole model."""
+        snapshot = Snapshot(self.bits, self.fingerprints, self._lock)
+        with self._lock:
+            self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
+        return snapshot
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the copies on accelerators."""
         return self._copies.size_bytes
+
+
+class Snapshot:
+    """The bits of a shadow at one moment, while it advances: those of now, less the steps taken since.
+
+    Each tensor is read once; the steps that were kept for it are dropped then.
+
+    Args:
+        bits: The shadow's.
+        fingerprints: Of the tensors at this moment.
+        lock: Held while the bits change.
+    """
+
+    def __init__(self, bits: Mapping[str, np.ndarray], fingerprints: Mapping[str, int], lock: threading.Lock) -> None:
+        self.fingerprints = dict(fingerprints)
+        self._bits = bits
+        self._lock = lock
+        self._later: dict[str, list[Patch]] = {name: [] for name in bits}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a tensor is still to be read."""
+        return bool(self._later)
+
+    def note(self, patch: Patch) -> None:
+        """The shadow takes a step, and holds the lock."""
+        later = self._later.get(patch.name)
+        if later is not None:
+            later.append(patch)
+            if len(later) > _MOST_LATER:
+                later[:] = fold_all(later)
+
+    def take(self, name: str) -> np.ndarray:
+        """A copy of a tensor's bits, unsigned and flat.
+
+        Raises:
+            CorruptDataError: they are not what they were.
+        """
+        with self._lock:
+            bits_N, later = self._bits[name].copy(), self._later.pop(name)
+        for patch in later:
+            assert patch.index_K is not None
+            bits_N[patch.index_K] -= patch.data
+        if kernels.cpu.fingerprint(fingerprint.tensor_key(name), bits_N) != self.fingerprints[name]:
+            raise CorruptDataError(f"The bits of {name} in memory are not those that were published.")
+        return bits_N
+
+    def close(self) -> None:
+        """Read no more, and drop what was kept."""
+        with self._lock:
+            self._later.clear()
 
 
 def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:

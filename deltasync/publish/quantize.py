@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from deltasync.bits import cast
 from deltasync.errors import ConfigError
-from deltasync.sharded import TensorRange
+from deltasync.publish.sharded import TensorRange
 
 BLOCK = 128
 SCALE = "_scale_inv"

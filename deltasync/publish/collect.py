@@ -1,0 +1,133 @@
+"""Full weights on their way to a store, one weight file at a time: of a shadow that goes on, or from all ranks of a trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from deltasync.bits import tensor_of
+from deltasync.channel import anchors, documents
+from deltasync.channel.documents import Anchor, File
+from deltasync.config import PublisherSettings
+from deltasync.publish.shadow import Shadow
+from deltasync.ranks.peers import Peers, Range
+from deltasync.types import TensorSpec
+
+Files = Iterator[tuple[str, bytes]]
+
+
+class Weights:
+    """The weight files of one version.
+
+    Args:
+        files: Name and content of each, made when it is asked for.
+        close: Gives back what they are made from.
+    """
+
+    def __init__(self, files: Files, close: Callable[[], None]) -> None:
+        self.files = files
+        self.close = close
+
+    @classmethod
+    def of(cls, shadow: Shadow, settings: PublisherSettings) -> Weights:
+        """What a shadow with the whole model holds now; it may advance meanwhile."""
+        snapshot = shadow.snapshot()
+        files = anchors.taken_files(
+            _sizes(shadow.specs),
+            lambda name: tensor_of(snapshot.take(name), shadow.specs[name]),
+            snapshot.fingerprints,
+            settings.shard_bytes,
+            compression_of(settings),
+        )
+        return cls(files, snapshot.close)
+
+    def put(self, put_file: Callable[[str, str, bytes], File], folder: str, companions: Mapping[str, bytes]) -> Anchor:
+        """Store all files.
+
+        Args:
+            put_file: Stores a file in a folder.
+            folder: Where.
+            companions: What lies beside the weights.
+
+        Raises:
+            CorruptDataError: the weights in memory are damaged.
+            StoreError, OSError: as `put_file`, or the local disk failed.
+        """
+        beside = [put_file(folder, name, data) for name, data in companions.items()]
+        weights: list[File] = []
+        for name, data in self.files:
+            (beside if name == anchors.INDEX else weights).append(put_file(folder, name, data))
+            del data  # before the next one is made
+        return Anchor(directory=folder, files=weights, companions=beside)
+
+
+def compression_of(settings: PublisherSettings) -> str | None:
+    """As `anchors.taken_files` takes it."""
+    return None if settings.anchor_compression == "none" else settings.anchor_compression
+
+
+def requires_of(settings: PublisherSettings) -> list[str]:
+    """What readers must know to read weights that are written so."""
+    return [] if settings.anchor_compression == "none" else [documents.COMPRESSED]
+
+
+def collect_weights(
+    peers: Peers,
+    shadow: Shadow,
+    specs: Mapping[str, TensorSpec],
+    held: Sequence[Mapping[str, Range]],
+    fingerprints: Mapping[str, int],
+    settings: PublisherSettings,
+) -> Weights | None:
+    """The weight files of a sharded trainer, on the first rank's disk. All ranks call it.
+
+    Args:
+        peers: All ranks.
+        shadow: What this one holds.
+        specs: Of the tensors, in the same order on all ranks.
+        held: Ranges of each rank.
+        fingerprints: Of the whole tensors.
+        settings: The first rank's.
+
+    Returns:
+        The files, in the system's directory for temporary files; None at the other ranks.
+
+    Raises:
+        OSError: no room on the first rank's disk; then all ranks raise.
+        PublishError: a rank did not answer.
+    """
+    sizes = _sizes(specs)
+    files = anchors.taken_files(
+        sizes,
+        lambda name: tensor_of(peers.collect(shadow.bits[name], [ranges[name] for ranges in held]), specs[name]),
+        fingerprints,
+        settings.shard_bytes,
+        compression_of(settings),
+    )
+    if peers.rank:
+        for names in anchors.shards(sizes, settings.shard_bytes).values():
+            for name in names:
+                peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
+        peers.agree(None)
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="deltasync-")
+    paths: list[Path] = []
+    problem: Exception | None = None
+    try:
+        for name, data in files:  # to the end, whatever goes wrong here: the others go on sending
+            if problem is None:
+                try:
+                    paths.append(Path(folder.name, name))
+                    paths[-1].write_bytes(data)
+                except OSError as error:
+                    problem = error
+        peers.agree(problem)
+    except BaseException:
+        folder.cleanup()
+        raise
+    return Weights(((path.name, path.read_bytes()) for path in paths), folder.cleanup)
+
+
+def _sizes(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+    return {name: spec.element_count * spec.item_bytes for name, spec in specs.items()}

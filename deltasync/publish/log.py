@@ -1,0 +1,396 @@
+"""The log of one epoch: how a version becomes visible, and how a writer finds out that another one has succeeded it.
+
+Crash points of `Log.append`, for version v + 1:
+
+    before the put of the record     nothing visible; files that nothing names are garbage for `prune`
+    the put got no answer            v or v + 1 is visible; the record stays pending, and its bytes are put again
+    after the put                    v + 1 is visible as a whole; head follows, and nobody waits for it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from deltasync.channel import documents, keys, record
+from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer
+from deltasync.codec.base import Encoded
+from deltasync.config import PublisherSettings
+from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishPendingError, TransientStoreError
+from deltasync.publish import put
+from deltasync.stores.base import REQUEST_S
+
+logger = logging.getLogger(__name__)
+
+_MOST_PUBLISHED = 1 << 16
+
+
+def boot_s() -> float:
+    """Seconds by a clock that counts suspension too; by the wall clock where there is none."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """How writers succeed each other on a store that cannot decide which of them may write.
+
+    It is assumed that a request does not take effect later than `settle_s - look_s` after it was sent.
+
+    Attributes:
+        settle_s: How long a new writer waits for requests of the one before.
+        look_s: How long a writer may rely on a look at the epochs.
+        request_s: When the store gives up the request that follows a look.
+
+    Raises:
+        ConfigError: a request of the writer before could take effect after the wait.
+    """
+
+    settle_s: float = 30.0
+    look_s: float = 5.0
+    request_s: float = REQUEST_S
+
+    def __post_init__(self) -> None:
+        if self.settle_s <= self.look_s + self.request_s:
+            raise ConfigError(f"settle_s must be more than {self.look_s + self.request_s:g} s, and is {self.settle_s:g} s.")
+
+    def wait(self, claimed_s: float) -> None:
+        """Wait until a claim made at `claimed_s`, by `boot_s`, has settled."""
+        left_s = min(claimed_s + self.settle_s - boot_s(), self.settle_s)
+        if left_s > 0:
+            logger.info("waiting %.1f s for requests of other publishers", left_s)
+            time.sleep(left_s)
+
+
+class Log:
+    """Puts records, files, folds and head as `docs/format.md` says. One thread appends; other methods may run in several.
+
+    Args:
+        reader: The channel's.
+        settings: How often a put is repeated.
+        signer: Signs channel.json and records, if there is one.
+        epoch: The epoch, which is in force or claimed.
+        run_id: The channel's run.
+        channel: The channel, None if there is none yet.
+        tip: The newest version.
+        lease: How writers succeed each other; None where the store decides.
+        claimed_s: When the epoch was claimed, by `boot_s`.
+
+    Attributes:
+        channel: None until it is stored.
+        epoch: The epoch, which is also the author of all keys.
+        run_id: The channel's run.
+        tip: The newest version that is stored, None before the first.
+        pending: A record that was put and not answered yet; its number is taken.
+        published: Digests of the records that this log stored, by number; the newest 65,536.
+    """
+
+    def __init__(
+        self,
+        reader: ChannelReader,
+        settings: PublisherSettings,
+        signer: Signer | None,
+        *,
+        epoch: str,
+        run_id: str,
+        channel: Channel | None,
+        tip: Version | None = None,
+        lease: Lease | None = None,
+        claimed_s: float = 0.0,
+    ) -> None:
+        self.channel = channel
+        self.epoch = epoch
+        self.run_id = run_id
+        self.tip = tip
+        self.pending: Stored | None = None
+        self.published: dict[int, str] = {}
+        self._reader, self._store = reader, reader.store
+        self._settings = settings
+        self._signer = signer
+        self._lease = lease
+        self._claimed_s = claimed_s
+        self._specs = {} if channel is None else channel.specs
+        self._new_channel: tuple[Channel, bytes] | None = None
+        self._fenced: FencedError | None = None
+        self._attempts: dict[int, int] = {}
+        self._folds: dict[str, Stored] = {}
+        self._anchor: tuple[int, str] | None = None
+        self._lock = threading.Lock()
+        self._head_waits = False
+        self._head_pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-head")
+
+    @property
+    def fencing(self) -> str:
+        """As in channel.json."""
+        return "seal" if self._lease is None else "lease"
+
+    @property
+    def next_version(self) -> int:
+        """Number of the next record to append: after the pending one, if there is one."""
+        newest = self.tip if self.pending is None else self.pending.version
+        return 1 if newest is None else newest.version + 1
+
+    def attempt(self, version: int) -> int:
+        """The attempt for folders of files of a version (`keys.parts_folder`, `keys.anchor_folder`)."""
+        return self._attempts.get(version, 0)
+
+    def give_up(self, version: int) -> None:
+        """Note that files of a version were given up: whatever is put for it from now on has other keys."""
+        self._attempts[version] = self.attempt(version) + 1
+
+    def put_file(self, folder: str, name: str, data: bytes) -> File:
+        """Store a part, or a file of an anchor. After return: durable.
+
+        Args:
+            folder: A folder of this epoch and the current `attempt`.
+            name: Its name there.
+            data: Its content. The same key never gets another one.
+
+        Raises:
+            FencedError: another publisher has opened the channel.
+            StoreError: it may be stored, or may be later. Who does not put the same bytes again calls `give_up`.
+        """
+        self._check()
+        return put.put_file(self._store, self._settings, f"{folder}/{name}", data)
+
+    def create_channel(self, channel: Channel) -> Channel:
+        """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
+
+        Args:
+            channel: Its `run_id`, `epoch` and `fencing` are filled in.
+
+        Returns:
+            The channel as it is stored: that of the first call, whatever later ones pass.
+
+        Raises:
+            FencedError: another publisher created it.
+            PublishPendingError: no answer.
+            ConfigError, StoreError: it was refused.
+        """
+        self._check()
+        if self._new_channel is None:
+            filled = dataclasses.replace(channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing)
+            data = documents.encode(filled)
+            if self._signer is not None:
+                data = self._signer.seal(keys.CHANNEL, data)
+            if len(data) > documents.CHANNEL_BYTES:
+                raise ConfigError(f"The table of {len(channel.tensors)} tensors has more bytes than channel.json may have.")
+            self._new_channel = documents.decode(data, Channel, keys.CHANNEL), data
+        if self._lease is None:
+            self._store_channel()
+        return self._new_channel[0]
+
+    def append(self, document: Record, payload: Encoded | None) -> Stored:
+        """Make a version visible, after the pending one if there is one. After return: visible as a whole.
+
+        Args:
+            document: Its run, version, epoch and base are filled in. All files that it names are stored.
+            payload: What goes into the record, of `next_version`; decoded by the caller.
+
+        Returns:
+            The version, which is the tip now.
+
+        Raises:
+            FencedError: another publisher has opened the channel. Every later call raises it too.
+            PublishPendingError: no answer. If `pending` is this version, its bytes are put again by the next call.
+            StoreError: the store refused; again, `pending` tells whether the version was sent and keeps its number.
+            ConfigError, CorruptDataError: it is larger than it may be, or readers could not read it; nothing was sent.
+        """
+        self.settle()
+        self._store_channel()
+        version = self.next_version
+        assert payload is None or payload.metadata["version"] == str(version)
+        filled = dataclasses.replace(document, run_id=self.run_id, version=version, epoch=self.epoch, base=self.tip)
+        self.pending = stored = self._encoded(filled, keys.slot(version, self.epoch), payload)
+        self.settle()
+        return stored
+
+    def settle(self) -> None:
+        """Put the pending record, if there is one, until it is answered.
+
+        Raises:
+            FencedError, PublishPendingError, StoreError: as `append`.
+        """
+        self._check()
+        stored = self.pending
+        if stored is None:
+            return
+        assert stored.data is not None
+        self._put(stored.key, stored.data, f"version {stored.record.version}")
+        self.tip, self.pending = stored.version, None
+        self.published[self.tip.version] = self.tip.sha256
+        self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
+        self._follow_with_head()
+
+    def announce(self, version: Version, fingerprint: str, anchor: Anchor, requires: list[str]) -> Stored:
+        """Announce an anchor of a stored version. If this gets no answer, the next call for it puts the same bytes again.
+
+        Args:
+            version: Which, of any epoch.
+            fingerprint: The model's at that version.
+            anchor: Its files are stored.
+            requires: Features that it takes to read it.
+
+        Raises:
+            FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
+        """
+        stored = self._fold(None, version, fingerprint, None, anchor=anchor, requires=requires)
+        with self._lock:
+            self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
+        self._follow_with_head()
+        return stored
+
+    def fold(self, base: Version, version: Version, fingerprint: str, delta: Delta, payload: Encoded | None) -> Stored:
+        """Store another way from one version to another; otherwise as `announce`."""
+        return self._fold(base, version, fingerprint, payload, delta=delta)
+
+    def close(self) -> None:
+        """Bring head up to date and end the thread that does. What is pending stays so: see `settle`."""
+        if self._fenced is None:
+            self._follow_with_head()
+        self._head_pool.shutdown(wait=True)
+
+    def _check(self) -> None:
+        if self._fenced is not None:
+            raise FencedError(str(self._fenced))
+
+    def _fence(self, what: str) -> FencedError:
+        self._fenced = FencedError(f"{what} ({self._store.url}). This publisher must stop; only one may write to a channel.")
+        return self._fenced
+
+    def _fold(
+        self,
+        base: Version | None,
+        version: Version,
+        fingerprint: str,
+        payload: Encoded | None,
+        *,
+        delta: Delta | None = None,
+        anchor: Anchor | None = None,
+        requires: list[str] | None = None,
+    ) -> Stored:
+        self._check()
+        key = keys.fold(0 if base is None else base.version, version.version, self.epoch)
+        with self._lock:
+            stored = self._folds.get(key)
+            if stored is None:
+                document = Record(
+                    run_id=self.run_id,
+                    kind="fold",
+                    version=version.version,
+                    epoch=version.epoch,
+                    sha256=version.sha256,
+                    base=base,
+                    created_at=documents.now(),
+                    fingerprint=fingerprint,
+                    delta=delta,
+                    anchor=anchor,
+                    requires=requires or [],
+                )
+                stored = self._folds[key] = self._encoded(document, key, payload)
+        data = stored.data
+        if data is not None:
+            put.retried(self._settings, lambda: self._store.put(key, data))
+            stored = self._folds[key] = dataclasses.replace(stored, data=None)
+        return stored
+
+    def _encoded(self, document: Record, key: str, payload: Encoded | None) -> Stored:
+        """A record, within its bounds and read back from its bytes."""
+        stored = record.encode(document, key, payload, self._signer)
+        assert stored.data is not None
+        files_bytes = sum(file.bytes for file in stored.payload_files)
+        for what, size, most in (
+            (key, len(stored.data), record.most_bytes(key, self._specs)),
+            (f"What {key} names", files_bytes, record.most_payload_bytes(self._specs)),
+        ):
+            if size > most:
+                raise ConfigError(f"{what} has {size:,} bytes, more than the {most:,} that the channel's tensors take.")
+        return record.decode(stored.data, key, None if self._signer is None else self._signer.trusted)
+
+    def _store_channel(self) -> None:
+        if self.channel is not None:
+            return
+        assert self._new_channel is not None
+        channel, data = self._new_channel
+        self._put(keys.CHANNEL, data, keys.CHANNEL)
+        self.channel, self._specs = channel, channel.specs
+
+    def _put(self, key: str, data: bytes, what: str) -> None:
+        """Put what only one writer may put, until it is answered."""
+        try:
+            if self._lease is None:
+                ours = put.retried(self._settings, lambda: put.create(self._store, key, data))
+            else:
+                self._lease.wait(self._claimed_s)
+                guard = self._look if key != keys.CHANNEL else self._look_for_channel
+                put.retried(self._settings, lambda: self._store.put(key, data, guard=guard))
+                ours = True
+        except TransientStoreError as error:
+            raise PublishPendingError(
+                f"The store has not said whether it has {what}; the next publish puts the same bytes again. {error}"
+            ) from error
+        if not ours:
+            raise self._fence(f"Another publisher opened the channel in the place of {what}")
+
+    def _look(self) -> None:
+        """Make sure that this epoch is the newest, just before a put of a record.
+
+        Raises:
+            FencedError: it is not.
+            TransientStoreError: it may not be by now.
+        """
+        assert self._lease is not None
+        began_s = boot_s()
+        newest = max(self._reader.epochs(), default="")
+        if newest > self.epoch:
+            raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+        age_s = boot_s() - began_s
+        if not 0 <= age_s <= self._lease.look_s:
+            raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
+
+    def _look_for_channel(self) -> None:
+        assert self._new_channel is not None
+        if put.holds(self._store, keys.CHANNEL, self._new_channel[1]) is False:
+            raise self._fence("Another publisher created the channel")
+        self._look()
+
+    def _follow_with_head(self) -> None:
+        with self._lock:
+            if self._head_waits or not self.published:
+                return
+            self._head_waits = True
+        self._head_pool.submit(self._move_head)
+
+    def _move_head(self) -> None:
+        """Let head name the newest version. What fails is tried again with the next one."""
+        with self._lock:
+            self._head_waits = False
+            tip, anchor = self.tip, self._anchor
+        assert tip is not None
+        try:
+            found = put.retried(self._settings, self._reader.head)
+            if found is not None and found.epoch > self.epoch:
+                raise self._fence(
+                    f"head names epoch {found.epoch}, after {self.epoch}: another publisher opened the channel"
+                )
+            known = None if found is None else found.anchor
+            head = Head(
+                run_id=self.run_id,
+                version=tip.version,
+                epoch=tip.epoch,
+                sha256=tip.sha256,
+                anchor=known if anchor is None else anchor[1],
+            )
+            if head != found:
+                put.retried(self._settings, lambda: self._store.put(keys.HEAD, documents.encode(head)))
+        except FencedError as error:
+            logger.error("%s", error)
+        except DeltaSyncError as error:
+            logger.warning("head is behind version %d: %s", tip.version, error)
+        except Exception:  # the thread goes on; nothing needs head
+            logger.exception("head is behind version %d", tip.version)

@@ -1,0 +1,289 @@
+"""One writer after another: find the end of the log, end it, and begin an epoch that goes on from there.
+
+Crash points where the store decides (`seal`), for a log that ends with version v in epoch e:
+
+    after the probe              nothing has changed
+    after the seal               the log of e has ended; replicas poll the new epoch, and so does whoever opens next
+    after the epoch's document   the same; v + 1 goes into its slot in the new epoch
+
+Where it does not (`lease`), the old writer stops once the new epoch's document, the claim, is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable
+
+from deltasync.channel import documents, keys, record
+from deltasync.channel.documents import Channel, Opening, Record, Version, sha256_hex
+from deltasync.channel.keys import Slot
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer, require_signer
+from deltasync.config import PublisherSettings
+from deltasync.errors import (
+    ChannelInUseError,
+    ConfigError,
+    CorruptDataError,
+    FencedError,
+    FormatError,
+    MissingVersionError,
+    NotPublishedError,
+    TransientStoreError,
+    UnsupportedFormatError,
+)
+from deltasync.printable import printable
+from deltasync.publish import put
+from deltasync.publish.log import Lease, Log, boot_s
+from deltasync.stores.base import ObjectInfo
+from deltasync.stores.probe import decides
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A channel that is to be written.
+
+    Attributes:
+        channel: None if there is none yet.
+        end: Record of the newest version; None if there is none, or if it cannot be read: then the next version has full
+            weights.
+        end_version: The newest version, None if there is none.
+        log: Goes on from there.
+    """
+
+    channel: Channel | None
+    end: Stored | None
+    end_version: Version | None
+    log: Log
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _End:
+    """The newest version, None for nothing, its record if it can be read, and the epoch whose log goes on from it."""
+
+    version: Version | None
+    stored: Stored | None
+    epoch: str
+
+    @property
+    def next_slot(self) -> Slot:
+        return Slot(1 if self.version is None else self.version.version + 1, self.epoch)
+
+
+def open_channel(
+    reader: ChannelReader, settings: PublisherSettings, resume: bool, signer: Signer | None, lease: Lease | None = None
+) -> Opened:
+    """Open a channel to write to it. Whoever wrote to it before is fenced.
+
+    Where the store does not decide, this waits for the lease to settle, but if there is no channel yet, the log does.
+
+    Args:
+        reader: The channel's.
+        settings: The publisher's.
+        resume: Whether to continue a run.
+        signer: Signs what is stored.
+        lease: How long to wait and to look; as the settings say if None.
+
+    Raises:
+        ChannelInUseError: it holds a run, and is not to be continued, or is of another dtype.
+        ConfigError: it is signed, and there is no `signer`; or `settle_s` is too small.
+        FencedError: another publisher opens it too.
+        StoreError: the store failed, or cannot hold the channel. A seal may be stored; whoever opens next goes on from it.
+    """
+    return _Opener(reader, settings, signer, Lease(settings.settle_s) if lease is None else lease).open(resume)
+
+
+class _Opener:
+    def __init__(self, reader: ChannelReader, settings: PublisherSettings, signer: Signer | None, lease: Lease) -> None:
+        self._reader, self._store = reader, reader.store
+        self._settings = settings
+        self._signer = signer
+        self._lease = lease
+
+    def open(self, resume: bool) -> Opened:
+        channel = put.retried(self._settings, self._channel)
+        if channel is not None:
+            self._check(channel, resume)
+        run_id = uuid.uuid4().hex if channel is None else channel.run_id
+        epoch = put.retried(self._settings, self._new_epoch)
+        seals = self._seals(channel, epoch)
+        claimed_s, end = 0.0, None
+        if seals and channel is not None:
+            end, epoch = self._seal(channel)
+        if not seals or end is not None:
+            self._put_opening(run_id, epoch, None if end is None else end.version)
+        if not seals:
+            claimed_s = boot_s()
+            if channel is not None:
+                self._lease.wait(claimed_s)
+                end = put.retried(self._settings, lambda: self._end(channel, below=epoch))
+        version, stored = (None, None) if end is None else (end.version, end.stored)
+        logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, version, "seal" if seals else "lease")
+        log = Log(
+            self._reader,
+            self._settings,
+            self._signer,
+            epoch=epoch,
+            run_id=run_id,
+            channel=channel,
+            tip=version,
+            lease=None if seals else self._lease,
+            claimed_s=claimed_s,
+        )
+        return Opened(channel, stored, version, log)
+
+    def _channel(self) -> Channel | None:
+        try:
+            return self._reader.channel()
+        except NotPublishedError:
+            return None
+
+    def _check(self, channel: Channel, resume: bool) -> None:
+        if not resume:
+            raise ChannelInUseError(
+                f"{self._store.url} already holds run {channel.run_id}. Pass resume=True to continue it, or use another URL."
+            )
+        if channel.dtype != self._settings.dtype:
+            raise ChannelInUseError(f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}.")
+        require_signer(self._signer, self._reader.signed)
+
+    def _new_epoch(self, *others: str) -> str:
+        known = [*self._reader.slots().epochs, *self._reader.epochs(), *others]
+        return keys.new_epoch(1 + max(map(keys.epoch_number, known), default=0))
+
+    def _seals(self, channel: Channel | None, epoch: str) -> bool:
+        """Whether the store decides which writer wins."""
+        if channel is not None and channel.fencing == "lease":
+            return False
+        number = keys.epoch_number(epoch)
+        found = put.retried(self._settings, lambda: decides(self._store, keys.probe(keys.new_epoch(number))))
+        if not found and channel is not None:
+            raise ConfigError(
+                f"{self._store.url} was begun where the store decides which publisher may write, and here it does not, so "
+                "nothing may be written. Publish by the URL and through the servers that were used before."
+            )
+        if not found:
+            logger.warning(
+                "%s does not decide which of two publishers may write, so this one waits %g s when it opens the channel and "
+                "looks for others before each version.",
+                self._store.url,
+                self._lease.settle_s,
+            )
+        return found
+
+    def _put_opening(self, run_id: str, epoch: str, continues: Version | None) -> None:
+        document = Opening(
+            run_id=run_id,
+            epoch=epoch,
+            continues=continues,
+            writer=printable(f"{socket.gethostname()} {os.getpid()}")[:200],
+            created_at=documents.now(),
+        )
+        key, data = keys.epoch_document(epoch), documents.encode(document)
+        documents.decode(data, Opening, key)
+        put.retried(self._settings, lambda: self._store.put(key, data))
+
+    def _seal(self, channel: Channel) -> tuple[_End, str]:
+        """End the log; where it ended, and the epoch that goes on."""
+        while True:
+            end = put.retried(self._settings, lambda: self._end(channel))
+            epoch = put.retried(self._settings, lambda after=end.epoch: self._new_epoch(after))  # type: ignore[misc]
+            # Meanwhile the old writer may go on: then what it stored is the end.
+            while (taken := self._put_seal(channel, end, epoch)) is not None:
+                if taken.epoch != end.epoch:
+                    raise FencedError(
+                        f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of the two."
+                    )
+                end = taken
+            slots = put.retried(self._settings, self._reader.slots).of(end.epoch)
+            if not any(slot > end.next_slot for slot, _ in slots):
+                return end, epoch
+            logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
+
+    def _put_seal(self, channel: Channel, end: _End, epoch: str) -> _End | None:
+        """Put a seal after the end; where the log ends if something else is there."""
+        slot = end.next_slot
+        seal = Record(
+            run_id=channel.run_id,
+            kind="seal",
+            version=slot.version,
+            epoch=slot.epoch,
+            base=end.version,
+            created_at=documents.now(),
+            next_epoch=epoch,
+        )
+        data = record.encode(seal, slot.key, None, self._signer).data
+        assert data is not None
+        record.decode(data, slot.key, None if self._signer is None else self._signer.trusted)
+        if put.retried(self._settings, lambda: put.create(self._store, slot.key, data)):
+            return None
+        return put.retried(self._settings, lambda: self._read(slot))
+
+    def _end(self, channel: Channel, below: str | None = None) -> _End:
+        """The end of the log, of all epochs, or of those before one."""
+        listing = self._reader.slots()
+        epochs = {*listing.epochs, *self._reader.epochs(), channel.epoch}
+        for epoch in sorted((name for name in epochs if below is None or name < below), reverse=True):
+            log = listing.of(epoch)
+            if log:
+                return self._read(*log[-1])
+            opening = self._reader.opening(epoch)
+            if opening is not None and opening.continues is not None:
+                return _End(opening.continues, self._record(opening.continues), epoch)
+        return _End(None, None, channel.epoch)
+
+    def _read(self, slot: Slot, known: ObjectInfo | None = None) -> _End:
+        """Where a log ends, by its last slot."""
+        found = _looked(lambda: self._reader.slot(slot, known))
+        if found is None:
+            version = Version(slot.version, slot.epoch, self._digest(slot))
+            logger.warning("Version %s cannot be read. The next version has full weights.", version)
+            return _End(version, None, slot.epoch)
+        base, following = found.record.base, found.record.next_epoch
+        if following is None:
+            return _End(found.version, found, slot.epoch)
+        return _End(base, None if base is None else self._record(base), following)
+
+    def _record(self, version: Version) -> Stored | None:
+        try:
+            return _looked(lambda: self._reader.record(version))
+        except MissingVersionError as error:
+            logger.warning("%s The next version has full weights.", error)
+            return None
+
+    def _digest(self, slot: Slot) -> str:
+        """The digest that names what cannot be read; of an object that is too large, that of its beginning."""
+        most = record.most_bytes(slot.key, self._reader.specs)
+        try:
+            return sha256_hex(self._store.read(slot.key, most))
+        except CorruptDataError:
+            return sha256_hex(self._store.read_range(slot.key, 0, most))
+
+
+def _looked(action: Callable[[], Stored | None]) -> Stored | None:
+    """What `action` reads, None if it is damaged each time: an answer may be damaged on the way.
+
+    Raises:
+        TransientStoreError: nothing is there, though it was told of.
+        UnsupportedFormatError: a newer writer wrote it.
+    """
+    for _ in range(_LOOKS):
+        try:
+            found = action()
+        except UnsupportedFormatError:
+            raise
+        except FormatError as error:
+            logger.warning("%s", error)
+        else:
+            if found is None:
+                raise TransientStoreError("A record that was listed cannot be read.")
+            return found
+    return None

@@ -1,0 +1,144 @@
+"""PUBLISH, on all ranks but the first: encode and store this rank's parts of a version once the first rank has begun it.
+
+What becomes of a version is decided by the first rank alone (`upload`); here one thread follows what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from deltasync.channel import keys
+from deltasync.channel.documents import File
+from deltasync.config import PublisherSettings
+from deltasync.errors import PublishError, PublishPendingError
+from deltasync.publish import put
+from deltasync.publish.encode import Encoder, Job
+from deltasync.publish.upload import PUTS
+from deltasync.ranks.peers import Signals, error_of
+from deltasync.stores import Store
+
+logger = logging.getLogger(__name__)
+
+
+class PartUploader:
+    """As `Uploader`, for this rank's parts."""
+
+    idle = False
+    """Nothing begins before the first rank says so."""
+
+    def __init__(self, store: Store, settings: Callable[[], PublisherSettings], signals: Signals) -> None:
+        self._store = store
+        self._settings = settings
+        self._signals = signals
+        self._pending: dict[int, Job] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._puts = ThreadPoolExecutor(PUTS, thread_name_prefix="deltasync-put")
+        # A daemon, since nothing would end it if the first rank died.
+        self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Job:
+        """Take back the newest job, as the first rank has done."""
+        with self._changed:
+            return self._pending.popitem()[1]
+
+    def wait_released(self) -> None:
+        """Wait until no job needs the shadow as it is; the one that waited was taken.
+
+        Raises:
+            PublishError: the first rank does not say what becomes of one.
+        """
+        with self._changed:
+            jobs = list(self._pending.values())
+        if not all(job.released.wait(self._signals.timeout_s) for job in jobs):
+            raise PublishError(f"Rank 0 did not say within {self._signals.timeout_s:g} s what becomes of a version.")
+
+    def submit(self, job: Job) -> None:
+        """Upload this rank's parts when the first rank begins the job."""
+        if job.full:
+            job.released.set()  # its weights were collected
+        with self._changed:
+            self._pending[job.serial] = job
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until all that was submitted has ended, but not for a first rank that says nothing; end the threads."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._puts.shutdown(wait=True)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+            try:
+                line = self._signals.next_line()
+                if "begin" in line:
+                    self._upload(line["begin"], line["folder"])
+                else:
+                    self._end(line["end"], line)
+            except dist.DistNetworkError as error:
+                self._give_up(error)
+            except RuntimeError as error:  # nothing was said for a while: it may be trying again
+                if self._closing:
+                    self._give_up(error)
+
+    def _upload(self, serial: int, folder: str) -> None:
+        files: list[File] = []
+        problem = None
+        try:
+            job = self._submitted(serial)
+            found = Encoder(self._settings().codec, job.shadow).payloads(job, self._put_in(folder), inline=False)
+            job.released.set()
+            files = [future.result() for future in found.files]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
+            problem = error
+            logger.error("A part was not stored: %s", error)
+        self._signals.answer(serial, files, problem)
+
+    def _put_in(self, folder: str) -> Any:
+        def put_part(number: int, data: bytes) -> Any:
+            key = f"{folder}/{keys.part(self._signals.rank, number)}"
+            return self._puts.submit(put.put_file, self._store, self._settings(), key, data)
+
+        return put_part
+
+    def _end(self, serial: int, line: dict[str, Any]) -> None:
+        job = self._submitted(serial)
+        with self._changed:
+            del self._pending[serial]
+        if line["error"] is None:
+            job.succeed(line["digest"], line["payload_bytes"])
+        else:
+            job.fail(error_of(line["error"]))
+        self._signals.seen(serial)
+
+    def _submitted(self, serial: int) -> Job:
+        """A job, which the first rank may have submitted earlier than this one.
+
+        Raises:
+            PublishError: it does not come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: serial in self._pending, self._signals.timeout_s):
+                raise PublishError("This rank has given the version up.")
+            return self._pending[serial]
+
+    def _give_up(self, error: Exception) -> None:
+        with self._changed:
+            jobs = list(self._pending.values())
+            self._pending.clear()
+        for job in jobs:
+            logger.error("The first rank does not say what became of version %d: %s", job.version, error)
+            job.fail(PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}"))

@@ -1,0 +1,626 @@
+"""From a stream of tensors to the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH (`upload`).
+
+The shadow holds the bits last handed to the uploader. `publish` reads the stream and diffs it against the shadow, in the
+caller's thread; meanwhile, if the uploader is idle, it encodes and stores what changed, group by group. If it falls behind,
+the changes wait, and those of later publishes are folded into them, so that memory stays bounded and the trainer never waits
+for the network.
+
+Of a sharded trainer all ranks publish together, each what it holds; they agree on every step, so that all take it or none.
+A trainer in one process does the same with `Peers` that are only itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deltasync import fingerprint
+from deltasync.channel import anchors, documents, plan, signing
+from deltasync.channel.documents import Channel, Reference, Version
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Trusted
+from deltasync.config import PublisherSettings, Retention
+from deltasync.errors import (
+    ApplyError,
+    ChainError,
+    ConfigError,
+    FormatError,
+    ModelMismatchError,
+    PublishError,
+)
+from deltasync.follow import Replica
+from deltasync.publish.collect import Weights, collect_weights
+from deltasync.publish.encode import Job
+from deltasync.publish.initial import load_initial, refer
+from deltasync.publish.keep import Keeper
+from deltasync.publish.log import Log
+from deltasync.publish.opening import open_channel
+from deltasync.publish.part_upload import PartUploader
+from deltasync.publish.receipt import Receipt
+from deltasync.publish.shadow import Shadow, Stream, check_coverage, fold_changes
+from deltasync.publish.upload import Since, Uploader
+from deltasync.ranks.peers import Group, Peers, Range, attempt
+from deltasync.stores import Store, open_store
+from deltasync.stores.base import check_key
+from deltasync.types import Patch, TensorSpec, check_specs
+
+logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Start:
+    """What the first rank found in the channel, for all.
+
+    Attributes:
+        settings: The first rank's.
+        channel: None if there is none yet.
+        end: The newest version, None if there is none or it cannot be read.
+        fingerprint: Of the model at that version.
+        way: What leads to it from nothing.
+        version: Number of the newest version, readable or not; 0 if there is none.
+        trusted: Keys of writers, None if everything is taken.
+    """
+
+    settings: PublisherSettings
+    channel: Channel | None
+    end: Version | None
+    fingerprint: str
+    way: list[Stored]
+    version: int
+    trusted: list[str] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Base:
+    """What the next version builds on; the same at all ranks.
+
+    Attributes:
+        version: Its own number.
+        full: Whether it has full weights.
+        collects: Whether the ranks collect full weights for it, or for an anchor beside it.
+        waiting: The job that waited, which it joins; None if there is none.
+    """
+
+    version: int
+    full: bool
+    collects: bool
+    waiting: Job | None
+
+
+class Publisher:
+    """Writes one channel. Call `publish` from one thread.
+
+    A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks. Each rank
+    compares, encodes and uploads what it holds; the version appears when all parts are stored. If one raises, all do.
+
+    Arguments that are not listed here are those of `PublisherSettings`. Of a `group` the first rank has the keys.
+
+    Args:
+        channel: URL of the channel, or an opened store.
+        model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
+            bytes by name. Without it anchors hold weights only.
+        initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
+            `namespace/name@revision`. The first version of a new channel then is a reference to it, and uploads no weights;
+            if the first stream has other bits, these are the second version, a delta. Each rank of a `group` reads it.
+        resume: Continue the run that the channel holds; without it a used channel is refused.
+        shadow: A directory that `save_shadow` wrote, to resume with fewer downloads; held to its fingerprint, not needed.
+            Not with a `group`.
+        retention: How to look after the channel in the background; from the environment if None.
+        group: The ranks of a sharded trainer; None if this process has the whole model.
+
+    Raises:
+        ChannelInUseError: the channel holds a run and `resume` was not given.
+        ConfigError: a setting is wrong.
+
+    Examples:
+        >>> with Publisher("file:///data/run") as publisher:
+        ...     receipt = publisher.publish(model.state_dict().items(), step=1)
+        ...     receipt.wait(timeout_s=60).version
+        1
+    """
+
+    def __init__(
+        self,
+        channel: str | Store,
+        *,
+        codec: str | None = None,
+        anchor_every: int | None = None,
+        dtype: str | None = None,
+        shadow_placement: str | None = None,
+        shard_bytes: int | None = None,
+        anchor_compression: str | None = None,
+        retries: int | None = None,
+        retry_delay_s: float | None = None,
+        settle_s: float | None = None,
+        peer_timeout_s: float | None = None,
+        signing_key: str | Path | None = None,
+        trusted_keys: str | Path | None = None,
+        model_files: str | Path | Mapping[str, bytes] | None = None,
+        initial: str | Path | None = None,
+        resume: bool = False,
+        shadow: str | Path | None = None,
+        retention: Retention | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        given = PublisherSettings.from_env(
+            codec=codec,
+            anchor_every=anchor_every,
+            dtype=dtype,
+            shadow_placement=shadow_placement,
+            shard_bytes=shard_bytes,
+            anchor_compression=anchor_compression,
+            retries=retries,
+            retry_delay_s=retry_delay_s,
+            settle_s=settle_s,
+            peer_timeout_s=peer_timeout_s,
+            signing_key=signing_key,
+            trusted_keys=trusted_keys,
+        )
+        self._retention = Retention.from_env() if retention is None else retention
+        if group is not None:
+            _check_sharded(given, self._retention, shadow)
+        self.store = open_store(channel) if isinstance(channel, str) else channel
+        if isinstance(model_files, str | Path):
+            model_files = anchors.companion_files(Path(model_files))
+        files = dict(model_files) if model_files is not None else {}
+        for name in files:
+            check_key(name)
+        self._peers = Peers() if group is None else Group(group, given.peer_timeout_s)
+        self._last: Receipt | None = None
+        self._closed = False
+        self._serial = 0
+        self._log: Log | None = None  # of the first rank
+        start = self._peers.first(lambda: self._open(given, resume))
+        self.settings = start.settings
+        self._trusted = None if start.trusted is None else Trusted(start.trusted)
+        self._version = start.version
+        self._channel = start.channel
+        self._shadow: Shadow | None = None
+        self._held: Sequence[Mapping[str, Range]] = []
+        self._fingerprints: dict[str, int] = {}
+        self._reference: Reference | None = None
+        self._uploader: Uploader | PartUploader
+        if self._log is not None:
+            self._keeper = Keeper(self._reader(), self._log, self._retention)
+            since, every = _since(start.way), self._retention.fold_every
+            signals = self._peers.signals
+            self._uploader = Uploader(self._log, lambda: self.settings, files, since, every, self._keeper, signals)
+        else:
+            self._uploader = PartUploader(self.store, lambda: self.settings, self._peers.signals)
+        self._initial = None if initial is None or start.version else load_initial(self._peers, initial)
+        # The version to go on from; of a sharded trainer only the first stream tells which parts of it are to be read.
+        self._resumes = start if start.end is not None else None
+        self._saved = shadow
+        if self._channel is not None and group is None:
+            self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
+            self._shadow = self._read_resumed(self._held[0])
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that this channel holds; None before the first publish to a new one."""
+        return None if self._channel is None else self._channel.run_id
+
+    @property
+    def version(self) -> int:
+        """The newest version handed to the uploader, 0 before the first."""
+        return self._version
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the newest version that is visible; None before the first, and at all ranks but the first one."""
+        return None if self._log is None or self._log.tip is None else self._log.tip.sha256
+
+    @property
+    def published(self) -> Mapping[int, str]:
+        """Digests of the versions that this publisher stored, by number; at the first rank."""
+        return {} if self._log is None else self._log.published
+
+    @property
+    def shadow_bytes(self) -> dict[str, int]:
+        """Memory that the shadow takes in this process: on the `host`, and on a `device`."""
+        if self._shadow is None:
+            return {"host": 0, "device": 0}
+        return {"host": sum(bits.nbytes for bits in self._shadow.bits.values()), "device": self._shadow.device_bytes}
+
+    @property
+    def _specs(self) -> dict[str, TensorSpec]:
+        assert self._channel is not None
+        return self._channel.specs
+
+    def publish(self, named_tensors: Stream, step: int | None = None) -> Receipt:
+        """Publish the weights as the next version; the upload goes on in the background.
+
+        Args:
+            named_tensors: Every tensor of the model, each once, of any dtype, device and stride; floating ones are cast to
+                the served dtype. Read completely and not kept: the tensors may change as soon as this returns. With a
+                `group` also the shards that this rank holds, as `DTensor` or `TensorRange`; of tensors that are whole on all
+                ranks those of the first are published. On a GPU a list, or a dict's `items()`, is compared fastest: its
+                tensors stay, so that all of them are compared at once; those of a generator are compared one by one.
+            step: The trainer's step, stored as metadata.
+
+        Returns:
+            The receipt; `receipt.wait()` blocks until the version is visible.
+
+        Raises:
+            ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the shadow is as
+                before, as with any error that the stream or the encoder raises.
+            HeadConflictError: another publisher writes to this channel.
+            PublishError: another rank failed, or does not answer; nothing was published.
+        """
+        if self._closed:
+            raise ConfigError("This publisher is closed.")
+        before_s = time.perf_counter()
+        base = self._agree_on_base()
+        live: Job | None = None
+        reference: Reference | None = None
+        try:
+            with torch.no_grad():
+                if self._shadow is None:
+                    base, changes, reference = self._begin(base, named_tensors)
+                    problem = None
+                else:
+                    if base.waiting is None and not base.full and self._uploader.idle:
+                        live = self._job(base, live=True)
+                        self._uploader.submit(live)
+                    changes, problem = self._take(named_tensors, live)
+            jobs = self._jobs(base, live, changes, reference, problem, step)
+        except BaseException:
+            self._undo(base, live, reference)
+            raise
+        assert self._shadow is not None
+        self._shadow.keep()
+        self._submit(jobs, live)
+        self._last = self._receipt(jobs[-1], time.perf_counter() - before_s)
+        if nan := self._shadow.with_nan:
+            logger.warning(
+                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
+                *(self._last.version, len(nan), ", ".join(nan[:5])),
+            )
+        return self._last
+
+    def first(self, action: Callable[[], _Value]) -> _Value:
+        """What the first rank gets by an action, at all ranks of a sharded trainer: whether to publish now, say.
+
+        Raises:
+            BaseException: what the action raises, at the first rank.
+            DeltaSyncError: the same, at the others.
+            PublishError: a rank does not answer.
+        """
+        return self._peers.first(action)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Block until everything published so far is visible.
+
+        Raises:
+            TimeoutError, PublishError: as `Receipt.wait` of the last publish.
+        """
+        if self._last is not None:
+            try:
+                self._last.wait(timeout_s)
+            finally:
+                if self._last.done and self._peers.rank == 0:
+                    self._peers.signals.wait_until_seen()
+
+    def close(self) -> None:
+        """Finish the uploads and end; further calls of `publish` are refused.
+
+        Raises:
+            PublishError: the last version did not become visible.
+        """
+        self._closed = True
+        self._uploader.close()
+        if self._log is not None:
+            self._keeper.close()
+            self._log.close()
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except PublishError:
+            if error is None:
+                raise
+            logger.exception("The last version was not published.")
+
+    def save_shadow(self, directory: str | Path) -> None:
+        """Write the bits published last to a directory, as safetensors, to resume from (`shadow`).
+
+        What was saved there before is overwritten; if that is cut short, resuming finds out and reads the channel instead.
+
+        Raises:
+            ConfigError: nothing was published yet, this rank has no whole weights, or the directory cannot be written.
+        """
+        if self._peers.size > 1:
+            raise ConfigError("No rank of a sharded trainer has a whole shadow to save.")
+        if self._shadow is None:
+            raise ConfigError("There is no shadow to save before the first publish.")
+        folder = Path(directory)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            settings = dataclasses.replace(self.settings, anchor_compression="none")
+            for name, data in Weights.of(self._shadow, settings).files:
+                (folder / name).write_bytes(data)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
+
+    def _open(self, settings: PublisherSettings, resume: bool) -> _Start:
+        """First rank: open the channel."""
+        signer = signing.signer_of(settings)
+        self._trusted = None if signer is None else signer.trusted
+        reader = self._reader()
+        opened = open_channel(reader, settings, resume, signer)
+        self._log = opened.log
+        version, way = opened.end_version, list[Stored]()
+        if opened.end is not None and version is not None:
+            try:
+                way = [dataclasses.replace(stored, data=None) for stored in plan.find_way(reader, None, version)]
+            except (FormatError, ChainError) as error:
+                logger.warning("Version %s cannot be read: %s The next version has full weights.", version, error)
+        return _Start(
+            settings=settings,
+            channel=opened.channel,
+            end=version if way else None,
+            fingerprint=way[-1].record.fingerprint or "" if way else "",
+            way=way,
+            version=0 if version is None else version.version,
+            trusted=None if self._trusted is None else self._trusted.names,
+        )
+
+    def _reader(self) -> ChannelReader:
+        return ChannelReader(self.store, self._trusted)
+
+    def _agree_on_base(self) -> _Base:
+        """What the next version builds on, as the first rank says: it alone knows what became of the versions before.
+
+        Raises:
+            FencedError: another publisher has opened the channel.
+            PublishError: a rank does not answer.
+        """
+        waiting: Job | None = None
+        problem: BaseException | None = None
+        told = [0, 0, 0, 0]
+        uploader = self._uploader
+        if isinstance(uploader, Uploader):
+            waiting, problem = attempt(uploader.take)
+            if problem is None:
+                number, whole = uploader.next() if waiting is None else (waiting.version, waiting.full)
+                collects = self._peers.size > 1 and (whole or uploader.is_due(number, 0, self._weight_bytes))
+                told = [number, whole, collects, waiting is not None]
+                uploader.warm_up()
+        try:
+            version, full, collects, joins = self._peers.agree(problem, *told)
+            if not isinstance(uploader, Uploader) and joins:
+                waiting = uploader.take()
+        except BaseException:
+            if waiting is not None:
+                uploader.submit(waiting)
+            raise
+        if full and version == 1 and self._initial is not None and self._peers.size == 1:
+            self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
+        return _Base(version, bool(full), bool(collects), waiting)
+
+    def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, dict[str, Patch], Reference | None]:
+        """Learn from the first stream who holds what.
+
+        Returns:
+            What the version builds on; the steps from there, none for full weights; what is to be referred to.
+
+        Raises:
+            ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
+        """
+        first, problem = attempt(lambda: Shadow.of(named_tensors, self.settings.dtype, self._peers.rank))
+        if first is not None and self._channel is not None:
+            known = self._channel.specs
+            _, problem = attempt(lambda: check_specs(known, first.specs, "The published model"))
+        self._peers.agree(problem)
+        assert first is not None
+        told = self._peers.share((self._channel or self._new_channel(first.specs), first.ranges))
+        channel, held = told[0][0], [ranges for _, ranges in told]
+        differs = [rank for rank, (other, _) in enumerate(told) if other.tensors_sha256 != channel.tensors_sha256]
+        if differs:
+            raise ModelMismatchError(f"Rank {differs[0]} publishes other names, dtypes or shapes than rank 0.")
+        check_coverage(channel.specs, held)
+        resumed = self._read_resumed(first.ranges)
+        changes: dict[str, Patch] = {}
+        reference: Reference | None = None
+        if resumed is not None:
+            changes = resumed.advance(first.stream(), "keep", self._peers.rank)
+            base = dataclasses.replace(base, full=False)
+        elif self._initial is not None and base.version == 1:
+            reference, changes = refer(self._peers, self._initial, first)
+            if changes:
+                logger.warning("%d tensors are not as in %s; they follow as a delta.", len(changes), reference)
+        self._channel, self._held, self._shadow = channel, held, resumed or first
+        return base, changes, reference
+
+    def _new_channel(self, specs: Mapping[str, TensorSpec]) -> Channel:
+        """A channel for this model; the log fills in how it is written."""
+        table = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
+        run_id, epoch = ("-", "-") if self._log is None else (self._log.run_id, self._log.epoch)
+        return Channel(
+            run_id=run_id,
+            created_at=documents.now(),
+            fencing="seal",
+            epoch=epoch,
+            dtype=self.settings.dtype,
+            tensors=table,
+            tensors_sha256=documents.table_sha256(table),
+        )
+
+    def _read_resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
+        """These ranges of the version that is resumed; None if there is none, or if it cannot be read."""
+        start, self._resumes = self._resumes, None
+        if start is None or start.end is None:
+            return None
+        end = start.end
+        shadow, problem = attempt(lambda: self._read(start, end, ranges))
+        damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
+        added = 0 if shadow is None else sum(shadow.fingerprints.values())
+        damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
+        if damaged or fingerprint.to_hex(total) != start.fingerprint:
+            why = damage or "on another rank, or it has other bits than it promises"
+            logger.warning("Version %s cannot be read: %s The next version has full weights.", end, why)
+            return None
+        if isinstance(self._uploader, Uploader):
+            self._uploader.resume(end)
+        return shadow
+
+    def _read(self, start: _Start, end: Version, ranges: Mapping[str, Range]) -> Shadow:
+        if self._peers.size > 1:
+            return Shadow.read(self._reader(), start.way, ranges)
+        replica = Replica(self._reader())
+        if self._saved is not None:
+            try:
+                logger.info("saved shadow version=%s", replica.load(self._saved))
+            except (ConfigError, FormatError, ChainError, ModelMismatchError) as error:
+                logger.warning("The saved shadow is not used: %s", error)
+        replica.sync()
+        if replica.identity != end:
+            raise ChainError(f"the newest version that can be read is {replica.identity}.")
+        return Shadow.whole(replica.state_dict())
+
+    def _take(self, named_tensors: Stream, live: Job | None) -> tuple[dict[str, Patch], BaseException | None]:
+        """Take the stream into the shadow; the steps, or what this rank failed with."""
+        shadow, settings = self._shadow, self.settings
+        assert shadow is not None
+
+        def take() -> dict[str, Patch]:
+            if live is not None:
+                return shadow.advance(named_tensors, settings.dtype, 0, settings.shadow_placement, live.add)
+            self._uploader.wait_released()
+            return shadow.advance(named_tensors, settings.dtype, self._peers.rank, settings.shadow_placement)
+
+        changes, problem = attempt(take)
+        return changes or {}, problem
+
+    def _job(self, base: _Base, *, live: bool = False) -> Job:
+        assert self._channel is not None and self._shadow is not None
+        self._serial += 1
+        return Job(
+            serial=self._serial,
+            version=base.version,
+            channel=self._channel,
+            shadow=self._shadow,
+            full=base.full,
+            live=live,
+            fingerprints=self._shadow.fingerprints,
+        )
+
+    def _jobs(
+        self,
+        base: _Base,
+        live: Job | None,
+        changes: dict[str, Patch],
+        reference: Reference | None,
+        problem: BaseException | None,
+        step: int | None,
+    ) -> list[Job]:
+        """The version, complete: agreed on by all ranks. Before it, if there is one, the reference that it builds on.
+
+        Raises:
+            BaseException: `problem`.
+            DeltaSyncError: that of another rank.
+            OSError: full weights of a sharded trainer found no room.
+        """
+        assert self._shadow is not None
+        waiting = base.waiting
+        patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
+        own = sum(patch.changed for patch in patches.values())
+        fingerprints = (
+            [self._shadow.fingerprints[name] for name in self._specs] if problem is None else [0] * len(self._specs)
+        )
+        changed, *fingerprints = self._peers.agree(problem, own, *fingerprints)
+        self._fingerprints = dict(zip(self._specs, fingerprints, strict=True))
+        jobs = []
+        if reference is not None:
+            jobs.append(self._job(base))
+            jobs[0].reference, jobs[0].step = reference, None if changed else step
+            jobs[0].fingerprints = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
+            if not changed:
+                return jobs
+            base = dataclasses.replace(base, version=2, full=False, collects=False)
+        weights: Weights | None = None
+        if base.collects:
+            weights = collect_weights(self._peers, self._shadow, self._specs, self._held, self._fingerprints, self.settings)
+        job = live or waiting or self._job(base)
+        job.drop_weights()
+        job.weights, job.step = weights, step
+        job.fingerprints = self._fingerprints
+        job.coalesced += job is waiting
+        if base.full:
+            changed, patches = 0, {}
+        job.changed, job.patches = changed, {} if live else patches
+        return [*jobs, job]
+
+    def _undo(self, base: _Base, live: Job | None, reference: Reference | None) -> None:
+        """Nothing is published: the shadow is as before, and what waited goes on."""
+        if live is not None:
+            live.abort()
+            live.released.wait()
+        if reference is not None:
+            self._shadow = None
+        elif self._shadow is not None:
+            self._shadow.retreat()
+        if base.waiting is not None:
+            self._uploader.submit(base.waiting)
+
+    def _submit(self, jobs: list[Job], live: Job | None) -> None:
+        for job in jobs:
+            if job.full:
+                job.end_encoding(0 if job.reference is not None else self._weight_bytes)
+            if job is live:
+                job.end()
+            else:
+                self._uploader.submit(job)
+        self._version = jobs[-1].version
+
+    def _receipt(self, job: Job, held_s: float) -> Receipt:
+        total = sum(spec.element_count for spec in self._specs.values())
+        return Receipt(
+            version=job.version,
+            kind=job.kind,
+            step=job.step,
+            changed=total if job.full else job.changed,
+            total=total,
+            held_s=held_s,
+            _encoded=job.encoded,
+            _uploaded=job.uploaded,
+        )
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 0 if self._channel is None else sum(spec.element_count * spec.item_bytes for spec in self._specs.values())
+
+
+def _since(way: list[Stored]) -> Since:
+    """Where a channel stands that is continued."""
+    if not way:
+        return Since()
+    return Since(
+        way[0].version.version, way[0].record.reference is not None, sum(stored.payload_bytes for stored in way[1:])
+    )
+
+
+def _check_sharded(settings: PublisherSettings, retention: Retention, shadow: str | Path | None) -> None:
+    if shadow is not None:
+        raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
+    if settings.codec == "context":
+        raise ConfigError("codec='context' needs whole tensors, which no rank of a sharded trainer has; use 'packed'.")
+    if retention.fold_every:
+        raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")

@@ -1,0 +1,328 @@
+"""PUBLISH: one background thread that encodes versions and makes them visible, in order; `log` says when one is."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from deltasync import fingerprint
+from deltasync.channel import documents, keys
+from deltasync.channel.documents import Anchor, Delta, File, Record, Version
+from deltasync.channel.record import Stored
+from deltasync.codec.base import Encoded
+from deltasync.config import PublisherSettings
+from deltasync.errors import FencedError, PublishError, PublishLostError, PublishPendingError
+from deltasync.publish.collect import Weights, requires_of
+from deltasync.publish.encode import AbortedError, Encoder, Job
+from deltasync.publish.keep import Keeper
+from deltasync.publish.log import Log
+from deltasync.publish.shadow import fold_changes
+from deltasync.ranks.peers import Signals
+from deltasync.types import Patch
+
+logger = logging.getLogger(__name__)
+
+PUTS = 4
+"""Parts that one rank stores at the same time."""
+
+_ANCHOR_EVERY = 100
+_IDLE_S = 5.0  # after which a connection is opened again before it is needed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Since:
+    """What a late joiner fetches: the newest full weights, and the deltas after them.
+
+    Attributes:
+        version: The version of the weights, 0 for none.
+        by_reference: Whether they are a checkpoint elsewhere.
+        bytes: Of the deltas.
+    """
+
+    version: int = 0
+    by_reference: bool = False
+    bytes: int = 0
+
+
+class Uploader:
+    """Encodes and uploads jobs one after the other. At most one is under way and one waits, but for a reference before it.
+
+    Args:
+        log: Of the channel.
+        settings: The publisher's; those of each job are taken when it begins.
+        model_files: What lies beside the weights of an anchor.
+        since: Where the channel stands.
+        fold_every: See `Retention`.
+        keeper: Told of what is published.
+        signals: To the other ranks.
+
+    Attributes:
+        full: Whether the next version has full weights: there is no base whose bits are known.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        settings: Callable[[], PublisherSettings],
+        model_files: Mapping[str, bytes],
+        since: Since,
+        fold_every: int,
+        keeper: Keeper,
+        signals: Signals,
+    ) -> None:
+        self.full = True
+        self._log = log
+        self._settings = settings
+        self._model_files = model_files
+        self._since = since
+        self._fold_every = fold_every
+        self._fold: tuple[Version, dict[str, Patch]] | None = None
+        self._keeper = keeper
+        self._signals = signals
+        self._lock = threading.Lock()
+        self._waiting: list[Job] = []
+        self._running: Job | None = None
+        self._fenced: FencedError | None = None
+        self._used_s = time.monotonic()
+        self._puts = ThreadPoolExecutor(PUTS, thread_name_prefix="deltasync-put")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-upload")
+
+    @property
+    def idle(self) -> bool:
+        """Whether a job that is submitted now begins at once, on what is known to be the tip, and without other ranks."""
+        with self._lock:
+            return not self._signals.others and self._running is None and not self._waiting and self._log.pending is None
+
+    def next(self) -> tuple[int, bool]:
+        """Number of the version after all that were submitted, and whether it has full weights."""
+        with self._lock:
+            newest = self._waiting[-1] if self._waiting else self._running
+            if newest is None:
+                return self._log.next_version, self.full
+            return newest.version + 1, False
+
+    def take(self) -> Job | None:
+        """Take back the job that waits, to fold another publish into it; None if there is none.
+
+        Raises:
+            FencedError: another publisher has opened the channel; this stays so.
+        """
+        with self._lock:
+            if self._fenced is not None:
+                raise self._fenced
+            folds = self._waiting and self._waiting[-1].reference is None
+            return self._waiting.pop() if folds else None
+
+    def wait_released(self) -> None:
+        """Wait until no job needs the shadow as it is; the caller has taken the one that waits."""
+        with self._lock:
+            running = self._running
+        if running is not None:
+            running.released.wait()
+
+    def submit(self, job: Job) -> None:
+        """Upload a job after the others. The caller took the one that waited before."""
+        with self._lock:
+            self._waiting.append(job)
+        self._pool.submit(self._run)
+
+    def warm_up(self) -> None:
+        """Open connections, if they have been idle, so that no record waits for that."""
+        if self.idle and time.monotonic() - self._used_s > _IDLE_S:
+            self._puts.submit(self._keeper.reader.head)
+
+    def is_due(self, version: int, payload_bytes: int, weight_bytes: int) -> bool:
+        """Whether an anchor is to be announced beside a version.
+
+        By default never after a reference by the count of versions: a late joiner has that already, and pays for the deltas
+        alone. Once these are more bytes than the weights, an anchor is the cheaper way for it too.
+        """
+        every = self._settings().anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
+        due = version - self._since.version >= every or self._since.bytes + payload_bytes > weight_bytes
+        return (due or self._keeper.failed) and not self._keeper.announcing
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads."""
+        self._pool.shutdown(wait=True)
+        self._puts.shutdown(wait=True)
+
+    def _run(self) -> None:
+        try:
+            self._log.settle()  # while the job waits, so that nobody waits for this
+            problem: Exception | None = None
+        except Exception as error:  # noqa: BLE001 - whatever ends the upload must reach the receipt
+            problem = error
+        with self._lock:
+            if not self._waiting:
+                return
+            job = self._running = self._waiting.pop(0)
+        started = time.perf_counter()
+        try:
+            if problem is not None:
+                raise problem
+            if job.version != self._log.next_version or (self.full and not job.full):
+                raise PublishLostError(f"Version {job.version} builds on one that was lost.")
+            stored = self._store(job)
+        except AbortedError as error:
+            self._log.give_up(job.version)
+            self._end(job, error)
+        except Exception as error:  # noqa: BLE001 - likewise
+            if isinstance(problem, PublishPendingError) and not self._signals.others:
+                self._keep(job, problem)
+            else:
+                self._fail(job, error)
+        else:
+            logger.info(
+                "published version=%d kind=%s digest=%.12s upload_s=%.3f",
+                *(job.version, job.kind, stored.sha256, time.perf_counter() - started),
+            )
+            self._end(job, None, stored.sha256)
+            self._keeper.published(job.version)
+
+    def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
+        self._used_s = time.monotonic()
+        payload_bytes = 0 if error is not None else job.encoded.result()[0]
+        with self._lock:
+            self._running = None
+        self._signals.end(job.serial, error, digest, payload_bytes)
+        if error is None:
+            job.succeed(digest, payload_bytes)
+        else:
+            job.fail(error)
+
+    def _keep(self, job: Job, error: PublishPendingError) -> None:
+        """The version before has no answer yet: this one waits for the next publish, which asks again."""
+        receipts, job.encoded, job.uploaded = (job.encoded, job.uploaded), Future(), Future()
+        with self._lock:
+            self._running = None
+            self._waiting.insert(0, job)
+        for future in receipts:
+            future.set_exception(error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """What builds on a version that is lost is lost with it; one that is pending keeps its number and its bits."""
+        version, pending, lost = job.version, self._log.pending, list[Job]()
+        if isinstance(error, FencedError):
+            with self._lock:
+                self._fenced = error
+                lost, self._waiting = self._waiting, []
+        elif pending is not None and pending.version.version == version:
+            self._builds_on(job, pending.version)
+        else:
+            self._log.give_up(version)
+            if not isinstance(error, PublishError):
+                cause = error
+                error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
+                error.__cause__ = cause
+            with (
+                self._lock
+            ):  # at once, so that a publish that learns of the loss cannot fold anything into what builds on it
+                self.full, self._fold, self._running = True, None, None
+                lost, self._waiting = self._waiting, []
+        logger.error("%s", error)
+        self._end(job, error)
+        for other in lost:
+            self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
+
+    def _builds_on(self, job: Job, version: Version) -> None:
+        """The next version builds on this one."""
+        self.full = False
+        if job.full:
+            self._since = Since(job.version, job.reference is not None)
+        if job.full or self._fold is None:
+            self._fold = (version, {})
+
+    def _store(self, job: Job) -> Stored:
+        """Files, then the record. After return: visible as a whole.
+
+        Raises:
+            FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
+            AbortedError: the stream failed.
+        """
+        log, settings = self._log, self._settings()
+        if job.full:
+            return self._store_full(job, settings)
+        folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
+        self._signals.begin(job.serial, folder)
+        encoder = Encoder(settings.codec, job.shadow)
+        put = self._put_in(folder)
+        found = encoder.payloads(job, put, inline=True, keep=bool(self._fold_every))
+        fold = self._folded(job, encoder, found.patches)
+        weight_bytes = sum(spec.element_count * spec.item_bytes for spec in job.shadow.specs.values())
+        if not self._signals.others and self.is_due(job.version, found.bytes, weight_bytes):
+            job.weights = Weights.of(job.shadow, settings)
+        job.released.set()
+        parts = [future.result() for future in found.files] + self._signals.collect(job.serial)
+        payload_bytes = found.bytes + sum(file.bytes for file in parts[len(found.files) :])
+        job.end_encoding(payload_bytes)
+        delta = Delta(codec=settings.codec, changed=job.changed, parts=parts)
+        stored = log.append(self._record(job, delta=delta), found.inline)
+        self._since = dataclasses.replace(self._since, bytes=self._since.bytes + payload_bytes)
+        self._builds_on(job, stored.version)
+        if job.weights is not None:
+            weights, job.weights, self._since = job.weights, None, Since(job.version)
+            self._keeper.announce(stored, weights, self._model_files, settings)
+        if fold is not None and self._fold is not None:
+            base, patches = self._fold
+            delta = Delta(codec=settings.codec, changed=sum(patch.changed for patch in patches.values()))
+            self._keeper.fold(base, stored, delta, fold if patches else None)
+            self._fold = (stored.version, {})
+        return stored
+
+    def _put_in(self, folder: str) -> Callable[[int, bytes], Future[File]]:
+        return lambda number, data: self._puts.submit(self._log.put_file, folder, keys.part(0, number), data)
+
+    def _store_full(self, job: Job, settings: PublisherSettings) -> Stored:
+        log, requires = self._log, [documents.REFERENCE]
+        if job.reference is None:
+            requires = requires_of(settings)
+            job.weights = job.weights or Weights.of(job.shadow, settings)
+        job.released.set()
+        if log.channel is None:
+            log.create_channel(job.channel)
+        if job.weights is None:
+            anchor = Anchor(reference=job.reference)
+        else:
+            folder = keys.anchor_folder(job.version, log.epoch, log.attempt(job.version))
+            anchor = job.weights.put(log.put_file, folder, self._model_files)
+        stored = log.append(self._record(job, anchor=anchor, requires=requires), None)
+        self._builds_on(job, stored.version)
+        return stored
+
+    def _record(
+        self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: list[str] | None = None
+    ) -> Record:
+        """A version; the log fills in where it goes."""
+        return Record(
+            run_id=self._log.run_id,
+            kind=job.kind,
+            version=job.version,
+            epoch=self._log.epoch,
+            created_at=documents.now(),
+            fingerprint=fingerprint.to_hex(sum(job.fingerprints.values())),
+            delta=delta,
+            anchor=anchor,
+            step=job.step,
+            coalesced=job.coalesced,
+            requires=requires or [],
+        )
+
+    def _folded(self, job: Job, encoder: Encoder, patches: Mapping[str, Patch]) -> Encoded | None:
+        """The fold that is complete with this version."""
+        if not self._fold_every or self._fold is None:
+            return None
+        base, before = self._fold
+        folded = fold_changes(before, patches)
+        self._fold = (base, folded)
+        if job.version - base.version < self._fold_every:
+            return None
+        return encoder.encode(list(folded.values()), job.fingerprints, job.version, base.version)
+
+    def resume(self, tip: Version) -> None:
+        """The next version builds on this one, whose bits are known."""
+        self.full, self._fold = False, (tip, {})

@@ -1,0 +1,288 @@
+"""Writers of a channel for tests of the protocol: small records, stores that misbehave, and a journal of every key.
+
+A test module takes the fixtures by assigning them: `memory = writers.memory`. Some need those of S3 and of the Hub too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deltasync import open_store
+from deltasync.channel import documents, keys
+from deltasync.channel.documents import Anchor, Channel, Delta, Head, Record, Version, sha256_hex, table_sha256
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer
+from deltasync.config import PublisherSettings
+from deltasync.publish.log import Lease, Log
+from deltasync.publish.opening import Opened, open_channel
+from deltasync.stores import Store
+from deltasync.stores.base import Capabilities
+from tests.faults import FaultyStore
+
+QUICK = Lease(0.03, 0.02, 0.005)
+SLOW = Lease(2.2, 1.0, 1.0)
+"""For stores that are asked over HTTP."""
+
+TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (64,))}
+
+
+class Journal:
+    """What every key ever held, and what every writer ever sent to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[str, set[str]] = {}
+        self._sent: dict[tuple[str, str], set[str]] = {}
+
+    def send(self, writer: str, key: str, data: bytes) -> None:
+        with self._lock:
+            self._sent.setdefault((writer, key), set()).add(sha256_hex(data))
+
+    def hold(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._held.setdefault(key, set()).add(sha256_hex(data))
+
+    def forget(self, key: str) -> None:
+        """Whatever the key held does not count: it was deleted, or damaged, or a restored store does not know it."""
+        with self._lock:
+            self._held.pop(key, None)
+
+    def check(self, store: Store) -> None:
+        """No key but head ever had two contents, or was sent two by one writer; what is there is what was put there."""
+        fixed = {key: found for key, found in self._held.items() if key != keys.HEAD and not key.startswith("probe/")}
+        assert {key: found for key, found in fixed.items() if len(found) > 1} == {}
+        sent = {pair: found for pair, found in self._sent.items() if pair[1] in fixed}
+        assert {pair: found for pair, found in sent.items() if len(found) > 1} == {}
+        for info in store.list(""):
+            assert sha256_hex(store.read(info.key)) in self._held[info.key], info.key
+
+
+class WriterStore(FaultyStore):
+    """One writer's way to a store, with faults. Calls named `put` are held and fail after the guard has looked.
+
+    Args:
+        inner: The store.
+        journal: Notes what happens to every key.
+        name: The writer's.
+        decides: Whether it says that it can create; if not, it is of the kind that needs a lease.
+        ignores: Whether it nevertheless overwrites.
+    """
+
+    def __init__(
+        self, inner: Store, journal: Journal, name: str = "a", *, decides: bool = True, ignores: bool = False
+    ) -> None:
+        super().__init__(inner)
+        self._journal, self._name, self._decides, self._ignores = journal, name, decides, ignores
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_put=self._decides)
+
+    def create(self, key: str, data: bytes) -> None:
+        assert self._decides
+        self._journal.send(self._name, key, data)
+        verb = self.inner.put if self._ignores else self.inner.create
+        self._perform("create", key, lambda: self._stored(verb, key, data))
+
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        if guard is not None:
+            guard()
+        self._journal.send(self._name, key, data)
+        self._perform("put", key, lambda: self._stored(self.inner.put, key, data))
+
+    def _stored(self, verb: Callable[[str, bytes], None], key: str, data: bytes) -> None:
+        verb(key, data)
+        self._journal.hold(key, data)
+
+
+class Script:
+    """A publisher reduced to its protocol: each version has one file, whose bytes tell who wrote it.
+
+    Attributes:
+        opened: What opening found.
+        log: Its log.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        resume: bool = True,
+        lease: Lease = QUICK,
+        retries: int = 3,
+        signer: Signer | None = None,
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = TENSORS,
+    ) -> None:
+        self.reader = ChannelReader(store, None if signer is None else signer.trusted)
+        settings = PublisherSettings(retries=retries, retry_delay_s=0.0)
+        self.opened: Opened = open_channel(self.reader, settings, resume, signer, lease)
+        self.log: Log = self.opened.log
+        self._tensors = tensors
+        self._full = self.opened.end is None
+
+    def create(self) -> Channel:
+        """Create the channel."""
+        return self.log.create_channel(
+            Channel(
+                run_id="any",
+                created_at=documents.now(),
+                fencing="seal",
+                epoch="000000-00000000",
+                dtype="bfloat16",
+                tensors=self._tensors,
+                tensors_sha256=table_sha256(self._tensors),
+            )
+        )
+
+    def publish(self, said: str = "", *, wait: bool = True) -> Stored:
+        """One version: full weights where there is no base that can be read, else a delta.
+
+        Args:
+            said: Goes into its file.
+            wait: Also for head, so that what is stored is the same each time.
+        """
+        log = self.log
+        if log.channel is None:
+            self.create()
+        version, full = log.next_version, self._full
+        folder = (keys.anchor_folder if full else keys.parts_folder)(version, log.epoch, log.attempt(version))
+        file = log.put_file(folder, "model.safetensors" if full else keys.part(0, 1), f"{log.epoch} {said}".encode())
+        found = log.append(
+            Record(
+                run_id=log.run_id,
+                kind="anchor" if full else "delta",
+                version=version,
+                epoch=log.epoch,
+                created_at=documents.now(),
+                fingerprint="0" * 16,
+                delta=None if full else Delta(codec="packed", changed=1, parts=[file]),
+                anchor=Anchor(directory=folder, files=[file]) if full else None,
+            ),
+            None,
+        )
+        self._full = False
+        if wait:
+            wait_for_head(log)
+        return found
+
+
+def history(store: Store) -> list[Version]:
+    """All versions that lead to the newest one, oldest first, as a new reader finds them; their files have their digests."""
+    reader = ChannelReader(store)
+    found = list(reader.versions())[::-1]
+    for version in found:
+        for file in reader.record(version).record.files:
+            reader.fetch(file)
+    assert [version.version for version in found] == list(range(1, len(found) + 1))
+    return found
+
+
+def head(store: Store) -> Head | None:
+    """Head, as a new reader finds it."""
+    return ChannelReader(store).head()
+
+
+def wait_for_head(log: Log) -> None:
+    """Wait until head names what it should."""
+    log._head_pool.submit(int).result(60)
+
+
+def snapshot(store: Store) -> dict[str, bytes]:
+    """All that a store holds."""
+    return {info.key: store.read(info.key) for info in store.list("")}
+
+
+def restore(store: Store, saved: dict[str, bytes]) -> None:
+    """Make a store hold what it held."""
+    store.delete(*(info.key for info in store.list("")))
+    for key, data in saved.items():
+        store.put(key, data)
+
+
+class Place:
+    """A store that several writers use.
+
+    Attributes:
+        store: Without faults.
+        lease: How its writers succeed each other, if it does not decide.
+        decides: Whether it does.
+    """
+
+    def __init__(self, store: Store, decides: bool, lease: Lease = QUICK) -> None:
+        self.store, self.decides, self.lease, self.journal = store, decides, lease, Journal()
+
+    def writer(self, name: str = "a", **options: bool) -> WriterStore:
+        """A writer's way to it."""
+        return WriterStore(self.store, self.journal, name, decides=self.decides, **options)
+
+    def script(self, name: str = "a", **options: object) -> Script:
+        """A writer that has opened the channel."""
+        return Script(self.writer(name), lease=self.lease, **options)  # type: ignore[arg-type]
+
+    def damage(self, key: str, data: bytes) -> None:
+        """Put other bytes where something is."""
+        self.store.put(key, data)
+        self.journal.forget(key)
+        self.journal.hold(key, data)
+
+    def forget(self, key: str) -> None:
+        """Delete an object."""
+        self.store.delete(key)
+        self.journal.forget(key)
+
+
+def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if kind == "s3":
+        return Place(open_store(request.getfixturevalue("s3_server").url(request.getfixturevalue("s3_bucket"))), True)
+    if kind == "hub":
+        return Place(request.getfixturevalue("hub_channel"), False, SLOW)
+    url = f"file://{tmp_path}/channel" if kind == "file" else request.getfixturevalue("memory_url")
+    return Place(open_store(url), kind != "lease")
+
+
+@contextlib.contextmanager
+def _checked(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    found = place_of(kind, request, tmp_path)
+    yield found
+    found.journal.check(found.store)
+
+
+@pytest.fixture(params=["memory", "file", "s3", "lease", "hub"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Every kind of store; `lease` is memory that does not decide."""
+    with _checked(request.param, request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def deciding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """The stores that decide."""
+    with _checked(request.param, request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "lease"])
+def quick(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Both fencings, in memory."""
+    with _checked(request.param, request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A store that decides."""
+    with _checked("memory", request, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def leased(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A store that does not."""
+    with _checked("lease", request, tmp_path) as found:
+        yield found
