@@ -138,8 +138,8 @@ class DeltaSyncConfig:
         default=None,
         metadata={
             "help": "Training goes on while the replicas that ack asks for serve a version that is at most so far behind "
-            "the one published last; 0 waits for each. If None, DELTASYNC_MAX_BEHIND decides, else it is 1 with AsyncGRPO and "
-            "AsyncDistillation, and 0 with trainers that generate on a vLLM server."
+            "the one published last; 0 waits for each. If None, DELTASYNC_MAX_BEHIND decides, else it is 1 with AsyncGRPO "
+            "and AsyncDistillation, and 0 with trainers that generate on a vLLM server."
         },
     )
     ack_timeout_s: float = field(
