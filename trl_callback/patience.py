@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync import Receipt
-from deltasync.errors import PublishError, StoreError, TransientStoreError
+from deltasync.errors import DeltaSyncError, StoreError, TransientStoreError
 from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,6 @@ class Backlog:
 def _is_stored(receipt: Receipt) -> bool:
     try:
         receipt.wait(0)
-    except (TimeoutError, PublishError):
+    except (TimeoutError, DeltaSyncError):
         return False
     return True

@@ -101,7 +101,7 @@ def test_async_grpo_fails_when_no_replica_acknowledges(checkpoint: Path, tmp_pat
 
 def test_async_grpo_names_the_replica_that_lags(checkpoint: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=2.0, max_behind=0)
+    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=8.0, max_behind=0)
 
     def on_version(version: int) -> None:
         if version == 2:
