@@ -1,4 +1,4 @@
-"""Full weights on their way to a store, one weight file at a time: of a shadow that goes on, or from all ranks of a trainer."""
+"""Full weights on their way to a store, one file at a time: of a shadow that goes on, or from all ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltasync.bits import tensor_of
-from deltasync.channel import anchors, documents
+from deltasync.channel import anchors
 from deltasync.channel.documents import Anchor, File
 from deltasync.config import PublisherSettings
 from deltasync.publish.shadow import Shadow
@@ -69,7 +69,7 @@ def compression_of(settings: PublisherSettings) -> str | None:
 
 def requires_of(settings: PublisherSettings) -> list[str]:
     """What readers must know to read weights that are written so."""
-    return [] if settings.anchor_compression == "none" else [documents.COMPRESSED]
+    return [] if settings.anchor_compression == "none" else [anchors.COMPRESSED]
 
 
 def collect_weights(

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from deltasync import fingerprint
-from deltasync.channel import anchors, documents, plan, signing
-from deltasync.channel.documents import Channel, Reference, Version
+from deltasync.channel import anchors
+from deltasync.channel.documents import Reference
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
 from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import (
@@ -37,17 +36,16 @@ from deltasync.errors import (
     ModelMismatchError,
     PublishError,
 )
-from deltasync.follow import Replica
 from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.encode import Job
 from deltasync.publish.initial import load_initial, refer
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
-from deltasync.publish.opening import open_channel
 from deltasync.publish.part_upload import PartUploader
 from deltasync.publish.receipt import Receipt
+from deltasync.publish.resume import Start, new_channel, open_first, read_shadow
 from deltasync.publish.shadow import Shadow, Stream, check_coverage, fold_changes
-from deltasync.publish.upload import Since, Uploader
+from deltasync.publish.upload import Uploader
 from deltasync.ranks.peers import Group, Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
@@ -56,29 +54,6 @@ from deltasync.types import Patch, TensorSpec, check_specs
 logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Start:
-    """What the first rank found in the channel, for all.
-
-    Attributes:
-        settings: The first rank's.
-        channel: None if there is none yet.
-        end: The newest version, None if there is none or it cannot be read.
-        fingerprint: Of the model at that version.
-        way: What leads to it from nothing.
-        version: Number of the newest version, readable or not; 0 if there is none.
-        trusted: Keys of writers, None if everything is taken.
-    """
-
-    settings: PublisherSettings
-    channel: Channel | None
-    end: Version | None
-    fingerprint: str
-    way: list[Stored]
-    version: int
-    trusted: list[str] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +105,8 @@ class Publisher:
         1
     """
 
+    _log: Log | None = None  # of the first rank
+
     def __init__(
         self,
         channel: str | Store,
@@ -180,27 +157,33 @@ class Publisher:
         self._last: Receipt | None = None
         self._closed = False
         self._serial = 0
-        self._log: Log | None = None  # of the first rank
         start = self._peers.first(lambda: self._open(given, resume))
         self.settings = start.settings
         self._trusted = None if start.trusted is None else Trusted(start.trusted)
-        self._version = start.version
-        self._channel = start.channel
+        self._version = start.number
+        self._channel, self._run_id = start.channel, start.run_id
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
         self._fingerprints: dict[str, int] = {}
         self._reference: Reference | None = None
         self._uploader: Uploader | PartUploader
+        self._keeper: Keeper | None = None
         if self._log is not None:
             self._keeper = Keeper(self._reader(), self._log, self._retention)
-            since, every = _since(start.way), self._retention.fold_every
-            signals = self._peers.signals
-            self._uploader = Uploader(self._log, lambda: self.settings, files, since, every, self._keeper, signals)
+            self._uploader = Uploader(
+                self._log,
+                lambda: self.settings,
+                files,
+                start.since,
+                self._retention.fold_every,
+                self._keeper,
+                self._peers.signals,
+            )
         else:
             self._uploader = PartUploader(self.store, lambda: self.settings, self._peers.signals)
-        self._initial = None if initial is None or start.version else load_initial(self._peers, initial)
+        self._initial = None if initial is None or start.number else load_initial(self._peers, initial)
         # The version to go on from; of a sharded trainer only the first stream tells which parts of it are to be read.
-        self._resumes = start if start.end is not None else None
+        self._resumes = start if start.way else None
         self._saved = shadow
         if self._channel is not None and group is None:
             self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
@@ -209,7 +192,7 @@ class Publisher:
     @property
     def run_id(self) -> str | None:
         """The run that this channel holds; None before the first publish to a new one."""
-        return None if self._channel is None else self._channel.run_id
+        return None if self._channel is None else self._run_id
 
     @property
     def version(self) -> int:
@@ -320,7 +303,7 @@ class Publisher:
         """
         self._closed = True
         self._uploader.close()
-        if self._log is not None:
+        if self._keeper is not None and self._log is not None:
             self._keeper.close()
             self._log.close()
         self.flush()
@@ -359,28 +342,10 @@ class Publisher:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
 
-    def _open(self, settings: PublisherSettings, resume: bool) -> _Start:
+    def _open(self, settings: PublisherSettings, resume: bool) -> Start:
         """First rank: open the channel."""
-        signer = signing.signer_of(settings)
-        self._trusted = None if signer is None else signer.trusted
-        reader = self._reader()
-        opened = open_channel(reader, settings, resume, signer)
-        self._log = opened.log
-        version, way = opened.end_version, list[Stored]()
-        if opened.end is not None and version is not None:
-            try:
-                way = [dataclasses.replace(stored, data=None) for stored in plan.find_way(reader, None, version)]
-            except (FormatError, ChainError) as error:
-                logger.warning("Version %s cannot be read: %s The next version has full weights.", version, error)
-        return _Start(
-            settings=settings,
-            channel=opened.channel,
-            end=version if way else None,
-            fingerprint=way[-1].record.fingerprint or "" if way else "",
-            way=way,
-            version=0 if version is None else version.version,
-            trusted=None if self._trusted is None else self._trusted.names,
-        )
+        start, self._log = open_first(self.store, settings, resume)
+        return start
 
     def _reader(self) -> ChannelReader:
         return ChannelReader(self.store, self._trusted)
@@ -394,7 +359,7 @@ class Publisher:
         """
         waiting: Job | None = None
         problem: BaseException | None = None
-        told = [0, 0, 0, 0]
+        told: list[int] = [0, 0, 0, 0]
         uploader = self._uploader
         if isinstance(uploader, Uploader):
             waiting, problem = attempt(uploader.take)
@@ -430,7 +395,7 @@ class Publisher:
             _, problem = attempt(lambda: check_specs(known, first.specs, "The published model"))
         self._peers.agree(problem)
         assert first is not None
-        told = self._peers.share((self._channel or self._new_channel(first.specs), first.ranges))
+        told = self._peers.share((self._channel or new_channel(first.specs, self.settings.dtype), first.ranges))
         channel, held = told[0][0], [ranges for _, ranges in told]
         differs = [rank for rank, (other, _) in enumerate(told) if other.tensors_sha256 != channel.tensors_sha256]
         if differs:
@@ -449,51 +414,23 @@ class Publisher:
         self._channel, self._held, self._shadow = channel, held, resumed or first
         return base, changes, reference
 
-    def _new_channel(self, specs: Mapping[str, TensorSpec]) -> Channel:
-        """A channel for this model; the log fills in how it is written."""
-        table = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
-        run_id, epoch = ("-", "-") if self._log is None else (self._log.run_id, self._log.epoch)
-        return Channel(
-            run_id=run_id,
-            created_at=documents.now(),
-            fencing="seal",
-            epoch=epoch,
-            dtype=self.settings.dtype,
-            tensors=table,
-            tensors_sha256=documents.table_sha256(table),
-        )
-
     def _read_resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
         """These ranges of the version that is resumed; None if there is none, or if it cannot be read."""
         start, self._resumes = self._resumes, None
-        if start is None or start.end is None:
+        if start is None:
             return None
-        end = start.end
-        shadow, problem = attempt(lambda: self._read(start, end, ranges))
+        alone = self._peers.size == 1
+        shadow, problem = attempt(lambda: read_shadow(self._reader(), start, ranges if not alone else None, self._saved))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
         added = 0 if shadow is None else sum(shadow.fingerprints.values())
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
-        if damaged or fingerprint.to_hex(total) != start.fingerprint:
+        if damaged or fingerprint.to_hex(total) != start.way[-1].record.fingerprint:
             why = damage or "on another rank, or it has other bits than it promises"
-            logger.warning("Version %s cannot be read: %s The next version has full weights.", end, why)
+            logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
             return None
         if isinstance(self._uploader, Uploader):
-            self._uploader.resume(end)
+            self._uploader.resume(start.end)
         return shadow
-
-    def _read(self, start: _Start, end: Version, ranges: Mapping[str, Range]) -> Shadow:
-        if self._peers.size > 1:
-            return Shadow.read(self._reader(), start.way, ranges)
-        replica = Replica(self._reader())
-        if self._saved is not None:
-            try:
-                logger.info("saved shadow version=%s", replica.load(self._saved))
-            except (ConfigError, FormatError, ChainError, ModelMismatchError) as error:
-                logger.warning("The saved shadow is not used: %s", error)
-        replica.sync()
-        if replica.identity != end:
-            raise ChainError(f"the newest version that can be read is {replica.identity}.")
-        return Shadow.whole(replica.state_dict())
 
     def _take(self, named_tensors: Stream, live: Job | None) -> tuple[dict[str, Patch], BaseException | None]:
         """Take the stream into the shadow; the steps, or what this rank failed with."""
@@ -606,15 +543,6 @@ class Publisher:
     @property
     def _weight_bytes(self) -> int:
         return 0 if self._channel is None else sum(spec.element_count * spec.item_bytes for spec in self._specs.values())
-
-
-def _since(way: list[Stored]) -> Since:
-    """Where a channel stands that is continued."""
-    if not way:
-        return Since()
-    return Since(
-        way[0].version.version, way[0].record.reference is not None, sum(stored.payload_bytes for stored in way[1:])
-    )
 
 
 def _check_sharded(settings: PublisherSettings, retention: Retention, shadow: str | Path | None) -> None:

@@ -1,0 +1,493 @@
+"""The log of an epoch: two outcomes of a put, what happens while neither is known, and head behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from deltasync import codec
+from deltasync.channel import documents, keys, payloads, record
+from deltasync.channel.documents import Anchor, Delta, File, Record, sha256_hex
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import (
+    ConfigError,
+    CorruptDataError,
+    FencedError,
+    PublishPendingError,
+    StoreError,
+    TransientStoreError,
+)
+from deltasync.publish import log as log_module
+from deltasync.publish.log import Lease
+from tests import writers
+from tests.faults import flipped
+from tests.hub import fixtures
+from tests.servers import s3
+from tests.writers import TENSORS, Place, Script, head, history, snapshot, wait_for_head
+
+s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
+hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
+anywhere, deciding, quick, memory, leased = writers.anywhere, writers.deciding, writers.quick, writers.memory, writers.leased
+
+
+def verb(place: Place) -> str:
+    """How records are put there."""
+    return "create" if place.decides else "put"
+
+
+class TestLostReplies:
+    @pytest.mark.parametrize("after", [True, False])
+    def test_a_put_is_repeated_with_the_same_bytes(self, anywhere: Place, after: bool) -> None:
+        store = anywhere.writer()
+        a = Script(store, lease=anywhere.lease)
+        faults = [
+            store.fail_at(verb(anywhere), keys.VERSIONS, after=after, times=2),
+            store.fail_at(verb(anywhere), keys.CHANNEL, after=after),
+            store.fail_at("put", "anchors/", after=after),
+        ]
+        found = [a.publish(str(number)).version for number in range(2)]
+        assert [fault.hits for fault in faults] == [2, 1, 1]
+        assert history(anywhere.store) == found
+        assert a.log.published == {version.version: version.sha256 for version in found}
+
+    @pytest.mark.parametrize("after", [True, False])
+    def test_a_version_stays_pending_until_there_is_an_answer(self, quick: Place, after: bool) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease, retries=0)
+        first = a.publish().version
+        store.fail_at(verb(quick), keys.VERSIONS, after=after, times=2)
+        with pytest.raises(PublishPendingError, match="has not said whether it has version 2"):
+            a.publish("second")
+        pending = a.log.pending
+        assert pending is not None
+        assert (pending.record.version, a.log.tip, a.log.next_version) == (2, first, 3)
+        if not (quick.decides and after):  # there it would find its bytes
+            with pytest.raises(PublishPendingError):
+                a.log.settle()
+            assert a.log.pending is pending
+        third = a.publish("third")  # puts the pending one first
+        assert (third.record.version, third.record.base) == (3, pending.version)
+        assert history(quick.store) == [first, pending.version, third.version]
+        assert a.log.pending is None
+        assert a.log.published == {1: first.sha256, 2: pending.sha256, 3: third.sha256}
+
+    def test_a_version_that_landed_is_not_taken_for_another_writers(self, quick: Place) -> None:
+        """The next writer finds it; the one for which it is pending is fenced."""
+        store = quick.writer()
+        a = Script(store, lease=quick.lease, retries=0)
+        first = a.publish().version
+        store.fail_at(verb(quick), keys.VERSIONS, after=True)
+        with pytest.raises(PublishPendingError):
+            a.publish("landed")
+        pending = a.log.pending
+        assert pending is not None
+        b = quick.script("b")
+        assert b.opened.end_version == pending.version
+        third = b.publish("b")
+        with pytest.raises(FencedError):
+            a.publish("never")
+        assert history(quick.store) == [first, pending.version, third.version]
+
+    def test_a_version_that_never_landed_is_fenced_by_the_next_writer(self, quick: Place) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease, retries=0)
+        first = a.publish().version
+        store.fail_at(verb(quick), keys.VERSIONS)
+        with pytest.raises(PublishPendingError):
+            a.publish("lost")
+        b = quick.script("b")
+        assert b.opened.end_version == first
+        for _ in range(2):
+            with pytest.raises(FencedError, match="This publisher must stop"):
+                a.log.settle()
+        second = b.publish("b")
+        assert history(quick.store) == [first, second.version]
+
+    def test_the_channel_is_created_with_the_same_bytes(self, quick: Place) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease, retries=0)
+        store.fail_at(verb(quick), keys.CHANNEL, after=True)
+        with pytest.raises(PublishPendingError, match=r"channel\.json"):
+            a.publish()
+        assert a.log.channel is None
+        assert (a.log.pending, a.log.next_version) == (None, 1)
+        created = a.create()
+        a.log.give_up(1)
+        a.publish("again")
+        assert a.log.channel == created == ChannelReader(quick.store).channel()
+
+    def test_a_damaged_answer_is_no_other_writer(self, memory: Place) -> None:
+        store = memory.writer()
+        a = Script(store)
+        a.publish()
+        store.fail_at("create", keys.VERSIONS, after=True)
+        answers = iter([True, True])
+        store.tamper(keys.VERSIONS, lambda data: flipped(data) if next(answers, False) else data)
+        a.publish()
+        assert len(history(memory.store)) == 2
+
+    def test_a_slot_that_is_taken_and_empty_is_asked_for_again(self, memory: Place) -> None:
+        store = memory.writer()
+        a = Script(store, retries=1)
+        a.publish()
+        store.fail_at("create", keys.VERSIONS, after=True)
+        store.drop(keys.VERSIONS)
+        with pytest.raises(PublishPendingError, match="cannot be read back"):
+            a.publish()
+        store.heal()
+        a.log.settle()
+        assert len(history(memory.store)) == 2
+
+
+class TestErrorsThatDoNotPass:
+    def test_end_the_publish_and_keep_the_version(self, quick: Place) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease)
+        first = a.publish().version
+        fault = store.fail_at(verb(quick), keys.VERSIONS, error=StoreError)
+        with pytest.raises(StoreError, match="failed by the test") as refused:
+            a.publish("refused")
+        assert not isinstance(refused.value, TransientStoreError)
+        assert fault.hits == 1
+        pending = a.log.pending
+        assert pending is not None
+        third = a.publish("third")
+        assert history(quick.store) == [first, pending.version, third.version]
+
+    def test_of_a_file_leave_the_number_free(self, quick: Place) -> None:
+        """The next publish takes it, and a folder that nobody has used."""
+        store = quick.writer()
+        a = Script(store, lease=quick.lease)
+        first = a.publish().version
+        for number, error in enumerate((StoreError, TransientStoreError)):
+            fault = store.fail_at("put", keys.PARTS, times=4, after=True, error=error)
+            with pytest.raises(error):
+                a.publish(f"given up {number}")
+            assert fault.hits == (1 if error is StoreError else 4)
+            store.heal()
+            assert (a.log.pending, a.log.next_version, a.log.attempt(2)) == (None, 2, number)
+            a.log.give_up(2)
+        second = a.publish("second")
+        assert [file.key.split("/")[1] for file in second.record.files] == [f"0000000002.{a.log.epoch}.2"]
+        assert history(quick.store) == [first, second.version]
+        assert a.log.attempt(3) == 0
+
+    def test_of_head_are_not_the_publishers(self, quick: Place, caplog: pytest.LogCaptureFixture) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease)
+        fault = store.fail_at("put", keys.HEAD, times=2, error=StoreError)
+        for _ in range(2):
+            a.publish()
+        assert fault.hits == 2
+        assert head(quick.store) is None
+        assert "head is behind version 2" in caplog.text
+        a.log.close()
+        found = head(quick.store)
+        assert found is not None
+        assert found.newest == a.log.tip
+
+
+class TestSuspended:
+    def test_a_writer_whose_record_comes_late_finds_the_seal(self, deciding: Place) -> None:
+        store = deciding.writer()
+        a = Script(store)
+        first = a.publish().version
+        gate = store.hold_at("create", keys.VERSIONS)
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(a.publish, "late")
+            assert gate.entered.wait(60)
+            b = deciding.script("b")
+            second = b.publish("b")
+            before = snapshot(deciding.store)
+            gate.opened.set()
+            with pytest.raises(FencedError, match="in the place of version 2"):
+                late.result()
+        with pytest.raises(FencedError):
+            a.log.put_file("parts/x", "y", b"z")
+        a.log.close()
+        assert snapshot(deciding.store) == before
+        assert history(deciding.store) == [first, second.version]
+
+    def test_a_writer_that_has_not_looked_yet_stops(self, leased: Place) -> None:
+        store = leased.writer()
+        a = Script(store)
+        first = a.publish().version
+        gate = store.hold_at("list", keys.EPOCHS)
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(a.publish, "late")
+            assert gate.entered.wait(60)
+            b = leased.script("b")
+            second = b.publish("b")
+            gate.opened.set()
+            with pytest.raises(FencedError, match=f"opened the channel as epoch {b.log.epoch}"):
+                late.result()
+        assert history(leased.store) == [first, second.version]
+
+    def test_a_request_later_than_is_assumed_costs_a_fork_and_no_object(self, leased: Place) -> None:
+        """A zombie: it has looked, and its request takes effect long after the next writer has settled."""
+        store = leased.writer()
+        a = Script(store)
+        first = a.publish().version
+        gate = store.hold_at("put", keys.VERSIONS)
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(a.publish, "late", wait=False)
+            assert gate.entered.wait(60)
+            b = leased.script("b")
+            assert b.opened.end_version == first
+            second = b.publish("b")
+            gate.opened.set()
+            fork = late.result()
+        assert (fork.record.version, fork.record.base) == (2, first)
+        assert fork.key != second.key
+        wait_for_head(a.log)
+        with pytest.raises(FencedError):
+            a.publish("never")
+        assert history(leased.store) == [first, second.version]
+        third = leased.script("c").publish("c")
+        assert third.record.base == second.version
+        assert history(leased.store) == [first, second.version, third.version]
+
+    def test_a_look_that_took_too_long_counts_for_nothing(self, leased: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = leased.writer()
+        a = Script(store)
+        a.publish()
+        store.calls.clear()
+        # Two looks, each by its beginning and its end: the first one is too old, or the clock was set back meanwhile.
+        for times in ([0.0, 9.0, 10.0, 10.001], [9.0, 0.0, 10.0, 10.001]):
+            ticks = iter([100.0, *times])
+            monkeypatch.setattr(log_module, "boot_s", lambda ticks=ticks: next(ticks))
+            a.publish(wait=False)
+            assert next(ticks, None) is None
+        monkeypatch.undo()
+        looks = [call for call in store.calls if call == ("list", keys.EPOCHS)]
+        puts = [call for call in store.calls if call[1].startswith(keys.VERSIONS)]
+        assert (len(looks), len(puts)) == (4, 2)
+
+    def test_a_repetition_looks_again(self, leased: Place) -> None:
+        store = leased.writer()
+        a = Script(store)
+        a.publish()
+        store.calls.clear()
+        store.fail_at("put", keys.VERSIONS, after=True)
+        a.publish()
+        order = [call[1][:7] for call in store.calls if call == ("list", keys.EPOCHS) or call[1].startswith(keys.VERSIONS)]
+        assert order == ["epochs/", "version", "epochs/", "version"]
+
+    def test_the_clock_counts_suspension(self) -> None:
+        assert abs(log_module.boot_s() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1.0
+
+
+class TestHead:
+    def test_nobody_waits_for_it_and_only_the_newest_is_written(self, quick: Place) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease)
+        gate = store.hold_at("put", keys.HEAD)
+        found = [a.publish(str(number), wait=False).version for number in range(5)]
+        assert gate.entered.wait(60)
+        assert history(quick.store) == found
+        gate.opened.set()
+        a.log.close()
+        assert store.calls.count(("put", keys.HEAD)) <= 3
+        last = head(quick.store)
+        assert last is not None
+        assert last.newest == found[-1]
+
+    def test_it_keeps_the_anchor_that_it_named(self, quick: Place) -> None:
+        a = quick.script("a")
+        first = a.publish()
+        anchor = first.record.anchor
+        assert anchor is not None
+        fold = a.log.announce(first.version, "0" * 16, anchor, [])
+        b = quick.script("b")
+        b.publish()
+        b.log.close()
+        found = head(quick.store)
+        assert found is not None
+        assert (found.epoch, found.anchor) == (b.log.epoch, fold.key)
+
+    def test_a_damaged_one_is_replaced(self, quick: Place) -> None:
+        a = quick.script("a")
+        a.publish()
+        quick.store.put(keys.HEAD, b"not json")
+        last = a.publish()
+        found = head(quick.store)
+        assert found is not None
+        assert found.newest == last.version
+
+    def test_a_writer_that_published_nothing_leaves_it(self, quick: Place) -> None:
+        quick.script("a").publish()
+        before = quick.store.read(keys.HEAD)
+        quick.script("b").log.close()
+        assert quick.store.read(keys.HEAD) == before
+
+
+class TestFolds:
+    def test_they_name_both_ends(self, anywhere: Place) -> None:
+        a = anywhere.script("a")
+        found = [a.publish(str(number)) for number in range(3)]
+        part = a.log.put_file(keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a fold's")
+        delta = Delta(codec="packed", changed=1, parts=[part])
+        fold = a.log.fold(found[0].version, found[2].version, "1" * 16, delta, None)
+        anchor = found[0].record.anchor
+        assert anchor is not None
+        announced = a.log.announce(found[0].version, "2" * 16, anchor, [])
+        reader = ChannelReader(anywhere.store)
+        for each, base, version in ((fold, found[0].version, found[2].version), (announced, None, found[0].version)):
+            read = reader.stored(each.key, each.sha256)
+            assert (read.record, read.version, read.record.base) == (each.record, version, base)
+        assert {info.key for _, info in reader.folds()} == {fold.key, announced.key}
+
+    @pytest.mark.parametrize("after", [True, False])
+    def test_one_that_got_no_answer_is_put_again_with_the_same_bytes(self, quick: Place, after: bool) -> None:
+        store = quick.writer()
+        a = Script(store, lease=quick.lease, retries=0)
+        first = a.publish()
+        anchor = first.record.anchor
+        assert anchor is not None
+        store.fail_at("put", keys.FOLDS, after=after)
+        with pytest.raises(TransientStoreError):
+            a.log.announce(first.version, "0" * 16, anchor, [])
+        folder = keys.anchor_folder(1, a.log.epoch, 1)
+        file = a.log.put_file(folder, "model.safetensors", b"other bytes")
+        other = Anchor(directory=folder, files=[file])
+        fold = a.log.announce(first.version, "0" * 16, other, [])
+        assert fold.record.anchor == anchor  # the journal finds two contents otherwise
+        assert a.log.announce(first.version, "0" * 16, other, []).sha256 == fold.sha256
+
+    def test_a_fenced_writer_writes_none(self, quick: Place) -> None:
+        a = quick.script("a")
+        first = a.publish()
+        quick.script("b")
+        with pytest.raises(FencedError):
+            a.publish()
+        with pytest.raises(FencedError):
+            a.log.announce(first.version, "0" * 16, Anchor(), [])
+        assert not list(quick.store.list(keys.FOLDS))
+
+
+class TestBounds:
+    def document(self, a: Script, **changes: object) -> Record:
+        anchor = Anchor(directory=keys.anchor_folder(1, a.log.epoch))
+        plain = Record(
+            run_id="x",
+            kind="anchor",
+            version=9,
+            epoch=a.log.epoch,
+            created_at=documents.now(),
+            fingerprint="0" * 16,
+            anchor=anchor,
+        )
+        return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+    @pytest.fixture
+    def created(self, quick: Place) -> Iterator[Script]:
+        """A channel; nothing but channel.json may be there at the end."""
+        a = quick.script("a")
+        a.create()
+        yield a
+        a.log.close()
+        assert not list(quick.store.list(keys.VERSIONS))
+        assert (a.log.pending, a.log.tip, a.log.next_version) == (None, None, 1)
+
+    def test_weights_that_are_larger_than_the_channels(self, created: Script) -> None:
+        folder = keys.anchor_folder(1, created.log.epoch)
+        most = record.most_payload_bytes({name: spec for name, spec in _specs().items()})
+        file = File(key=f"{folder}/model.safetensors", bytes=most + 1, sha256="0" * 64)
+        with pytest.raises(ConfigError, match="more than the"):
+            created.log.append(self.document(created, anchor=Anchor(directory=folder, files=[file])), None)
+
+    def test_a_record_that_is_too_large(self, created: Script) -> None:
+        folder = keys.anchor_folder(1, created.log.epoch)
+        files = [File(key=f"{folder}/{number}", bytes=0, sha256="0" * 64) for number in range(50_000)]
+        with pytest.raises(ConfigError, match=r"versions/0000000/0000000001\S* has [\d,]+ bytes, more than the 5,2"):
+            created.log.append(self.document(created, anchor=Anchor(directory=folder, files=files)), None)
+
+    def test_what_readers_would_refuse(self, created: Script) -> None:
+        with pytest.raises(CorruptDataError):
+            created.log.append(self.document(created, kind="delta"), None)
+        with pytest.raises(CorruptDataError):
+            created.log.append(self.document(created, created_at="yesterday"), None)
+
+
+def _specs() -> dict[str, documents.TensorSpec]:
+    return {name: documents.TensorSpec(name, dtype, shape) for name, (dtype, shape) in TENSORS.items()}
+
+
+def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
+    a = anywhere.script("a")
+    a.publish()
+    log, spec = a.log, _specs()["w"]
+    encoder = codec.get("raw").encoder()
+    index_K, new_K = np.array([3, 5], np.int32), np.array([7, 9], np.uint16)
+    new = np.zeros(spec.element_count, np.uint16)
+    new[index_K] = new_K
+    encoder.add(spec, index_K, new_K, new, "00000000000000ab")
+    document = Record(
+        run_id=log.run_id,
+        kind="delta",
+        version=log.next_version,
+        epoch=log.epoch,
+        created_at=documents.now(),
+        fingerprint="0" * 16,
+        delta=Delta(codec="raw", changed=2),
+        step=-5,
+    )
+    stored = log.append(document, encoder.finish(log.next_version, 1))
+    reader = ChannelReader(anywhere.store)
+    found = reader.record(stored.version)
+    assert found.record == stored.record
+    assert found.data == stored.data
+    assert (found.record.step, found.record.base) == (-5, a.opened.end_version or found.record.base)
+    ((patch, fingerprint),) = payloads.patches(reader, found)
+    assert (patch.name, fingerprint) == ("w", 0xAB)
+    np.testing.assert_array_equal(patch.index_K, index_K)
+    log.close()
+
+
+def test_files_are_put_by_many_threads(anywhere: Place) -> None:
+    a = anywhere.script("a")
+    folder = keys.parts_folder(1, a.log.epoch)
+    contents = {keys.part(rank, 1): f"rank {rank}".encode() for rank in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda pair: a.log.put_file(folder, *pair), contents.items()))
+    assert found == [
+        File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)) for name, data in contents.items()
+    ]
+    assert {key: data for key, data in snapshot(anywhere.store).items() if key.startswith(folder)} == {
+        f"{folder}/{name}": data for name, data in contents.items()
+    }
+
+
+def test_what_was_published_is_kept_for_acknowledgements(memory: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "_MOST_PUBLISHED", 3)
+    a = memory.script("a")
+    found = [a.publish().version for _ in range(5)]
+    assert a.log.published == {version.version: version.sha256 for version in found[2:]}
+
+
+def test_the_first_version_waits_for_what_is_left_of_the_settling(leased: Place) -> None:
+    leased.lease = Lease(0.6, 0.1, 0.1)
+    a = leased.script("a")
+    time.sleep(0.3)
+    started = time.perf_counter()
+    a.publish()
+    assert 0.1 < time.perf_counter() - started < 0.6
+    started = time.perf_counter()
+    a.publish()
+    assert time.perf_counter() - started < 0.3
+
+
+def test_closing_ends_the_thread_and_leaves_no_probe(quick: Place) -> None:
+    before = threading.active_count()
+    a = quick.script("a")
+    a.publish()
+    assert threading.active_count() == before + 1
+    a.log.close()
+    assert threading.active_count() == before
+    assert not list(quick.store.list("probe/"))
