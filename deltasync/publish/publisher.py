@@ -301,11 +301,12 @@ class Publisher:
         Raises:
             PublishError: the last version did not become visible.
         """
-        self._closed = True
-        self._uploader.close()
-        if self._keeper is not None and self._log is not None:
-            self._keeper.close()
-            self._log.close()
+        if not self._closed:
+            self._closed = True
+            self._uploader.close()
+            if self._keeper is not None and self._log is not None:
+                self._keeper.close()
+                self._log.close()
         self.flush()
 
     def __enter__(self) -> Self:
@@ -369,7 +370,7 @@ class Publisher:
                 told = [number, whole, collects, waiting is not None]
                 uploader.warm_up()
         try:
-            version, full, collects, joins = self._peers.agree(problem, *told)
+            version, full, spools, joins = self._peers.agree(problem, *told)
             if not isinstance(uploader, Uploader) and joins:
                 waiting = uploader.take()
         except BaseException:
@@ -378,7 +379,7 @@ class Publisher:
             raise
         if full and version == 1 and self._initial is not None and self._peers.size == 1:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
-        return _Base(version, bool(full), bool(collects), waiting)
+        return _Base(version, bool(full), bool(spools), waiting)
 
     def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, dict[str, Patch], Reference | None]:
         """Learn from the first stream who holds what.
@@ -406,7 +407,7 @@ class Publisher:
         reference: Reference | None = None
         if resumed is not None:
             changes = resumed.advance(first.stream(), "keep", self._peers.rank)
-            base = dataclasses.replace(base, full=False)
+            base = dataclasses.replace(base, full=False, collects=False)
         elif self._initial is not None and base.version == 1:
             reference, changes = refer(self._peers, self._initial, first)
             if changes:

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     publisher.publish(stream()).wait(60)
     weights += 1
     if rank == 1:
-        gate = store.hold_at("create", "deltas/")
+        gate = store.hold_at("put", "parts/")
         threading.Thread(target=lambda: gate.entered.wait(60) and os._exit(9), daemon=True).start()
     receipt = publisher.publish(stream())
     try:

@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from deltasync import Publisher, Receipt, open_store, signing
+from deltasync import Publisher, Receipt, open_store
+from deltasync.channel import keys, signing
 from deltasync.codec import blocks
-from deltasync.errors import ConfigError, DeltaSyncError, HeadConflictError, PublishError, PublishLostError, StoreError
+from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
+from deltasync.publish import encode
 from deltasync.publish.sharded import TensorRange
 from tests.faults import FaultyStore
 
@@ -62,8 +64,9 @@ class Scenario:
         return Publisher(self.store, group=dist.group.WORLD, retry_delay_s=0.01, peer_timeout_s=60, **settings)
 
     def note(self, receipt: Receipt, moved_bytes: int = 0) -> None:
-        numbers = ("version", "kind", "step", "changed", "total", "payload_bytes", "anchor_bytes")
-        self.told.append({name: getattr(receipt, name) for name in numbers} | {"moved_bytes": moved_bytes})
+        numbers = ("version", "kind", "step", "changed", "total", "payload_bytes", "anchor_bytes", "digest")
+        known = numbers if receipt.done and receipt._uploaded.exception() is None else numbers[:5]
+        self.told.append({name: getattr(receipt, name) for name in known} | {"moved_bytes": moved_bytes})
 
     def expect(self, version: int, weights: Weights) -> None:
         """Gathered on all ranks: what `version` must hold."""
@@ -173,7 +176,7 @@ def failures() -> None:
 
     for failing in (0, last):
         if dist.get_rank() == failing:
-            scenario.store.fail_at("create", "deltas/", error=StoreError, times=1)
+            scenario.store.fail_at("put", keys.PARTS, error=StoreError, times=1)
         lost = publisher.publish(step().items())
         try:
             lost.wait(60)
@@ -187,14 +190,14 @@ def failures() -> None:
     publisher.close()
 
     scenario.store.heal()
-    other = scenario.publisher(resume=True)
-    scenario.publish(other, step())
     stale = scenario.publisher(resume=True)
+    scenario.publish(stale, step())
+    other = scenario.publisher(resume=True)
     scenario.publish(other, step())
     for _ in range(2):
         try:
             stale.publish(step().items()).wait(60)
-        except HeadConflictError:
+        except FencedError:
             continue
         raise AssertionError("two publishers")
     other.close()
@@ -208,7 +211,7 @@ def coalescing() -> None:
         model, step = trainer(world())
         publisher = scenario.publisher()
         scenario.publish(publisher, weights_of(model))
-        gate = scenario.store.hold_at("create", "deltas/")
+        gate = scenario.store.hold_at("put", keys.PARTS)
         if dist.get_rank() != slow:
             gate.opened.set()
         receipts = [publisher.publish(step().items())]
@@ -289,7 +292,7 @@ def free_start() -> None:
     with scenario.publisher(initial=scenario.folder / "start", retries=0) as publisher:
         step()
         if dist.get_rank() == dist.get_world_size() - 1:
-            scenario.store.fail_at("create", "deltas/", error=StoreError)
+            scenario.store.fail_at("put", keys.PARTS, error=StoreError)
         lost = publisher.publish(weights_of(model).items())
         try:
             lost.wait(60)
@@ -337,6 +340,7 @@ def messages() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     blocks.BLOCK = 1 << 10  # so that ranks have other blocks of a tensor
+    encode.INLINE_BYTES = 0  # so that the first rank has parts too
     dist.init_process_group("gloo")
     train()
     failures()

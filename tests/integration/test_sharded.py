@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel.documents import Record
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import NotPublishedError
-from deltasync.manifest import Manifest
-from deltasync.reader import ChannelReader
 from tests.conftest import assert_same_bits
-from tests.independent_reader import Channel
 
 ROOT = Path(__file__).parents[2]
 Told = list[dict[str, Any]]
@@ -67,32 +66,37 @@ def expected(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
     return {int(path.stem): torch.load(path) for path in sorted((folder / "expected").iterdir())}
 
 
-def manifests(folder: Path) -> dict[int, Manifest]:
-    return housekeeping.read_manifests(ChannelReader(open_store(f"file://{folder}/channel")))
+def records(folder: Path) -> dict[int, Record]:
+    reader = ChannelReader(open_store(f"file://{folder}/channel"))
+    return {version.version: reader.record(version).record for version in reversed(list(reader.versions()))}
 
 
-def prove(folder: Path, size: int, start: Path | None = None) -> Told:
-    """Replicas and a reader written from docs/format.md come to the trainer's bits, and all documents are right."""
+def anchors(folder: Path) -> dict[int, Record]:
+    """Those beside the log."""
+    reader = ChannelReader(open_store(f"file://{folder}/channel"))
+    return {span.version: reader.stored(info.key).record for span, info in reader.folds() if span.base == 0}
+
+
+def prove(folder: Path, size: int) -> Told:
+    """Replicas come to the trainer's bits."""
     url, states = f"file://{folder}/channel", expected(folder)
-    report = housekeeping.check(ChannelReader(open_store(url)), read_data=True)
-    assert (report.problems, report.unproven) == ([], [])
-    stepwise, independent = Replica(url), Channel(folder / "channel", start)
-    linked = {document["version"] for document in independent.chain()}  # back to the last loss
+    stepwise = Replica(url)
     for version, state in states.items():
         stepwise.sync(version)
         assert_same_bits(stepwise.state_dict(), state)
         late = Replica(url)
         late.sync(version)
         assert_same_bits(late.state_dict(), state)
-        found = independent.read(version) if version in linked else {}
-        assert all(bits.tobytes() == state[name].view(torch.uint8).numpy().tobytes() for name, (_, _, bits) in found.items())
-    assert max(states) in linked
     # From far behind, several versions are merged into one commit.
     behind = Replica(url)
     behind.sync(min(states))
     behind.sync()
     assert_same_bits(behind.state_dict(), states[max(states)])
-    return told(folder, size)
+    rows = told(folder, size)
+    published = ChannelReader(open_store(url)).versions()
+    digests = {version.version: version.sha256 for version in published}
+    assert all(row["digest"] == digests[row["version"]] for row in rows if "digest" in row)
+    return rows
 
 
 @pytest.mark.parametrize("codec", ["packed", "raw"])
@@ -101,24 +105,26 @@ def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, 
     rows = prove(folder, size)
     if codec == "raw":
         assert Replica(f"file://{folder}/channel", trusted_keys=folder / "key.pub").sync() == 5
-    states, documents = expected(folder), manifests(folder)
+    states, documents = expected(folder), records(folder)
     with Publisher(memory_url, codec=codec) as publisher:
         for (version, state), row in zip(states.items(), rows, strict=True):
             receipt = publisher.publish(state.items()).wait(60)
             assert (receipt.version, receipt.changed, receipt.total) == (version, row["changed"], row["total"])
-            found = housekeeping.read_manifests(ChannelReader(publisher.store))[version]
+            found = ChannelReader(publisher.store).numbered(version).record
             assert found.fingerprint == documents[version].fingerprint
-    assert [document.kind for document in documents.values()] == ["anchor", "delta", "delta", "anchor", "delta"]
+    assert [document.kind for document in documents.values()] == ["anchor"] + ["delta"] * 4
     assert [document.step for document in documents.values()] == [0, 1, None, 2, 3]
     # Each rank that holds a changed element stored a part, and nobody else's.
-    parts = [file.key.rpartition("/")[2] for file in documents[2].delta.files]  # type: ignore[union-attr]
-    assert parts == [f"part-{rank:05d}-of-{size:05d}.safetensors" for rank in range(1, size + 1)]
-    assert documents[3].delta is not None and documents[3].delta.files == []
-    weights = documents[4].anchor.files  # type: ignore[union-attr]
+    delta = documents[2].delta
+    assert delta is not None
+    assert [file.key.rpartition("/")[2] for file in delta.parts] == [f"{rank:03d}-00001.safetensors" for rank in range(size)]
+    assert rows[1]["payload_bytes"] == sum(file.bytes for file in delta.parts)
+    assert documents[3].delta is not None and documents[3].delta.parts == []
+    ((version, document),) = anchors(folder).items()
+    assert version == 4 and document.anchor is not None
+    weights = document.anchor.files
     assert len(weights) > 1 and max(file.bytes for file in weights) < 80_000
-    assert (folder / "channel" / documents[4].anchor.directory / "config.json").read_bytes() == b"{}"  # type: ignore[union-attr]
-    assert rows[1]["payload_bytes"] == documents[2].delta.payload_bytes  # type: ignore[union-attr]
-    assert rows[3]["anchor_bytes"] == documents[4].anchor.payload_bytes  # type: ignore[union-attr]
+    assert (folder / "channel" / document.anchor.directory / "config.json").read_bytes() == b"{}"
     # Messages carry a few numbers for each tensor, no weights.
     assert all(row["moved_bytes"] < 2_000 for row in rows[1:4])
 
@@ -128,7 +134,7 @@ def test_a_rank_that_fails_takes_all_along_and_the_next_version_is_an_anchor(ran
     rows = prove(folder, size)
     assert [row["version"] for row in rows] == [1, 2, 3, 3, 4, 4, 5, 6]
     assert [row["kind"] for row in rows] == ["anchor", "delta", "delta", "anchor", "delta", "anchor", "delta", "delta"]
-    assert sorted(manifests(folder)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(records(folder)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("slow", ["first", "last"])
@@ -136,7 +142,7 @@ def test_versions_coalesce_alike_on_all_ranks(ranks: tuple[int, Path], slow: str
     size, folder = ranks[0], ranks[1] / f"slow-{slow}"
     rows = prove(folder, size)
     assert [row["version"] for row in rows] == [1, 2, 3, 3, 3]
-    assert {version: document.coalesced for version, document in manifests(folder).items()} == {1: 1, 2: 1, 3: 3}
+    assert {version: document.coalesced for version, document in records(folder).items()} == {1: 1, 2: 1, 3: 3}
 
 
 def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> None:
@@ -154,8 +160,9 @@ def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> 
         dying.kill()
     assert survivor.splitlines() == ["lost version 2", "no publish without rank 1", "still no publish", "closed"]
     assert time.monotonic() - started < 100
-    report = housekeeping.check(ChannelReader(open_store(f"file://{folder}")), read_data=True)
-    assert (report.problems, report.head, report.publishing, report.proven) == ([], 1, 0, [1])
+    replica = Replica(f"file://{folder}")
+    assert replica.sync() == 1
+    assert_same_bits(replica.state_dict(), {"w": torch.zeros(1000, dtype=torch.bfloat16)})
 
 
 def test_flat_partitions_whole_tensors_and_copies_are_published_once(ranks: tuple[int, Path]) -> None:
@@ -171,10 +178,10 @@ def test_the_first_version_may_be_a_checkpoint_that_all_ranks_read(ranks: tuple[
     rows = prove(folder, size)
     # The reference was stored before the delta on it was lost, so what follows is full weights.
     assert [(row["version"], row["kind"]) for row in rows] == [(2, "delta"), (2, "anchor"), (3, "delta")]
-    assert manifests(folder)[1].reference is not None
-    rows = prove(ranks[1] / "free-same", size, folder / "start")
+    assert records(folder)[1].reference is not None
+    rows = prove(ranks[1] / "free-same", size)
     assert [(row["version"], row["kind"], row["anchor_bytes"]) for row in rows] == [(1, "anchor", 0), (2, "delta", 0)]
-    assert manifests(ranks[1] / "free-same")[1].reference.tied == {"head.weight": "embed.weight"}  # type: ignore[union-attr]
+    assert records(ranks[1] / "free-same")[1].reference.tied == {"head.weight": "embed.weight"}  # type: ignore[union-attr]
 
 
 def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
@@ -187,7 +194,7 @@ def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
 def test_another_number_of_ranks_goes_on_with_the_run(two: Path, four: Path, tmp_path: Path) -> None:
     rows = told(four / "resumed", 4)
     states = expected(two / "train-packed") | expected(four / "resumed")
-    assert [(row["version"], row["kind"]) for row in rows] == [(6, "delta"), (7, "anchor")]
+    assert [(row["version"], row["kind"]) for row in rows] == [(6, "delta"), (7, "delta")]
     url = f"file://{two}/train-packed/channel"
     replica = Replica(url)
     for version, state in states.items():

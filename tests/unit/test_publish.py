@@ -3,28 +3,27 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
-from deltasync import Publisher, Receipt, Replica, layout, manifest, open_store
+from deltasync import Publisher, Receipt, Replica, open_store
+from deltasync.channel import keys
+from deltasync.channel.documents import Record
+from deltasync.channel.reading import ChannelReader
 from deltasync.codec.blocks import BlockEncoder
 from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
-    HeadConflictError,
+    FencedError,
     MissingVersionError,
     ModelMismatchError,
     NotPublishedError,
-    ObjectMissingError,
-    PublishError,
     PublishLostError,
-    PublishStateUnknownError,
+    PublishPendingError,
     StoreError,
 )
-from deltasync.manifest import Head, Manifest
 from deltasync.stores import Store
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
@@ -63,18 +62,17 @@ def _publish(publisher: Publisher, weights: Weights, step: int | None = None) ->
     return publisher.publish(weights.items(), step=step).wait(60)
 
 
-def _head(store: Store) -> int:
-    return manifest.decode(store.read(layout.HEAD), Head, layout.HEAD).version
-
-
-def _manifest(store: Store, version: int) -> Manifest:
-    key = layout.manifest(version)
-    return manifest.decode(store.read(key), Manifest, key)
+def _record(store: Store, version: int) -> Record:
+    return ChannelReader(store).numbered(version).record
 
 
 def _versions(store: Store) -> list[int]:
-    found = (layout.manifest_version(info.key) for info in store.list(layout.MANIFESTS))
-    return [version for version in found if version is not None]
+    return sorted(version.version for version in ChannelReader(store).versions())
+
+
+def _anchors(store: Store) -> list[int]:
+    """Versions that have an anchor beside the log."""
+    return [span.version for span, _ in ChannelReader(store).folds() if span.base == 0]
 
 
 @pytest.fixture
@@ -106,7 +104,7 @@ def test_every_version_has_exactly_the_published_bits(channel_url: str, codec: s
     assert all(receipt.done for receipt in receipts)
 
     store = open_store(channel_url)
-    assert [_manifest(store, version).step for version in _versions(store)] == [0, 10, 20, 30, 40, 50]
+    assert [_record(store, version).step for version in _versions(store)] == [0, 10, 20, 30, 40, 50]
 
     follower, late = Replica(channel_url), Replica(channel_url)
     for version, state in enumerate(states, start=1):
@@ -208,7 +206,7 @@ def test_the_served_dtype_is_a_setting(memory_url: str, dtype: str) -> None:
 
 
 def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> None:
-    gate = store.hold_at("create")
+    gate = store.hold_at("put", keys.ANCHORS)
     weights = _weights()
     expected = {name: tensor.clone() for name, tensor in weights.items()}
     with Publisher(store) as publisher:
@@ -224,25 +222,37 @@ def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> No
 def test_anchor_every_counts_versions(memory_url: str) -> None:
     weights = _weights()
     with Publisher(memory_url, anchor_every=3) as publisher:
-        receipts = [_publish(publisher, weights := _trained(weights, seed)) for seed in range(7)]
-    assert [receipt.kind for receipt in receipts] == ["anchor", "delta", "delta"] * 2 + ["anchor"]
-    assert [receipt.anchor_bytes > 0 for receipt in receipts] == [receipt.kind == "anchor" for receipt in receipts]
+        receipts = []
+        for seed in range(7):
+            receipts.append(_publish(publisher, weights := _trained(weights, seed)))
+            _wait_for_keeper(publisher)
+    assert [receipt.kind for receipt in receipts] == ["anchor"] + ["delta"] * 6
+    assert [receipt.anchor_bytes > 0 for receipt in receipts] == [True] + [False] * 6
     store = open_store(memory_url)
-    assert [_manifest(store, version).anchor_version for version in range(1, 8)] == [1, 1, 1, 4, 4, 4, 7]
-    assert _manifest(store, 4).delta is not None
+    assert _anchors(store) == [4, 7]
+    assert _record(store, 4).delta is not None
+
+
+def _wait_for_keeper(publisher: Publisher) -> None:
+    assert publisher._keeper is not None
+    publisher._keeper._pool.submit(lambda: None).result(60)
 
 
 def test_an_anchor_is_written_when_replaying_the_chain_costs_more(memory_url: str) -> None:
     weights = _weights()
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    receipts = []
     with Publisher(memory_url, anchor_every=1000) as publisher:
-        receipts = [_publish(publisher, weights := _trained(weights, seed, fraction=0.9)) for seed in range(9)]
-    chain_bytes = 0
+        for seed in range(9):
+            receipts.append(_publish(publisher, weights := _trained(weights, seed, fraction=0.9)))
+            _wait_for_keeper(publisher)
+    chain_bytes, expected = 0, []
     for receipt in receipts[1:]:
         chain_bytes += receipt.payload_bytes
-        assert (receipt.kind == "anchor") == (chain_bytes > weight_bytes)
-        chain_bytes = 0 if receipt.kind == "anchor" else chain_bytes
-    assert "anchor" in [receipt.kind for receipt in receipts[1:]]
+        if chain_bytes > weight_bytes:
+            expected.append(receipt.version)
+            chain_bytes = 0
+    assert _anchors(open_store(memory_url)) == expected != []
 
 
 def test_a_used_channel_is_refused_without_resume(channel_url: str) -> None:
@@ -285,69 +295,70 @@ def test_resume_goes_on_with_the_next_version_as_a_delta(channel_url: str) -> No
 
 def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
     weights = _weights()
-    kinds = []
-    for seed in range(5):
+    for seed in range(7):
         with Publisher(memory_url, anchor_every=3, resume=True) as publisher:
-            kinds.append(_publish(publisher, weights := _trained(weights, seed)).kind)
-    assert kinds == ["anchor", "delta", "delta", "anchor", "delta"]
+            _publish(publisher, weights := _trained(weights, seed))
+    assert _anchors(open_store(memory_url)) == [4, 7]
 
 
 @pytest.mark.parametrize("died_at", [1, 2], ids=["first version", "second version"])
-def test_a_publisher_that_died_between_manifest_and_head_is_rolled_forward(store: FaultyStore, died_at: int) -> None:
+def test_a_version_whose_answer_is_lost_is_settled_by_the_next_publish(store: FaultyStore, died_at: int) -> None:
     states = [_weights()]
     states += [_trained(states[-1], 1)]
     states += [_trained(states[-1], 2)]
-    publisher = Publisher(store, retries=0)
+    publisher = Publisher(store, retries=1, retry_delay_s=0.001)
     for state in states[: died_at - 1]:
         _publish(publisher, state)
-    store.fail_at("replace", layout.HEAD, times=FOREVER, error=StoreError)
-    with pytest.raises(PublishStateUnknownError):
-        _publish(publisher, states[died_at - 1])
-    store.heal()
-    with pytest.raises(PublishError):
-        publisher.close()
-
-    with Publisher(store, resume=True) as resumed:
-        assert resumed.version == died_at
-        assert _head(store) == died_at
-        replica = Replica(store)
-        assert replica.sync() == died_at
-        assert_same_bits(replica.state_dict(), states[died_at - 1])
-        assert _publish(resumed, states[2]).version == died_at + 1
-        replica.sync()
-        assert_same_bits(replica.state_dict(), states[2])
+    store.fail_at("create", keys.VERSIONS, times=2)
+    receipt = publisher.publish(states[died_at - 1].items())
+    with pytest.raises(PublishPendingError):
+        receipt.wait(60)
+    assert publisher.version == died_at
+    assert _publish(publisher, states[died_at]).version == died_at + 1
+    publisher.close()
+    replica = Replica(store)
+    for version in range(1, died_at + 2):
+        assert replica.sync(version) == version
+        assert_same_bits(replica.state_dict(), states[version - 1])
+    kinds = [_record(store, version).kind for version in _versions(store)]
+    assert kinds == ["anchor"] + ["delta"] * died_at
 
 
-def test_resume_rolls_forward_over_every_version_that_head_missed(store: FaultyStore) -> None:
+def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store: FaultyStore) -> None:
     states = [_weights()]
-    states += [_trained(states[-1], 1)]
-    states += [_trained(states[-1], 2)]
+    for seed in range(4):
+        states += [_trained(states[-1], seed)]
     publisher = Publisher(store, retries=0)
     _publish(publisher, states[0])
-    store.fail_at("replace", layout.HEAD, times=FOREVER)
-    for state in states[1:]:
-        with pytest.raises(PublishStateUnknownError):
-            _publish(publisher, state)
-    store.heal()
-    assert (_head(store), _versions(store)) == (1, [1, 2, 3])
-    with Publisher(store, resume=True) as resumed:
-        assert resumed.version == _head(store) == 3
-        assert _publish(resumed, _trained(states[-1], 3)).version == 4
+    gate = store.hold_at("create", keys.VERSIONS)
+    store.fail_at("create", keys.VERSIONS, times=2)
+    first = publisher.publish(states[1].items())
+    assert gate.entered.wait(60)
+    waiting = publisher.publish(states[2].items())
+    gate.opened.set()
+    for receipt in (first, waiting):
+        with pytest.raises(PublishPendingError):
+            receipt.wait(60)
+    assert (first.version, waiting.version) == (2, 3)
+    assert (_publish(publisher, states[3]).version, _record(store, 3).coalesced) == (3, 2)
+    publisher.close()
+    replica = Replica(store)
+    for version, state in ((1, states[0]), (2, states[1]), (3, states[3])):
+        assert replica.sync(version) == version
+        assert_same_bits(replica.state_dict(), state)
 
 
-@pytest.mark.parametrize("operation", ["channel.json", "anchors/", "manifests/"])
-def test_a_publisher_that_died_before_the_first_manifest_leaves_a_channel_that_resumes(
-    store: FaultyStore, operation: str
-) -> None:
+@pytest.mark.parametrize("prefix", ["channel.json", "anchors/"])
+def test_a_publisher_that_died_before_the_first_record_leaves_a_channel_that_resumes(store: FaultyStore, prefix: str) -> None:
     publisher = Publisher(store, retries=0)
-    store.fail_at("create", operation, after=True, error=StoreError)
+    store.fail_at("create" if prefix == "channel.json" else "put", prefix, after=True, error=StoreError)
     with pytest.raises(PublishLostError):
         _publish(publisher, _weights())
     weights = _trained(_weights(), 1)
     with Publisher(store, resume=True) as resumed:
-        receipt = _publish(resumed, weights)
+        assert _publish(resumed, weights).version == 1
     replica = Replica(store)
-    assert replica.sync() == receipt.version
+    assert replica.sync() == 1
     assert_same_bits(replica.state_dict(), weights)
 
 
@@ -358,12 +369,12 @@ def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_
     ours, theirs = _trained(_weights(), 1), _trained(_weights(), 2)
     _publish(second, theirs)
     before = _visible(open_store(channel_url))
-    with pytest.raises(HeadConflictError):
+    with pytest.raises(FencedError):
         _publish(first, ours)
     assert _visible(open_store(channel_url)) == before
-    with pytest.raises(HeadConflictError):  # it stays so
+    with pytest.raises(FencedError):  # it stays so
         first.publish(_weights().items())
-    with pytest.raises(HeadConflictError):
+    with pytest.raises(FencedError):
         first.close()
     replica = Replica(channel_url)
     assert replica.sync() == 2
@@ -375,18 +386,18 @@ def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_
 
 
 def _visible(store: Store) -> dict[str, bytes]:
-    """What readers can reach: everything but payloads that no manifest names."""
-    return {info.key: store.read(info.key) for info in store.list("") if not info.key.startswith(("deltas/", "anchors/"))}
+    """What readers can reach: everything but files that no record names."""
+    return {info.key: store.read(info.key) for info in store.list("") if not info.key.startswith(("parts/", "anchors/"))}
 
 
 def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
     first, second = Publisher(channel_url), Publisher(channel_url)
     _publish(first, _weights())
-    with pytest.raises(HeadConflictError):
+    with pytest.raises(FencedError):
         _publish(second, _weights())
     replica = Replica(channel_url)
     assert replica.sync() == 1
-    assert open_store(channel_url).read(layout.CHANNEL).count(str(first.run_id).encode()) == 1
+    assert open_store(channel_url).read(keys.CHANNEL).count(str(first.run_id).encode()) == 1
 
 
 @pytest.mark.parametrize("codec", ["packed", "context"])
@@ -397,14 +408,12 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
         states[number] = _trained(states[number - 1], number)
     publisher = Publisher(store, codec=codec)
     _publish(publisher, states[0])
-    gate = store.hold_at("create")
+    gate = store.hold_at("create", keys.VERSIONS)
     receipts = [publisher.publish(states[1].items(), step=1)]
     assert gate.entered.wait(60)
     for step in range(2, 7):
         receipts.append(publisher.publish(states[step].items(), step=step))
-        uploader = publisher._uploader
-        assert uploader._waiting is not None  # the only one besides the one being uploaded
-        assert uploader._waiting.manifest.version == 3
+        assert [job.version for job in publisher._uploader._waiting] == [3]  # the only one beside the one under way
     assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
     assert not any(receipt.done for receipt in receipts)
     with pytest.raises(TimeoutError):
@@ -413,7 +422,7 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
     publisher.close()
     assert all(receipt.done for receipt in receipts)
     assert _versions(store) == [1, 2, 3]
-    assert (_manifest(store, 3).coalesced, _manifest(store, 3).step) == (5, 6)
+    assert (_record(store, 3).coalesced, _record(store, 3).step) == (5, 6)
     replica = Replica(store)
     for version, state in ((2, states[1]), (3, states[6])):
         replica.sync(version)
@@ -423,7 +432,7 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
 def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: FaultyStore) -> None:
     publisher = Publisher(store)
     _publish(publisher, _weights())
-    gate = store.hold_at("create")
+    gate = store.hold_at("create", keys.VERSIONS)
     publisher.publish(_weights().items())  # occupies the uploader
     gate.entered.wait(60)
     publisher.publish(_trained(_weights(), 1).items())
@@ -437,7 +446,7 @@ def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: Faul
 
 
 def test_the_first_version_coalesces_too(store: FaultyStore) -> None:
-    gate = store.hold_at("create")
+    gate = store.hold_at("create", keys.VERSIONS)
     publisher = Publisher(store)
     for seed in range(3):
         publisher.publish(_trained(_weights(), seed).items())
@@ -512,63 +521,76 @@ def test_an_empty_stream_is_refused(memory_url: str) -> None:
         publisher.publish([])
 
 
-def test_an_encoder_that_fails_takes_nothing_along(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [_weights()]
-    states += [_trained(states[-1], 1)]
-    states += [_trained(states[-1], 2)]
+@pytest.mark.parametrize("waits", [False, True], ids=["live", "waiting"])
+def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     publisher = Publisher(store)
-    _publish(publisher, states[0])
-    gate = store.hold_at("create")
-    publisher.publish(_weights().items())
-    gate.entered.wait(60)
-    waiting = publisher.publish(states[1].items())
+    _publish(publisher, _weights())
+    gate = store.hold_at("create", keys.VERSIONS)
+    if waits:
+        publisher.publish(_weights().items())
+        assert gate.entered.wait(60)
+    else:
+        gate.opened.set()
 
     def fail(*arguments: Any) -> bytes:
         raise MemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockEncoder, "finish", fail)
-        with pytest.raises(MemoryError):
-            publisher.publish(states[2].items())
-    gate.opened.set()
-    waiting.wait(60)
+        receipt = publisher.publish(_trained(_weights(), 1).items())
+        gate.opened.set()
+        with pytest.raises(PublishLostError):
+            receipt.wait(60)
+        with pytest.raises(PublishLostError):
+            _ = receipt.payload_bytes
+    weights = _trained(_weights(), 2)
+    receipt = _publish(publisher, weights)
+    assert (receipt.version, receipt.kind) == (2 + waits, "anchor")
     replica = Replica(store)
     replica.sync()
-    assert_same_bits(replica.state_dict(), states[1])
-    _publish(publisher, states[2])
-    replica.sync()
-    assert_same_bits(replica.state_dict(), states[2])
+    assert_same_bits(replica.state_dict(), weights)
     publisher.close()
 
 
-@pytest.mark.parametrize("step", ["deltas/", "manifests/", "head.json"])
+STEPS = [("put", "parts/"), ("create", "versions/"), ("put", "head.json")]
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changed tensor is a part, and nothing goes into the record."""
+    monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
+    monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
+
+
+@pytest.mark.parametrize(("verb", "step"), STEPS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
-def test_a_passing_store_error_is_retried_and_leaves_no_trace(store: FaultyStore, step: str, after: bool) -> None:
+@pytest.mark.usefixtures("in_parts")
+def test_a_passing_store_error_is_retried_and_leaves_no_trace(store: FaultyStore, verb: str, step: str, after: bool) -> None:
     weights = _trained(_weights(), 1)
     with Publisher(store, retries=3, retry_delay_s=0.001) as publisher:
         _publish(publisher, _weights())
-        fault = store.fail_at("replace" if step == "head.json" else "create", step, times=2, after=after)
+        fault = store.fail_at(verb, step, times=2, after=after)
         receipt = _publish(publisher, weights)
     assert fault.hits == 2
     assert (receipt.version, receipt.kind) == (2, "delta")
     assert _versions(store) == [1, 2]
-    assert not [info.key for info in store.list("deltas/") if ".1/" in info.key]
+    assert not [info.key for info in store.list(keys.PARTS) if ".1/" in info.key]
     replica = Replica(store)
     replica.sync()
     assert_same_bits(replica.state_dict(), weights)
 
 
-@pytest.mark.parametrize("step", ["deltas/", "manifests/"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "reply lost"])
 @pytest.mark.parametrize("error", [StoreError, OSError])
+@pytest.mark.usefixtures("in_parts")
 def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
-    store: FaultyStore, step: str, after: bool, error: type[Exception]
+    store: FaultyStore, after: bool, error: type[Exception]
 ) -> None:
     replica = Replica(store)
     publisher = Publisher(store, retries=1, retry_delay_s=0.001)
     _publish(publisher, _weights())
     replica.sync()
-    store.fail_at("create", step, times=FOREVER, after=after, error=error)
+    store.fail_at("put", keys.PARTS, times=FOREVER, after=after, error=error)
     receipt = publisher.publish(_trained(_weights(), 1).items())
     with pytest.raises(PublishLostError):
         receipt.wait(60)
@@ -576,8 +598,8 @@ def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
     store.heal()
     weights = _trained(_weights(), 2)
     receipt = _publish(publisher, weights)
-    assert receipt.kind == "anchor"
-    assert _head(store) == receipt.version
+    assert (receipt.version, receipt.kind) == (2, "anchor")
+    assert _record(store, 2).anchor.directory.endswith(".1")  # the next attempt
     for each in (replica, Replica(store)):
         assert each.sync() == receipt.version
         assert_same_bits(each.state_dict(), weights)
@@ -588,46 +610,47 @@ def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
     publisher.close()
 
 
+@pytest.mark.usefixtures("in_parts")
 def test_what_waits_behind_a_lost_upload_is_lost_with_it_and_said_so(store: FaultyStore) -> None:
     publisher = Publisher(store, retries=0)
     _publish(publisher, _weights())
-    gate = store.hold_at("create")
+    gate = store.hold_at("put", keys.PARTS)
     lost = publisher.publish(_trained(_weights(), 1).items())
-    gate.entered.wait(60)
+    assert gate.entered.wait(60)
     waiting = publisher.publish(_trained(_weights(), 2).items())
-    store.fail_at("create", "deltas/", error=StoreError)
+    store.fail_at("put", keys.PARTS, error=StoreError)
     gate.opened.set()
     for receipt in (lost, waiting):
         with pytest.raises(PublishLostError):
             receipt.wait(60)
     weights = _trained(_weights(), 3)
     receipt = _publish(publisher, weights)
-    assert receipt.kind == "anchor"
+    assert (receipt.version, receipt.kind) == (2, "anchor")
     replica = Replica(store)
     replica.sync()
     assert_same_bits(replica.state_dict(), weights)
     publisher.close()
 
 
+@pytest.mark.usefixtures("in_parts")
 def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: FaultyStore) -> None:
     # The next publish runs as soon as the loss is known, before the uploader's thread takes the version that waited.
     publisher = Publisher(store, retries=0)
     _publish(publisher, _weights())
-    gate = store.hold_at("create")
+    gate = store.hold_at("put", keys.PARTS)
     lost = publisher.publish(_trained(_weights(), 1).items())
-    gate.entered.wait(60)
+    assert gate.entered.wait(60)
     publisher.publish(_trained(_weights(), 2).items())
-    store.fail_at("create", "deltas/", error=StoreError)
+    store.fail_at("put", keys.PARTS, error=StoreError)
     weights = _trained(_weights(), 3)
     found: list[Receipt] = []
-
     published = threading.Event()
 
-    def publish_now(future: Future[None]) -> None:
+    def publish_now() -> None:
         found.append(publisher.publish(weights.items()))
         published.set()
 
-    lost._job.uploaded.add_done_callback(publish_now)  # called in the uploader's thread
+    lost.when_done(publish_now)  # called in the uploader's thread
     gate.opened.set()
     with pytest.raises(PublishLostError):
         lost.wait(60)
@@ -639,47 +662,17 @@ def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: Fau
     assert_same_bits(replica.state_dict(), weights)
 
 
-def test_a_head_whose_reply_is_lost_for_good_is_state_unknown_and_repaired_by_the_next_publish(store: FaultyStore) -> None:
-    publisher = Publisher(store, retries=1, retry_delay_s=0.001)
-    _publish(publisher, _weights())
-    store.fail_at("replace", layout.HEAD, times=2, after=True)
-    weights = _trained(_weights(), 1)
-    with pytest.raises(PublishStateUnknownError):
-        _publish(publisher, weights)
-    replica = Replica(store)
-    assert replica.sync() == 2
-    assert_same_bits(replica.state_dict(), weights)
-    receipt = _publish(publisher, _weights())
-    assert (receipt.version, receipt.kind) == (3, "anchor")
-    replica.sync()
-    assert_same_bits(replica.state_dict(), _weights())
-    publisher.close()
-
-
-def test_leftovers_of_a_dead_publisher_are_never_overwritten_and_never_used(store: FaultyStore) -> None:
-    garbage = {
-        "deltas/0000000002/part-00001-of-00001.safetensors": b"other bytes",
-        "anchors/0000000001/model.safetensors": b"other bytes",
-        "anchors/0000000001.1/model.safetensors": b"more",
-    }
-    for key, data in garbage.items():
-        store.create(key, data)
-    with Publisher(store) as publisher:
-        _publish(publisher, _weights())
-        _publish(publisher, _trained(_weights(), 1))
-    assert all(store.read(key) == data for key, data in garbage.items())
-    replica = Replica(store)
-    replica.sync()
-    assert_same_bits(replica.state_dict(), _trained(_weights(), 1))
-
-
-def test_objects_are_written_payload_first_head_last(store: FaultyStore) -> None:
+@pytest.mark.usefixtures("in_parts")
+def test_objects_are_written_parts_first_then_the_record_and_head_last(store: FaultyStore) -> None:
     with Publisher(store, anchor_every=1) as publisher:
         _publish(publisher, _weights())
         store.calls.clear()
         _publish(publisher, _trained(_weights(), 1))
-    written = [key.split("/")[0] for operation, key in store.calls if operation != "read"]
-    assert [key for key, _ in itertools.groupby(written)] == ["deltas", "anchors", "manifests", "head.json"]
+    written = [key.split("/")[0] for operation, key in store.calls if operation in ("put", "create")]
+    assert written.index("versions") > max(at for at, key in enumerate(written) if key == "parts")
+    assert written[-1] == "head.json"
+    assert written.index("anchors") > written.index("versions")  # no version waits for it
+    assert written.index("folds") > written.index("anchors")
 
 
 def test_a_closed_publisher_refuses(memory_url: str) -> None:
@@ -715,21 +708,3 @@ def test_a_replica_without_a_version_has_no_weights(memory_url: str) -> None:
     assert replica.version is None
     with pytest.raises(NotPublishedError):
         replica.state_dict()
-
-
-def test_pruned_deltas_before_an_anchor_are_not_needed(memory_url: str) -> None:
-    weights = _weights()
-    store = open_store(memory_url)
-    early = Replica(store)
-    with Publisher(store, anchor_every=3) as publisher:
-        for seed in range(5):
-            _publish(publisher, weights := _trained(weights, seed))
-            if seed == 0:
-                early.sync()
-    for version in (2, 3):
-        store.delete(layout.manifest(version))
-    for replica in (early, Replica(store)):
-        assert replica.sync() == 5
-        assert_same_bits(replica.state_dict(), weights)
-    with pytest.raises(ObjectMissingError):
-        store.read(layout.manifest(2))

@@ -1,0 +1,292 @@
+"""What goes on while a stream is read, and after `publish` has returned."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, open_store
+from deltasync.bits import bits_of
+from deltasync.channel import anchors, keys
+from deltasync.channel.reading import ChannelReader
+from deltasync.codec.blocks import BlockEncoder
+from deltasync.codec.raw import RawEncoder
+from deltasync.errors import PublishLostError
+from deltasync.publish.upload import PUTS
+from deltasync.stores import Store
+from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore
+
+Weights = dict[str, torch.Tensor]
+MANY = 8
+
+
+def states(count: int, elements: int = 1000, fraction: float = 0.1) -> list[Weights]:
+    """Versions of a model of several tensors, each of which changes each time."""
+    random = torch.Generator().manual_seed(0)
+    found = [{f"w{at}": torch.randn(elements, generator=random).to(torch.bfloat16) for at in range(MANY)}]
+    for _ in range(count - 1):
+        moved = {name: tensor.clone() for name, tensor in found[-1].items()}
+        for tensor in moved.values():
+            tensor.view(torch.int16)[torch.rand(elements, generator=random) < fraction] += 1
+        found.append(moved)
+    return found
+
+
+@pytest.fixture
+def store(memory_url: str) -> FaultyStore:
+    return FaultyStore(open_store(memory_url))
+
+
+@pytest.fixture
+def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changed tensor is a group."""
+    monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
+
+
+def assert_holds(store: Store, version: int, weights: Weights) -> None:
+    replica = Replica(store)
+    assert replica.sync(version) == version
+    assert_same_bits(replica.state_dict(), weights)
+
+
+@pytest.mark.usefixtures("in_groups")
+def test_parts_go_up_while_later_tensors_are_compared(store: FaultyStore) -> None:
+    first, second = states(2)
+    with Publisher(store) as publisher:
+        publisher.publish(first.items()).wait(60)
+        gate = store.hold_at("put", keys.PARTS)
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            items = list(second.items())
+            yield from items[:2]
+            assert gate.entered.wait(60)  # the first tensor is on its way, and the others were not yet asked for
+            yield from items[2:]
+
+        receipt = publisher.publish(stream())
+        assert not receipt.done
+        gate.opened.set()
+        receipt.wait(60)
+        assert receipt.payload_bytes > 0
+    assert len([info for info in store.list(keys.PARTS)]) == MANY
+    assert_holds(store, 2, second)
+
+
+@pytest.mark.usefixtures("in_groups")
+def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = states(3)
+    with Publisher(store) as publisher:
+        publisher.publish(first.items()).wait(60)
+        monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 250)
+        receipt = publisher.publish(second.items()).wait(60)
+        record = ChannelReader(store).numbered(2)
+        assert record.record.delta is not None and len(record.record.delta.parts) >= 2
+        assert record.record.body_bytes > 0
+        assert receipt.payload_bytes <= record.payload_bytes < receipt.payload_bytes + 300
+        monkeypatch.undo()
+        store.calls.clear()
+        publisher.publish(third.items()).wait(60)
+        before = [call for call in store.calls if call[1] != keys.HEAD]
+        assert before == [("create", keys.slot(3, record.record.epoch))]
+    assert_holds(store, 2, second)
+    assert_holds(store, 3, third)
+
+
+@pytest.mark.usefixtures("in_groups")
+@pytest.mark.parametrize("held", [("put", keys.PARTS), ("create", keys.VERSIONS)], ids=["parts", "record"])
+def test_the_trainer_goes_on_while_the_store_hangs(store: FaultyStore, held: tuple[str, str]) -> None:
+    versions = states(6)
+    with Publisher(store) as publisher:
+        publisher.publish(versions[0].items()).wait(60)
+        gate = store.hold_at(*held)
+        receipts = [publisher.publish(versions[1].items())]
+        assert gate.entered.wait(60)
+        receipts += [publisher.publish(weights.items()) for weights in versions[2:]]
+        assert not any(receipt.done for receipt in receipts)
+        gate.opened.set()
+    assert_holds(store, 2, versions[1])
+    assert_holds(store, 3, versions[-1])
+
+
+class Meeting(FaultyStore):
+    """Parts are stored only as long as others are being stored too."""
+
+    def __init__(self, inner: Store, count: int) -> None:
+        super().__init__(inner)
+        self.barrier = threading.Barrier(count)
+
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        if key.startswith(keys.PARTS):
+            self.barrier.wait(60)
+        super().put(key, data, guard=guard)
+
+
+@pytest.mark.usefixtures("in_groups")
+def test_parts_are_stored_in_parallel(memory_url: str) -> None:
+    first, second = states(2)
+    store = Meeting(open_store(memory_url), PUTS)
+    with Publisher(store) as publisher:
+        publisher.publish(first.items()).wait(60)
+        publisher.publish(second.items()).wait(120)
+    assert MANY % PUTS == 0
+    assert_holds(store, 2, second)
+
+
+@pytest.mark.usefixtures("in_groups")
+def test_a_stream_that_fails_leaves_garbage_and_the_next_attempt_is_right(store: FaultyStore) -> None:
+    first, wrong, second = states(3)
+    with Publisher(store) as publisher:
+        publisher.publish(first.items()).wait(60)
+        gate = store.hold_at("put", keys.PARTS)
+
+        def broken() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from itertools.islice(wrong.items(), 4)
+            assert gate.entered.wait(60)
+            raise RuntimeError("the stream broke")
+
+        with pytest.raises(RuntimeError, match="the stream broke"):
+            publisher.publish(broken())
+        gate.opened.set()
+        assert publisher.version == 1
+        receipt = publisher.publish(second.items()).wait(60)
+        assert (receipt.version, receipt.kind) == (2, "delta")
+    parts = [info.key for info in store.list(keys.PARTS)]
+    named = ChannelReader(store).numbered(2).record.files
+    assert {key.split("/")[1][-1] for key in parts} == {"0", "1"}
+    assert {file.key.split("/")[1][-1] for file in named} == {"1"}
+    assert_holds(store, 2, second)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_version(
+    store: FaultyStore, compression: str
+) -> None:
+    versions = states(24, elements=3000)
+
+    def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from itertools.islice(weights.items(), 5)
+        raise RuntimeError("the stream broke")
+
+    with Publisher(store, anchor_every=3, shard_bytes=7000, anchor_compression=compression) as publisher:
+        for weights in versions[:3]:
+            publisher.publish(weights.items()).wait(60)
+        gate = store.hold_at("put", f"{keys.ANCHORS}{4:010d}")
+        publisher.publish(versions[3].items()).wait(60)
+        assert gate.entered.wait(60)
+        for weights in versions[4:]:
+            with pytest.raises(RuntimeError):
+                publisher.publish(broken(versions[0]))
+            publisher.publish(weights.items()).wait(60)
+        gate.opened.set()
+    reader = ChannelReader(store)
+    ((span, info),) = [(span, info) for span, info in reader.folds() if span.version == 4]
+    record = reader.stored(info.key).record
+    assert record.anchor is not None and len(record.anchor.files) == MANY
+    assert record.requires == ([] if compression == "none" else [anchors.COMPRESSED])
+    found = {
+        name: bits_N for file in record.anchor.files for name, bits_N, _ in anchors.read_weights(reader.fetch(file), reader.specs)
+    }
+    assert found.keys() == versions[3].keys()
+    for name, tensor in versions[3].items():
+        np.testing.assert_array_equal(found[name], bits_of(tensor))
+    assert [span.version for span, _ in reader.folds()] == [4]  # none was begun while one was under way
+    assert_holds(store, 24, versions[-1])
+
+
+def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(store: FaultyStore) -> None:
+    versions = states(5)
+    fault = store.fail_at("put", f"{keys.ANCHORS}{3:010d}", times=1, error=OSError)
+    with Publisher(store, anchor_every=2) as publisher:
+        for weights in versions:
+            publisher.publish(weights.items()).wait(60)
+            assert publisher._keeper is not None
+            publisher._keeper._pool.submit(lambda: None).result(60)
+    assert fault.hits == 1
+    assert [span.version for span, _ in ChannelReader(store).folds()] == [4]
+    assert_holds(store, 5, versions[-1])
+
+
+def test_no_second_copy_of_the_model_is_made(tmp_path: Path) -> None:
+    versions = states(4, elements=1 << 20, fraction=0.01)  # 2 MiB each
+    weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
+    with Publisher(f"file://{tmp_path}", anchor_every=2, shard_bytes=1) as publisher:
+        for weights in versions[:2]:
+            publisher.publish(weights.items()).wait(60)
+        tracemalloc.start()
+        try:
+            for weights in versions[2:]:
+                receipt = publisher.publish(weights.items())
+            receipt.wait(60)
+            publisher.close()
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    # One weight file, twice while it is put together, and steps.
+    assert peak_bytes < 3 * weight_bytes // MANY
+    assert_holds(open_store(f"file://{tmp_path}"), 4, versions[-1])
+
+
+def wrong_step(spec: Any, index_K: Any, step_K: Any, new: Any, *more: Any) -> tuple[Any, ...]:
+    return spec, index_K, step_K + step_K.dtype.type(1), new + new.dtype.type(1), *more
+
+
+def wrong_index(spec: Any, index_K: Any, step_K: Any, new: Any, *more: Any) -> tuple[Any, ...]:
+    moved = index_K.copy()
+    moved[-1] += 1 if moved[-1] + 1 < new.size else -1
+    return spec, moved, step_K, new, *more
+
+
+def wrong_fingerprint(spec: Any, index_K: Any, step_K: Any, new: Any, fingerprint: str, start: int) -> tuple[Any, ...]:
+    return spec, index_K, step_K, new, f"{int(fingerprint, 16) ^ 1:016x}", start
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("wrong", [wrong_step, wrong_index, wrong_fingerprint, None])
+def test_what_an_encoder_makes_wrong_is_not_published(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, codec: str, wrong: Callable[..., tuple[Any, ...]] | None
+) -> None:
+    first, second, third = states(3)
+    kind = RawEncoder if codec == "raw" else BlockEncoder
+    add = kind.add
+
+    def damaged(self: Any, spec: Any, *arguments: Any) -> None:
+        if spec.name != "w3":
+            add(self, spec, *arguments)
+        elif wrong is not None:
+            add(self, *wrong(spec, *arguments))
+
+    with Publisher(store, codec=codec) as publisher:
+        publisher.publish(first.items()).wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "add", damaged)
+            receipt = publisher.publish(second.items())
+            with pytest.raises(PublishLostError, match=r"decodes to other bits|lacks|malformed"):
+                receipt.wait(60)
+        assert Replica(store).sync() == 1
+        assert [info.key for info in store.list(keys.VERSIONS)] == [ChannelReader(store).numbered(1).key]
+        receipt = publisher.publish(third.items()).wait(60)
+        assert (receipt.version, receipt.kind) == (2, "anchor")
+    assert_holds(store, 2, third)
+
+
+def test_receipts_tell_the_digest_and_the_publisher_what_it_published(store: FaultyStore) -> None:
+    versions = states(3)
+    with Publisher(store) as publisher:
+        assert publisher.digest is None
+        receipts = [publisher.publish(weights.items()).wait(60) for weights in versions]
+        replica = Replica(store)
+        for receipt in receipts:
+            replica.sync(receipt.version)
+            assert replica.digest == receipt.digest == publisher.published[receipt.version]
+        assert publisher.digest == receipts[-1].digest
+        assert all(receipt.is_encoded and receipt.held_s <= receipt.encode_s for receipt in receipts)
