@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
@@ -75,7 +75,7 @@ def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
 
 
 def find_way(
-    reader: ChannelReader, have: Version | None, target: Version, avoid: Collection[str] = (), nothing: bool = False
+    reader: ChannelReader, have: Version | None, target: Version, avoid: Mapping[str, str] | None = None
 ) -> list[Stored]:
     """Records and folds from one version to another, each read and held to its digest.
 
@@ -83,8 +83,7 @@ def find_way(
         reader: The channel.
         have: What the replica has, None for nothing.
         target: Where to.
-        avoid: Keys of objects that are missing or damaged, or that do not give what they promise.
-        nothing: Start from nothing, whatever there is.
+        avoid: Keys of objects that are missing or damaged, or that do not give what they promise, and why.
 
     Returns:
         The way, empty if `have` is the target. It starts from full weights (`Stored.use_anchor`) if there is no other.
@@ -93,11 +92,9 @@ def find_way(
         MissingVersionError: nothing that can be read leads there.
         StoreError: the store failed.
     """
-    if nothing:
-        have = None
     if have == target:
         return []
-    left_out = set(avoid)
+    left_out = avoid or {}
     if have is not None and 0 < target.version - have.version <= _NEAR:
         numbers = range(have.version + 1, target.version + 1)
         try:
@@ -110,7 +107,7 @@ def find_way(
 class _Search:
     """The search by listings."""
 
-    def __init__(self, reader: ChannelReader, target: Version, left_out: set[str]) -> None:
+    def __init__(self, reader: ChannelReader, target: Version, left_out: Mapping[str, str]) -> None:
         self._reader = reader
         self._target = target
         self._left_out = left_out
@@ -180,7 +177,7 @@ def _read(
     have: Version | None,
     target: Version,
     hops: Sequence[Hop],
-    left_out: Collection[str],
+    left_out: Mapping[str, str],
     epochs: Mapping[int, str],
     known: Mapping[str, ObjectInfo],
 ) -> list[Stored]:
@@ -219,10 +216,10 @@ def _read(
     raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
 
-def _attempt(reader: ChannelReader, key: str, left_out: Collection[str], known: Mapping[str, ObjectInfo]) -> Stored | str:
+def _attempt(reader: ChannelReader, key: str, left_out: Mapping[str, str], known: Mapping[str, ObjectInfo]) -> Stored | str:
     """The object, or why there is none."""
     if key in left_out:
-        return f"{key} is left out."
+        return left_out[key] or f"{key} is left out."
     try:
         return reader.stored(key, known=known.get(key))
     except (MissingVersionError, FormatError) as error:

@@ -65,8 +65,8 @@ class Course:
         self._lists_instead = False
         self._rest: list[Stored] = []
         self._found_at_once = 0
-        self._avoided: dict[str, float] = {}
-        self._suspects: set[str] = set()
+        self._avoided: dict[str, tuple[float, str]] = {}  # since when, and why
+        self._suspects: dict[str, str] = {}  # that do not give the bits that they promise
         self._singly_to = 0
         self._prefetch = Prefetch(reader)
 
@@ -122,21 +122,22 @@ class Course:
         """Whether no way led on the last time, so that `next` fails until a look is due."""
         return self._problem is not None
 
-    def refused(self, way: Sequence[Stored], failed: str | None = None) -> None:
+    def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
         """Take another way from now on than this one.
 
         Args:
             way: What was to be taken.
             failed: Key of the record whose objects were missing or damaged; None where the bits were not the promised ones.
+            why: What went wrong.
         """
         self._lost, self._rest = True, []
         self._look_due_s = 0.0
         if failed is not None:
-            self._avoided[failed] = time.monotonic()
+            self._avoided[failed] = time.monotonic(), str(why)
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
         else:
-            self._suspects.update(stored.key for stored in way)
+            self._suspects.update((stored.key, str(why)) for stored in way)
 
     def identify(self, total: int) -> Stored | None:
         """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
@@ -194,7 +195,7 @@ class Course:
                 stored = self._slot(slot, known)
             except FormatError as error:
                 self.problem = str(error)
-                self._avoided[slot.key] = time.monotonic()
+                self._avoided[slot.key] = time.monotonic(), self.problem
                 break
             self.looked_s = time.monotonic()
             if stored is None:
@@ -234,7 +235,7 @@ class Course:
             MissingVersionError: none leads there.
         """
         now = time.monotonic()
-        self._avoided = {key: since for key, since in self._avoided.items() if now - since < _AVOID_S}
+        self._avoided = {key: since for key, since in self._avoided.items() if now - since[0] < _AVOID_S}
         self._look_due_s = now + due_s
         self._looks += 1
         listed = self._looks % _LIST_EVERY == 0
@@ -258,7 +259,7 @@ class Course:
     def _way(self, have: Version | None, newest: Version) -> list[Stored]:
         way: list[Stored] = []
         if have is None or _is_after(newest, have):
-            way = find_way(self.reader, have, newest, self._avoided.keys() | self._suspects)
+            way = find_way(self.reader, have, newest, self._left_out)
             self._next_epoch = None
         if way:
             self._note(way[-1])
@@ -268,6 +269,10 @@ class Course:
         self._lost = False
         self._check_age()
         return way
+
+    @property
+    def _left_out(self) -> dict[str, str]:
+        return self._suspects | {key: why for key, (_, why) in self._avoided.items()}
 
     def _find_newest(self, listed: bool) -> Version | None:
         """By head, or by a listing; None if there is none."""
@@ -301,7 +306,7 @@ class Course:
             raise MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
         target = newest if number == newest.version else self.reader.numbered(number).version
         backward = have is not None and have.version >= target.version and have != target
-        way = find_way(self.reader, None if backward else have, target, self._avoided.keys() | self._suspects)
+        way = find_way(self.reader, None if backward else have, target, self._left_out)
         self._rest, self._lost = [], True
         return way
 

@@ -128,7 +128,7 @@ class Replica:
                 self._take(follower, way)
             except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
                 detours += 1
-                self._course.refused(way, follower.failed)
+                self._course.refused(way, follower.failed, error)
                 if detours > _DETOURS:
                     raise
                 logger.warning("%s Taking another way.", error)
