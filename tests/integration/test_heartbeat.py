@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from deltasync import heartbeat
+from deltasync.channel import heartbeat
+from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
-from deltasync.heartbeat import Heartbeat
-from deltasync.stores import Store, open_store
+from deltasync.stores import ObjectInfo, Store, open_store
 from tests.faults import FaultyStore
 
 RUN = "run-1"
+EPOCH = "000001-00000001"
+PUBLISHED = {version: f"{version:064x}" for version in range(1, 10)}
 LONG_AGO_S = 2 * heartbeat.LIVE_S
 
 
@@ -35,21 +37,38 @@ def beat(
     error: str | None = None,
     age_s: float = 0.0,
     run_id: str = RUN,
+    digest: str | None = None,
 ) -> None:
-    time_s = time.time() - age_s
-    heartbeat.write(
-        store, Heartbeat(replica_id=replica_id, run_id=run_id, version=version, state=state, error=error, time_s=time_s)
+    found = Heartbeat(
+        replica_id=replica_id,
+        run_id=run_id,
+        version=version,
+        epoch=None if version is None else EPOCH,
+        sha256=digest or (None if version is None else PUBLISHED[version]),
+        state=state,
+        error=error,
+        time_s=time.time() - age_s,
     )
+    heartbeat.write(store, found)
 
 
 def wait(store: Store, version: int, ack: str | int, timeout_s: float = 0.0, urls: Sequence[str] = ()) -> list[str]:
-    return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, ack, timeout_s, urls)]
+    return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, PUBLISHED, ack, timeout_s, urls)]
 
 
 def test_any_needs_one_replica(store: Store) -> None:
     beat(store, "ahead", 4)
     beat(store, "late", 1)
     assert wait(store, 3, "any") == ["ahead"]
+
+
+@pytest.mark.parametrize("ack", ["any", "all", 1])
+def test_other_bits_under_the_same_number_acknowledge_nothing(store: Store, ack: str | int) -> None:
+    beat(store, "forked", 3, digest="f" * 64)
+    with pytest.raises(AckTimeoutError, match=r"forked .serves version 3 .ffffffffffff."):
+        wait(store, 3, ack)
+    beat(store, "forked", 3)
+    assert wait(store, 3, ack) == ["forked"]
 
 
 def test_all_needs_every_live_replica(store: Store) -> None:
@@ -88,9 +107,9 @@ def test_a_replica_that_has_stopped_serves_nothing(store: Store, ack: str | int)
 
 
 def test_a_server_that_is_named_is_waited_for_though_it_stops() -> None:
-    answer = json.dumps({"state": "stopped", "run_id": RUN, "version": 3}).encode()
+    answer = json.dumps({"state": "stopped", "run_id": RUN, "version": 3, "epoch": EPOCH, "sha256": PUBLISHED[3]}).encode()
     found = heartbeat.heartbeat_of("http://a", answer, RUN)
-    assert heartbeat.is_live(found) and not heartbeat._serves(found, 3)
+    assert heartbeat.is_live(found) and not heartbeat._serves(found, 3, PUBLISHED)
     assert found.error == "http://a is stopping"
 
 
@@ -123,10 +142,10 @@ class SlowStore(FaultyStore):
         self.read_s = read_s
         self.read_keys: list[str] = []
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         self.read_keys.append(key)
         time.sleep(self.read_s)
-        return super().read(key, most_bytes)
+        return super().read(key, most_bytes, known)
 
 
 def test_five_hundred_dead_replicas_do_not_outlast_the_time_out(memory_url: str) -> None:
@@ -246,6 +265,8 @@ class StatusServer:
             "channel": "x",
             "state": "serving",
             "version": 2,
+            "epoch": EPOCH,
+            "sha256": PUBLISHED[2],
             "error": None,
         }
         self.token: str | None = None
