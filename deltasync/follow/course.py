@@ -104,7 +104,7 @@ class Course:
         if self._problem is not None and not due:
             raise self._problem
         self._problem = None
-        looks = now or time.monotonic() >= self._look_due_s
+        looks = now or (have is None and self._lost) or time.monotonic() >= self._look_due_s
         try:
             way = self._look(have, _LOOK_LIVE_S if told else LOOK_S) if looks else []
             if not way and not self._lost:
