@@ -168,6 +168,21 @@ class Retention(_Settings):
         _require(self.prune_grace_s >= 0, "prune_grace_s must not be negative.")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerSettings(_Settings):
+    """How a trainer keeps step with its fleet.
+
+    Attributes:
+        max_behind: Versions that the fleet may serve behind the newest one while training goes on; 0 to wait for each. None
+            leaves it to the kind of trainer.
+    """
+
+    max_behind: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_behind is None or self.max_behind >= 0, "max_behind must not be negative.")
+
+
 def _default_replica_id() -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[-64:].lstrip("-") or "replica"
 

@@ -28,7 +28,8 @@ class DeltaSyncCallback(TrainerCallback):
     """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that changed.
 
     With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer` it takes the place of the transfer by NCCL: TRL decides when
-    weights are synced, and counts a version only when replicas serve it.
+    weights are synced, goes on while replicas serve a version that is at most `max_behind` behind, and stamps what they
+    generate with the version that they serve.
 
     With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`) it does so too:
     when TRL pushes weights to the server, they are published, and training goes on once the replicas serve them. Neither
@@ -214,7 +215,13 @@ class DeltaSyncCallback(TrainerCallback):
                 'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '
                 "Use AsyncGRPOTrainer, which generates with older weights meanwhile."
             )
+        if self._transfer.asked_behind:
+            raise ConfigError(
+                f"This trainer is on-policy: replicas must serve the new weights before it goes on, so max_behind="
+                f"{self._transfer.asked_behind} is not for it. Leave it out, or use AsyncGRPOTrainer."
+            )
         self._on_policy = True
+        self._transfer.max_behind = 0
         self._transfer.ack = "all" if self.config.ack is None else self.config.ack
         check: Callable[[str], object] | None = None
         if compat.compares_logprobs(args):
@@ -241,6 +248,7 @@ class DeltaSyncCallback(TrainerCallback):
         if streams:
             self._check_merged()
             compat.check_transfer(transfer, state.is_world_process_zero)
+            compat.replace_version(transfer.update_served)
             url = compat.rollout_server(args) if compat.compares_logprobs(args) else None
             if url is not None and not logprobs.check(args, model, url):
                 # The server may start later, or answer once it has weights.

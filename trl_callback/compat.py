@@ -111,6 +111,28 @@ def check_transfer(transfer: Any, is_main: bool) -> None:
         )
 
 
+def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> None:
+    """Have the rollouts of the trainer whose event is being handled told another version than the one TRL counts.
+
+    TRL counts a version when the transfer returns, and tells its rollout worker, which stamps samples with it.
+
+    Args:
+        update: Gets the version that TRL counts, and what tells the worker.
+    """
+    from transformers import Trainer
+
+    worker: Any = getattr(_caller(Trainer), "rollout_worker", None)
+    if worker is None:
+        return  # in another process than the main one
+    original = inspect.unwrap(worker.update_model_version)  # it may train twice
+
+    @functools.wraps(original)
+    def update_model_version(model_version: int) -> None:
+        update(model_version, original)
+
+    worker.update_model_version = update_model_version
+
+
 def rollout_server(args: Any) -> str | None:
     """URL of the server that the trainer whose event is being handled has its rollout worker ask.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deltasync import heartbeat
-from deltasync.config import CODECS, DTYPES, PublisherSettings
+from deltasync.channel import heartbeat
+from deltasync.config import CODECS, DTYPES, PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError
 from deltasync.stores import open_store
 
@@ -60,8 +60,14 @@ class DeltaSyncConfig:
             number of them, or `"none"`: do not wait, not even for the upload. If `None`, `"any"` with `AsyncGRPOTrainer`
             and `"all"` with trainers that generate on a vLLM server, which are on-policy and cannot have `"none"`. Not
             used with other trainers.
+        max_behind (`int`, *optional*):
+            Training goes on while the replicas that `ack` asks for serve a version that is at most so far behind the one
+            published last; 0 waits for each. The first version is always waited for. If `None`, `DELTASYNC_MAX_BEHIND`
+            decides, else it is 1 with `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, whose rollouts are told the
+            version that is served meanwhile, and 0 with trainers that generate on a vLLM server, which are on-policy and
+            cannot have another. Not used with other trainers.
         ack_timeout_s (`float`, *optional*, defaults to `600.0`):
-            Seconds to wait for upload and acknowledgement before training fails, and for uploads at its end.
+            Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end.
         replicas (`list[str]`, *optional*):
             URLs of the servers to wait for, e.g. `["http://10.0.0.5:8000"]`. They are asked over HTTP, with
             `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the channel.
@@ -128,10 +134,18 @@ class DeltaSyncConfig:
             "with trainers that generate on a vLLM server."
         },
     )
+    max_behind: int | None = field(
+        default=None,
+        metadata={
+            "help": "Training goes on while the replicas that ack asks for serve a version that is at most so far behind "
+            "the one published last; 0 waits for each. If None, DELTASYNC_MAX_BEHIND decides, else it is 1 with AsyncGRPO "
+            "and AsyncDistillation, and 0 with trainers that generate on a vLLM server."
+        },
+    )
     ack_timeout_s: float = field(
         default=600.0,
         metadata={
-            "help": "Seconds to wait for upload and acknowledgement before training fails, and for uploads at its end."
+            "help": "Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end."
         },
     )
     replicas: list[str] | None = field(
@@ -152,6 +166,7 @@ class DeltaSyncConfig:
             raise ConfigError("An adapter is not served in FP8; leave served_dtype or adapter_only.")
         if settings.dtype == "fp8" and self.initial == "auto":
             raise ConfigError("The checkpoint that is trained is not the FP8 one that is served; name that as initial.")
+        TrainerSettings.from_env(max_behind=self.max_behind)
         if self.publish_steps < 1:
             raise ConfigError(f"publish_steps must be at least 1, not {self.publish_steps}.")
         if self.ack is not None:

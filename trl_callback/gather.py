@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import unwrap_model
 
-from deltasync import anchor
+from deltasync.channel import anchors
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import QUANTIZATION
 from trl_callback import adapter, zero
@@ -180,7 +180,7 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
                 model.generation_config.save_pretrained(folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
-        return anchor.companion_files(Path(folder))
+        return anchors.companion_files(Path(folder))
 
 
 def _plain(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deltasync import heartbeat
+from deltasync.channel import heartbeat
 from deltasync.errors import ConfigError
 
 _OPTION = "--logprobs-mode processed_logprobs"

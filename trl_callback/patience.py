@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync import Receipt
-from deltasync.errors import PublishError, StoreError, TransientStoreError
+from deltasync.errors import DeltaSyncError, StoreError, TransientStoreError
 from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Backlog:
                 self._store.trouble or "no error so far",
             )
         last, published = self._receipts[-1]
-        return (len(self._receipts) == 2 or last.done) and now - published < last.encode_s / _SHARE
+        return (len(self._receipts) == 2 or last.done) and now - published < last.held_s / _SHARE
 
     def _drop_stored(self) -> None:
         stored = [number for number, (receipt, _) in enumerate(self._receipts, start=1) if _is_stored(receipt)]
@@ -132,6 +132,6 @@ class Backlog:
 def _is_stored(receipt: Receipt) -> bool:
     try:
         receipt.wait(0)
-    except (TimeoutError, PublishError):
+    except (TimeoutError, DeltaSyncError):
         return False
     return True

@@ -1,9 +1,18 @@
-"""What is remembered of a published version."""
+"""What is remembered of published versions."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import time
+from collections import deque
+from typing import Any
+
+from deltasync import Receipt
+from deltasync.errors import PublishError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +27,9 @@ class VersionRecord:
         total (`int`): Elements of all tensors.
         payload_bytes (`int`): Bytes of the changes, or of the weights in the first version.
         anchor_bytes (`int`): Bytes of the full weights stored with the version.
-        encode_s (`float`): Seconds that training waited for reading, comparing and encoding.
-        ack_s (`float`, *optional*): Seconds that training then waited for upload and acknowledgement; `None` if it did not.
+        held_s (`float`): Seconds that training waited until its weights had been read.
+        encode_s (`float`): Seconds from there on, and before, until the payload was finished.
+        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not ask.
         coalesced (`int`): How many times it was published: more than once if its upload had not begun by the next time.
         time_s (`float`): When, in seconds since the epoch.
     """
@@ -31,6 +41,7 @@ class VersionRecord:
     total: int
     payload_bytes: int
     anchor_bytes: int
+    held_s: float
     encode_s: float
     ack_s: float | None
     coalesced: int = 1
@@ -46,15 +57,71 @@ class VersionRecord:
         """Payload bits per changed element; `None` if nothing changed."""
         return 8 * self.payload_bytes / self.changed if self.changed else None
 
-    def metrics(self) -> dict[str, float]:
-        """Name the numbers for the trainer's logs; unknown ones are left out."""
-        values = {
-            "version": self.version,
-            "changed_fraction": self.changed_fraction,
-            "payload_bytes": self.payload_bytes,
-            "bits_per_changed": self.bits_per_changed,
-            "encode_s": self.encode_s,
-            "ack_s": self.ack_s,
-            "coalesced": self.coalesced,
-        }
-        return {f"delta_sync/{name}": value for name, value in values.items() if value is not None}
+
+class History:
+    """One record for each version, made once the version is encoded, which training does not wait for."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Receipt, dict[str, Any]]] = deque()
+        self._records: list[VersionRecord] = []
+        self._news: dict[str, float] = {}
+        self._newest = 0
+        self._coalesced = 0
+
+    def add(self, receipt: Receipt, step: int, ack_s: float | None) -> None:
+        """Note what was just published."""
+        # If its upload had not begun, the one before has become part of this one.
+        self._coalesced = self._coalesced + 1 if receipt.version == self._newest else 1
+        self._newest = receipt.version
+        known = {"step": step, "ack_s": ack_s, "coalesced": self._coalesced, "time_s": time.time()}
+        self._waiting.append((receipt, known))
+        self._tell(version=receipt.version, changed_fraction=receipt.changed_fraction, held_s=receipt.held_s)
+        self._tell(ack_s=ack_s, coalesced=self._coalesced)
+
+    @property
+    def records(self) -> list[VersionRecord]:
+        """What is encoded, oldest first."""
+        while self._waiting and self._waiting[0][0].is_encoded:
+            receipt, known = self._waiting.popleft()
+            try:
+                record = _record(receipt, known)
+            except PublishError:
+                continue  # it was lost before; its upload says why
+            if self._records and self._records[-1].version == record.version:
+                self._records.pop()
+            self._records.append(record)
+            bits = record.bits_per_changed
+            self._tell(payload_bytes=record.payload_bytes, bits_per_changed=bits, encode_s=record.encode_s)
+            logger.info(
+                "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f ack_s=%.3f",
+                record.version,
+                record.changed_fraction,
+                record.payload_bytes,
+                math.nan if bits is None else bits,
+                record.encode_s,
+                math.nan if record.ack_s is None else record.ack_s,
+            )
+        return self._records
+
+    def news(self) -> dict[str, float]:
+        """Numbers that are new since the last call, for the trainer's logs; unknown ones are left out."""
+        _ = self.records
+        news, self._news = self._news, {}
+        return news
+
+    def _tell(self, **values: float | None) -> None:
+        self._news |= {f"delta_sync/{name}": value for name, value in values.items() if value is not None}
+
+
+def _record(receipt: Receipt, known: dict[str, Any]) -> VersionRecord:
+    return VersionRecord(
+        version=receipt.version,
+        kind=receipt.kind,
+        changed=receipt.changed,
+        total=receipt.total,
+        payload_bytes=receipt.payload_bytes,
+        anchor_bytes=receipt.anchor_bytes,
+        held_s=receipt.held_s,
+        encode_s=receipt.encode_s,
+        **known,
+    )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deltasync import Publisher, Receipt, heartbeat, open_store
-from deltasync.config import PublisherSettings
+from deltasync import Publisher, Receipt, open_store
+from deltasync.channel import heartbeat
+from deltasync.channel.reading import ChannelReader
+from deltasync.config import PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError
-from deltasync.reader import ChannelReader
 from deltasync.publish.shadow import Stream
 from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet
+from trl_callback.pace import Pace
 from trl_callback.patience import RETRIES, Backlog, PatientStore
-from trl_callback.record import VersionRecord
-
-logger = logging.getLogger(__name__)
+from trl_callback.record import History, VersionRecord
 
 _MARGIN_S = 60.0
 
@@ -33,9 +31,8 @@ _MARGIN_S = 60.0
 class DeltaWeightTransfer:
     """Implements TRL's `WeightTransferProtocol`: publishes the weights to a channel instead of sending them to a server.
 
-    Generation is never paused. `send_weights` returns as soon as the weights have been read and encoded; the upload goes on
-    in the background, until `resume` waits for it and for the replicas to serve the version. So the version that TRL counts
-    is one that the fleet serves, unless `ack="none"` was asked for.
+    Generation is never paused. `send_weights` returns as soon as the weights have been read; the rest goes on in the
+    background. `resume` waits until the replicas serve a version that is at most `max_behind` behind the one just published.
 
     Args:
         config ([`DeltaSyncConfig`]): Settings.
@@ -43,9 +40,9 @@ class DeltaWeightTransfer:
     Attributes:
         step (`int`): The trainer's `global_step`, published with each version; kept up to date by the callback.
         published_step (`int`, *optional*): That of the last version; `None` before the first.
-        history (`list[VersionRecord]`): What was published.
         publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
         ack (`str`): As in the config, decided.
+        max_behind (`int`): As in the config, decided.
         server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
         run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
         check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
@@ -55,9 +52,10 @@ class DeltaWeightTransfer:
         self.config = config
         self.step = 0
         self.published_step: int | None = None
-        self.history: list[VersionRecord] = []
         self.publisher: Publisher | None = None
         self.ack = "any" if config.ack is None else config.ack
+        self.asked_behind = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
+        self.max_behind = 1 if self.asked_behind is None else self.asked_behind
         self.server_url: str | None = None
         self.run_id: str | None = None
         self.check_server: Callable[[], object] | None = None
@@ -68,7 +66,14 @@ class DeltaWeightTransfer:
         self._processing_class: Any = None
         self._together = False
         self._receipt: Receipt | None = None
+        self._pace: Pace | None = None
+        self._history = History()
         self._news: dict[str, float] = {}
+
+    @property
+    def history(self) -> list[VersionRecord]:
+        """What was published and is encoded."""
+        return self._history.records
 
     def bind(self, model: torch.nn.Module, processing_class: Any = None) -> None:
         """Learn whose weights these are. Anchors get its config and the files of the tokenizer or processor.
@@ -172,10 +177,10 @@ class DeltaWeightTransfer:
         self.record(ack_s=None if self.ack == "none" else self.publisher.first(self._wait))
 
     def resume(self) -> None:
-        """Wait until the version is stored and served as `ack` asks, then record it.
+        """Wait until replicas serve, as `ack` asks, this version or one that is at most `max_behind` behind it.
 
         Raises:
-            PublishError: the version did not become visible.
+            PublishError: the version that is waited for did not become visible.
             TimeoutError: it is still being uploaded after `config.ack_timeout_s`.
             AckTimeoutError: it is published, but replicas lag; names them.
             ConfigError: the server that answers cannot be trained with.
@@ -186,17 +191,36 @@ class DeltaWeightTransfer:
         if check is not None:
             check()
 
+    def update_served(self, count: int, update: Callable[[int], None]) -> None:
+        """Tell TRL's rollouts the version that the fleet serves, where TRL would tell the one that was published.
+
+        Args:
+            count: What TRL counts the last publish as.
+            update: Tells the rollouts; called again, by another thread, once the fleet serves a newer version.
+        """
+        if self._pace is None:
+            update(count)  # nobody asks what the fleet serves
+        else:
+            self._pace.tell(count, update)
+
     def _wait(self) -> float:
-        """Wait until what was published last is stored and served; the seconds that took."""
+        """Wait until the fleet is near enough to what was published last; the seconds that took."""
+        assert self._receipt is not None
+        if self._pace is None:
+            self._pace = Pace(self._wait_for, self.max_behind)
+        return self._pace.keep(self._receipt)
+
+    def _wait_for(self, receipt: Receipt) -> None:
+        """Wait until a version is stored and served."""
         before = time.perf_counter()
-        receipt, urls = self._receipt, self.config.replicas or ()
-        assert receipt is not None and self.publisher is not None
+        urls = self.config.replicas or ()
+        assert self.publisher is not None
         self._wait_for_upload(receipt)
-        assert self.publisher.run_id is not None
+        run_id, published = self.publisher.run_id, self.publisher.published
+        assert run_id is not None
         heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
         left_s = max(0.0, self.config.ack_timeout_s - (time.perf_counter() - before))
-        heartbeat.wait_for(self._store, self.publisher.run_id, receipt.version, self.ack, left_s, urls)
-        return time.perf_counter() - before
+        heartbeat.wait_for(self._store, run_id, receipt.version, published, self.ack, left_s, urls)
 
     def destroy(self) -> None:
         """Finish the uploads and close the channel.
@@ -211,6 +235,7 @@ class DeltaWeightTransfer:
         finally:
             with contextlib.suppress(PublishError):  # told by flush
                 self.publisher.close()
+            self._store.give_up()  # nobody waits for replicas any more
 
     def flush(self) -> None:
         """Wait for the uploads; what is not stored after `config.ack_timeout_s` is given up.
@@ -244,9 +269,11 @@ class DeltaWeightTransfer:
 
     def metrics(self) -> dict[str, float]:
         """What is new since the last call, for the trainer's logs."""
-        news, self._news = self._news, {}
+        news, self._news = self._news | self._history.news(), {}
+        if self._pace is not None and self._pace.served is not None:
+            news["delta_sync/served_version"] = self._pace.served
         if self.publisher is not None and self.publisher.run_id is not None:
-            news |= self._fleet.metrics(self.publisher.run_id, self.publisher.version)
+            news |= self._fleet.metrics(self.publisher.run_id, self.publisher.version, self.publisher.published)
         return news
 
     def _wait_for_upload(self, receipt: Receipt) -> None:
@@ -256,32 +283,7 @@ class DeltaWeightTransfer:
             raise TimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
 
     def record(self, ack_s: float | None) -> None:
-        """Append what was published last to the history, and log it."""
+        """Take what was published last into the history."""
         receipt, self._receipt = self._receipt, None
         assert receipt is not None
-        coalesced = 1
-        if self.history and self.history[-1].version == receipt.version:
-            coalesced += self.history.pop().coalesced  # its upload had not begun, so it became part of this one
-        record = VersionRecord(
-            version=receipt.version,
-            step=self.step,
-            kind=receipt.kind,
-            changed=receipt.changed,
-            total=receipt.total,
-            payload_bytes=receipt.payload_bytes,
-            anchor_bytes=receipt.anchor_bytes,
-            encode_s=receipt.encode_s,
-            ack_s=ack_s,
-            coalesced=coalesced,
-        )
-        self.history.append(record)
-        self._news |= record.metrics()
-        logger.info(
-            "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f ack_s=%.3f",
-            record.version,
-            record.changed_fraction,
-            record.payload_bytes,
-            math.nan if record.bits_per_changed is None else record.bits_per_changed,
-            record.encode_s,
-            math.nan if ack_s is None else ack_s,
-        )
+        self._history.add(receipt, self.step, ack_s)

@@ -98,56 +98,56 @@ class DigestsFileCallback(TrainerCallback):
     """A [`~transformers.TrainerCallback`] that writes down the sha256 of every tensor of each version, for a proof of bits.
 
     The digests are taken from the trainer's live parameters, cast to bf16 by torch, and owe nothing to deltasync's own code.
-    TRL syncs the weights after the callbacks of an event, so a version's line is written at the event that follows.
+    A version's line is written at the first event after it was encoded.
 
     Args:
-        sync: Publishes the weights.
+        sync: Publishes the weights. Its own events come before.
         path: One JSON object per version is appended here: its record in `sync.history`, and `sha256` by tensor name.
     """
 
     def __init__(self, sync: DeltaSyncCallback, path: Path) -> None:
         self._sync = sync
         self._path = path
-        self._sha256: dict[str, str] = {}
+        self._sha256: dict[int, dict[str, str]] = {}  # by step
+        self._written = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Digest the initial weights."""
-        self._digest(model)
+        self._digest(state.global_step, model)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write what was published since the last digest."""
+        """Write what was encoded since the last time."""
         self._write()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Digest the weights of this step."""
-        self._digest(model)
+        self._digest(state.global_step, model)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the last version."""
+        """Write the last version, which is stored by now."""
         self._write()
 
-    def _digest(self, model: torch.nn.Module) -> None:
-        self._sha256 = {}
+    def _digest(self, step: int, model: torch.nn.Module) -> None:
+        found = self._sha256[step] = {}
         for name, param in model.named_parameters():
             bits = param.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
-            self._sha256[name] = hashlib.sha256(bits.tobytes()).hexdigest()
+            found[name] = hashlib.sha256(bits.tobytes()).hexdigest()
 
     def _write(self) -> None:
-        if not self._sha256:
-            return
-        record = self._sync.history[-1]
-        line = dataclasses.asdict(record) | {
-            "changed_fraction": record.changed_fraction,
-            "bits_per_changed": record.bits_per_changed,
-            "sha256": self._sha256,
-        }
-        self._sha256 = {}
+        records = self._sync.history[self._written :]
+        self._written += len(records)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            for record in records:
+                line = dataclasses.asdict(record) | {
+                    "changed_fraction": record.changed_fraction,
+                    "bits_per_changed": record.bits_per_changed,
+                    "sha256": self._sha256.pop(record.step),
+                }
+                file.write(json.dumps(line) + "\n")
 
 
 def build_trainer(

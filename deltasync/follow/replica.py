@@ -22,7 +22,7 @@ from deltasync.follow.course import Course
 from deltasync.follow.follower import Follower
 from deltasync.follow.poll import Poll
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.stores import Store, open_store
+from deltasync.stores import ObjectInfo, Store, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +113,36 @@ class Replica:
                 changed.wait(min(left_s, poll.delay_s(moved=False)))
                 changed.clear()
 
-    def _advance(self, number: int | None) -> None:
+    def poll(self, known: ObjectInfo | None = None) -> int:
+        """Take what follows, if there is something, by the one request that a replica makes over and over.
+
+        Unlike `sync` it may miss, for seconds, a newest version to which that request does not lead.
+
+        Args:
+            known: What an event told of a new record.
+
+        Returns:
+            The version that is live.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
+        """
+        self._advance(None, known=known, look=False)
+        assert self.version is not None
+        return self.version
+
+    def _advance(self, number: int | None, *, known: ObjectInfo | None = None, look: bool = True) -> None:
         """Take every step to a version. What fails is left out where there is another way."""
-        detours, looked = 0, False
+        detours, looked = 0, not look
         while True:
             if not self._is_settled():
                 before = self.identity
                 self._settle()
                 if before is not None and self.identity is None:
                     self._course.acquit()
-            way = self._course.next(self.identity, number=number, now=self._course.stuck)
+            now = look and self._course.stuck
+            way = self._course.next(self.identity, number=number, known=known, now=now)
             if not way and not looked and number is None:
                 looked, way = True, self._course.next(self.identity, now=True)
             if not way:
@@ -136,6 +156,9 @@ class Replica:
                 if detours > _DETOURS:
                     raise
                 logger.warning("%s Taking another way.", error)
+            else:
+                if not look:
+                    return
 
     def _is_settled(self) -> bool:
         return self._follower is None or self._follower.settled

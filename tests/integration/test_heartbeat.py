@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from deltasync import heartbeat
+from deltasync.channel import heartbeat
+from deltasync.channel.documents import sha256_hex
+from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
-from deltasync.heartbeat import Heartbeat
-from deltasync.stores import Store, open_store
+from deltasync.stores import ObjectInfo, Store, open_store
 from tests.faults import FaultyStore
 
 RUN = "run-1"
 LONG_AGO_S = 2 * heartbeat.LIVE_S
+EPOCH = "000001-00000000"
+PUBLISHED = {version: sha256_hex(b"version %d" % version) for version in range(1, 5)}
 
 
 @pytest.fixture
@@ -35,21 +38,54 @@ def beat(
     error: str | None = None,
     age_s: float = 0.0,
     run_id: str = RUN,
+    epoch: str | None = EPOCH,
+    sha256: str | None = None,
 ) -> None:
     time_s = time.time() - age_s
-    heartbeat.write(
-        store, Heartbeat(replica_id=replica_id, run_id=run_id, version=version, state=state, error=error, time_s=time_s)
+    sha256 = PUBLISHED.get(version or 0) if sha256 is None else sha256
+    told = Heartbeat(
+        replica_id=replica_id,
+        run_id=run_id,
+        version=version,
+        epoch=epoch,
+        sha256=sha256,
+        state=state,
+        error=error,
+        time_s=time_s,
     )
+    heartbeat.write(store, told)
 
 
 def wait(store: Store, version: int, ack: str | int, timeout_s: float = 0.0, urls: Sequence[str] = ()) -> list[str]:
-    return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, ack, timeout_s, urls)]
+    return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, PUBLISHED, ack, timeout_s, urls)]
 
 
 def test_any_needs_one_replica(store: Store) -> None:
     beat(store, "ahead", 4)
     beat(store, "late", 1)
     assert wait(store, 3, "any") == ["ahead"]
+
+
+OTHER = sha256_hex(b"version 3 of a backup that was restored")
+
+
+@pytest.mark.parametrize("ack", ["any", "all", 1])
+@pytest.mark.parametrize("version", [3, 4])
+def test_another_version_of_the_same_number_does_not_count(store: Store, ack: str | int, version: int) -> None:
+    beat(store, "elsewhere", version, sha256=OTHER)
+    with pytest.raises(AckTimeoutError, match=rf"elsewhere \(serves version .*{OTHER[:8]}"):
+        wait(store, 3, ack)
+    beat(store, "elsewhere", version, epoch=None)  # says a number, and not which version of it
+    with pytest.raises(AckTimeoutError, match="elsewhere"):
+        wait(store, 3, ack)
+    beat(store, "elsewhere", version)
+    assert wait(store, 3, ack) == ["elsewhere"]
+
+
+def test_a_later_version_that_we_did_not_publish_does_not_count(store: Store) -> None:
+    beat(store, "ahead", 9, sha256=OTHER)
+    with pytest.raises(AckTimeoutError, match="ahead"):
+        wait(store, 3, "any")
 
 
 def test_all_needs_every_live_replica(store: Store) -> None:
@@ -88,9 +124,10 @@ def test_a_replica_that_has_stopped_serves_nothing(store: Store, ack: str | int)
 
 
 def test_a_server_that_is_named_is_waited_for_though_it_stops() -> None:
-    answer = json.dumps({"state": "stopped", "run_id": RUN, "version": 3}).encode()
+    served = {"version": 3, "epoch": EPOCH, "sha256": PUBLISHED[3]}
+    answer = json.dumps({"state": "stopped", "run_id": RUN} | served).encode()
     found = heartbeat.heartbeat_of("http://a", answer, RUN)
-    assert heartbeat.is_live(found) and not heartbeat._serves(found, 3)
+    assert heartbeat.is_live(found) and not heartbeat._serves(found, 3, PUBLISHED)
     assert found.error == "http://a is stopping"
 
 
@@ -123,10 +160,10 @@ class SlowStore(FaultyStore):
         self.read_s = read_s
         self.read_keys: list[str] = []
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         self.read_keys.append(key)
         time.sleep(self.read_s)
-        return super().read(key, most_bytes)
+        return super().read(key, most_bytes, known)
 
 
 def test_five_hundred_dead_replicas_do_not_outlast_the_time_out(memory_url: str) -> None:
@@ -246,6 +283,8 @@ class StatusServer:
             "channel": "x",
             "state": "serving",
             "version": 2,
+            "epoch": EPOCH,
+            "sha256": PUBLISHED[2],
             "error": None,
         }
         self.token: str | None = None
@@ -313,6 +352,12 @@ def test_all_means_every_server_on_the_list(store: Store, server: StatusServer) 
 def test_a_server_that_follows_another_run_lags(store: Store, server: StatusServer) -> None:
     server.status["run_id"] = "run-2"
     with pytest.raises(AckTimeoutError, match="it follows run run-2"):
+        wait(store, 2, "any", urls=[server.url])
+
+
+def test_a_server_with_another_version_of_the_same_number_lags(store: Store, server: StatusServer) -> None:
+    server.status["sha256"] = OTHER
+    with pytest.raises(AckTimeoutError, match=rf"{server.url} \(serves version 2"):
         wait(store, 2, "any", urls=[server.url])
 
 

@@ -16,7 +16,15 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
-from tests.integration.trainers import Bits, FlushEachStep, make_trainer, published_bits, saved_bits, tiny_model
+from tests.integration.trainers import (
+    Bits,
+    FlushEachStep,
+    anchor_directory,
+    make_trainer,
+    published_bits,
+    saved_bits,
+    tiny_model,
+)
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, adapter, gather
 from trl_callback.saved_form import as_saved
 
@@ -71,7 +79,7 @@ def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[s
 
     make_trainer(alone, tmp_path / "out").train()
     assert_same_bits(model.state_dict(), alone.state_dict())
-    anchor = AutoModelForCausalLM.from_pretrained(tmp_path / "channel" / "anchors" / f"{1:010d}")
+    anchor = AutoModelForCausalLM.from_pretrained(anchor_directory(tmp_path))
     assert_same_bits(gather.held_tensors(anchor), recorder.bits[0])
 
 
@@ -156,7 +164,7 @@ def test_the_adapter_alone_is_published_as_peft_saves_it(dtype: str, tmp_path: P
     for version, bits in enumerate(recorder.bits, start=1):
         served = bits if dtype == "keep" else {name: tensor.bfloat16() for name, tensor in bits.items()}
         assert_same_bits(published_bits(url, version), served)
-    anchor = tmp_path / "channel" / "anchors" / f"{1:010d}"
+    anchor = anchor_directory(tmp_path)
     assert json.loads((anchor / "adapter_config.json").read_bytes()) == json.loads(
         (tmp_path / "saved" / "adapter_config.json").read_bytes()
     )
@@ -171,7 +179,7 @@ def test_the_active_adapter_of_several_is_published(tmp_path: Path) -> None:
     make_trainer(model, tmp_path / "out", DeltaSyncCallback(url, adapter_only=True, served_dtype="keep")).train()
     model.save_pretrained(tmp_path / "saved")
     assert_same_bits(published_bits(url), load_file(tmp_path / "saved" / "other" / "adapter_model.safetensors"))
-    config = tmp_path / "channel" / "anchors" / f"{1:010d}" / "adapter_config.json"
+    config = anchor_directory(tmp_path) / "adapter_config.json"
     assert json.loads(config.read_bytes())["r"] == 2
 
 

@@ -18,11 +18,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from deltasync import Replica, heartbeat, open_store
+from deltasync import Replica, open_store
+from deltasync.channel import heartbeat
+from deltasync.channel.documents import Version
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
 from deltasync.demo import model as demo_model
 from deltasync.errors import DeltaSyncError
-from deltasync.heartbeat import Heartbeat
-from deltasync.reader import ChannelReader
+from deltasync.stores import Store
 from trl_callback import DeltaSyncCallback
 from trl_callback.gather import held_tensors
 
@@ -88,6 +91,23 @@ def run_id(url: str) -> str:
     return ChannelReader(open_store(url)).channel().run_id
 
 
+def beat(store: Store, replica_id: str, served: Version | None, state: str = "serving", error: str | None = None) -> None:
+    """Write the heartbeat of a replica."""
+    run = ChannelReader(store).channel().run_id
+    identity = (None, None, None) if served is None else (served.version, served.epoch, served.sha256)
+    version, epoch, sha256 = identity
+    told = Heartbeat(
+        replica_id=replica_id, run_id=run, version=version, epoch=epoch, sha256=sha256, state=state, error=error
+    )
+    heartbeat.write(store, told)
+
+
+def anchor_directory(folder: Path, version: int = 1) -> Path:
+    """The checkpoint of a version in the channel below a folder."""
+    (found,) = (folder / "channel" / "anchors").glob(f"{version:010d}.*")
+    return found
+
+
 class Recorder(TrainerCallback):
     """Keeps what a checkpoint of each step would hold."""
 
@@ -150,14 +170,14 @@ class Fleet:
 
     def _follow(self, replica_id: str, replica: Replica) -> None:
         while not self._over.wait(0.01):
-            before = replica.version
+            before = replica.identity
             try:
-                version = replica.sync()
+                replica.sync()
             except DeltaSyncError:  # nothing is published yet
                 continue
-            if version != before:
-                run = ChannelReader(self._store).channel().run_id
-                heartbeat.write(self._store, Heartbeat(replica_id=replica_id, run_id=run, version=version, state="serving"))
+            if replica.identity != before:
+                assert replica.identity is not None
+                beat(self._store, replica_id, replica.identity)
 
     def __enter__(self) -> Fleet:
         for thread in self._threads:

@@ -64,7 +64,7 @@ class Expected(TrainerCallback):
         weights = whole(model)
         if dist.get_rank() == 0 and self.sync.weight_transfer.published_step == state.global_step:
             self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(weights, self.folder / f"{self.sync.history[-1].version}.pt")
+            torch.save(weights, self.folder / f"{self.sync.weight_transfer.publisher.version}.pt")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.save(state, model)
@@ -178,7 +178,7 @@ def distillation() -> None:
 
 def lost_upload() -> None:
     """The second rank cannot store its part of the second version."""
-    sync = DeltaSyncCallback(url_of("lost_upload"), ack_timeout_s=120)
+    sync = DeltaSyncCallback(url_of("lost_upload"), ack_timeout_s=120, max_behind=0)
     store = FaultyStore(sync.weight_transfer._store._inner)
     sync.weight_transfer._store._inner = store
     if dist.get_rank() == 1:
@@ -194,7 +194,7 @@ def lost_stream() -> None:
 
     def broken(model: Any, adapter_only: bool = False) -> Iterator[tuple[str, Any]]:
         yield from list(stream_of(model, adapter_only))[:3]
-        if dist.get_rank() == 1 and sync.history:
+        if dist.get_rank() == 1 and sync.weight_transfer.published_step is not None:
             raise OverflowError("the stream broke")
         yield from list(stream_of(model, adapter_only))[3:]
 

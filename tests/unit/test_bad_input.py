@@ -29,7 +29,6 @@ from deltasync.errors import (
     TransientStoreError,
     UnsupportedFormatError,
 )
-from deltasync.stores import Store
 from tests.channels import Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated

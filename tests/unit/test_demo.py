@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
 pytest.importorskip("trl")
 from deltasync.demo.train import DigestsFileCallback
@@ -17,15 +18,16 @@ class Sync:
     def __init__(self) -> None:
         self.history: list[VersionRecord] = []
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, step: int) -> None:
         record = VersionRecord(
             version=version,
-            step=0,
+            step=step,
             kind="delta",
             changed=1,
             total=3,
             payload_bytes=6,
             anchor_bytes=0,
+            held_s=0.0,
             encode_s=0.0,
             ack_s=None,
         )
@@ -41,13 +43,14 @@ def test_each_version_is_held_to_the_weights_that_the_trainer_had(tmp_path: Path
     model.w = torch.nn.Parameter(torch.tensor([1.0, -0.0, 3.0]))
     unused: Any = None
     callback = DigestsFileCallback(sync, tmp_path / "published.jsonl")  # type: ignore[arg-type]
-    callback.on_train_begin(unused, unused, unused, model=model)
-    sync.publish(1)
-    callback.on_step_begin(unused, unused, unused)
+    callback.on_train_begin(unused, TrainerState(global_step=0), unused, model=model)
+    callback.on_step_begin(unused, unused, unused)  # nothing is encoded yet
     model.w.data[1] = 0.0
-    callback.on_step_end(unused, unused, unused, model=model)
-    sync.publish(2)
+    callback.on_step_end(unused, TrainerState(global_step=1), unused, model=model)
+    sync.publish(1, step=0)
+    callback.on_step_begin(unused, unused, unused)
     model.w.data[1] = 7.0
+    sync.publish(2, step=1)
     callback.on_train_end(unused, unused, unused)
     callback.on_train_end(unused, unused, unused)
     lines = [json.loads(line) for line in (tmp_path / "published.jsonl").read_text().splitlines()]

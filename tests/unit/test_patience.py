@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def publish(publisher: Publisher, backlog: Backlog, value: float) -> float:
     receipt = publisher.publish([("w", torch.full((8,), value))])
     backlog.add(receipt)
-    return receipt.encode_s
+    return receipt.held_s
 
 
 def test_while_a_version_waits_encoding_takes_a_twentieth_of_the_time(
@@ -43,16 +43,16 @@ def test_while_a_version_waits_encoding_takes_a_twentieth_of_the_time(
         publish(publisher, backlog, 0.0)
         publisher.flush()
         assert not backlog.is_full()
-        gate = faulty.hold_at("create", "deltas/")
+        gate = faulty.hold_at("create", "versions/")
         publish(publisher, backlog, 1.0)
         assert gate.entered.wait(60)
         assert not backlog.is_full()  # nothing waits yet
         for value in (2.0, 3.0):
-            encode_s = publish(publisher, backlog, value)
+            held_s = publish(publisher, backlog, value)
             assert backlog.is_full()
-            clock.now += 19.9 * encode_s
+            clock.now += 19.9 * held_s
             assert backlog.is_full()
-            clock.now += 0.2 * encode_s
+            clock.now += 0.2 * held_s
             assert not backlog.is_full()
         assert publisher.version == 3
 
@@ -73,11 +73,11 @@ def test_what_cannot_be_stored_is_not_encoded_anew_each_step(faulty: FaultyStore
     backlog = Backlog(store)
     publisher = Publisher(store)
     faulty.fail_at("create", times=FOREVER, error=StoreError)
-    encode_s = publish(publisher, backlog, 0.0)
+    held_s = publish(publisher, backlog, 0.0)
     with pytest.raises(PublishError):
         publisher.flush()
     assert backlog.is_full()
-    clock.now += 21 * encode_s
+    clock.now += 21 * held_s
     assert not backlog.is_full()
     faulty.heal()
     publish(publisher, backlog, 1.0)

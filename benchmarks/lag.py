@@ -1,0 +1,343 @@
+"""From the beginning of a publish to live bits elsewhere, over lines of a given length and width, and the requests that it takes.
+
+    .venv/bin/python -m benchmarks.lag [small] [large] [idle] [--versions 20] [--json]
+
+from the root of the repository, with the development dependencies. The store is S3 (moto, in a process of its own). A publisher
+in this process and a host replica in a third one each reach it by a line of their own, which passes bytes on later
+(`tests.servers.line`); requests are counted at the server's end. Bits are compared at the last version.
+
+small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the encode
+large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round trips
+idle    what a replica asks while nothing is published
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+
+from deltasync import Publisher, Replica
+from deltasync.bits import bits_of
+from deltasync.config import ReplicaSettings
+from deltasync.errors import NotPublishedError
+from deltasync.follow import Poll
+from deltasync.stores import open_store
+from tests.http_faults import FaultProxy
+from tests.servers.line import Line, Shape
+from tests.servers.reverse_proxy import Exchange
+from tests.servers.s3 import KEYS, REGION, MotoServer
+
+ENDS = ("trainer", "replica")
+CHANGED_FRACTION = 0.01
+IDLE_S = 20.0
+BARS = {"small": 2.5, "large": 1.4}
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        shapes: Of the tensors.
+        line: Of both lines, once the first version is out.
+        versions: After two to warm up.
+        between_s: From one publish to the next.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    line: Shape
+    versions: int
+    between_s: float
+
+
+def cases(versions: int) -> dict[str, Case]:
+    """By name."""
+    return {
+        "small": Case(shapes={"w": (10_500, 1000)}, line=Shape(0.2), versions=versions, between_s=3.0),
+        "large": Case(shapes=qwen3_shapes(), line=Shape(0.05, 100e6), versions=max(5, versions // 2), between_s=5.0),
+    }
+
+
+def qwen3_shapes() -> dict[str, tuple[int, ...]]:
+    """Of Qwen3-0.6B, 596 M elements."""
+    layer = {
+        "q": (2048, 1024),
+        "k": (1024, 1024),
+        "v": (1024, 1024),
+        "o": (1024, 2048),
+        "norm": (2, 1024),
+        "head_norm": (2, 128),
+    }
+    layer |= {"gate": (3072, 1024), "up": (3072, 1024), "down": (1024, 3072)}
+    layers = {f"layers.{number:02d}.{name}": shape for number in range(28) for name, shape in layer.items()}
+    return {"embed": (151936, 1024), **layers, "norm": (1024,)}
+
+
+# --- the process of the server ------------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection) -> None:
+    """Run the server and both lines; tells the ports, then answers a shape with None and anything else with what was asked."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.closing(MotoServer()))
+        bucket = server.new_bucket()
+        proxies = {end: stack.enter_context(FaultProxy(server.endpoint)) for end in ENDS}
+        places = {end: urlsplit(proxy.url) for end, proxy in proxies.items()}
+        lines = {
+            end: stack.enter_context(Line((str(place.hostname), int(place.port or 0)), Shape()))
+            for end, place in places.items()
+        }
+        pipe.send({end: server.url(bucket, endpoint=f"http://127.0.0.1:{line.port}") for end, line in lines.items()})
+        while (asked := pipe.recv()) is not None:
+            if isinstance(asked, Shape):
+                for line in lines.values():
+                    line.shape = asked
+                pipe.send(None)
+            else:
+                pipe.send({end: proxy.exchanges[:] for end, proxy in proxies.items()})
+                for proxy in proxies.values():
+                    proxy.exchanges.clear()
+
+
+class Server:
+    """The other end of `serve`.
+
+    Attributes:
+        urls: Of the channel, by the line of each of `ENDS`.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.urls: dict[str, str] = pipe.recv()
+
+    def shape(self, shape: Shape) -> None:
+        """Make both lines so."""
+        self._pipe.send(shape)
+        self._pipe.recv()
+
+    def taken(self) -> dict[str, list[Exchange]]:
+        """Exchanges since the last call, by end."""
+        self._pipe.send("taken")
+        found: dict[str, list[Exchange]] = self._pipe.recv()
+        return found
+
+
+# --- the process of the replica -----------------------------------------------------------------------------------------
+
+
+def follow(url: str, pipe: Connection) -> None:
+    """Follow a channel as `deltasync follow` does; tells each version and when its bits were live. Any message ends it."""
+    store = open_store(url)
+    replica = Replica(store)
+    before: int | None = None
+    with Poll(store, ReplicaSettings.from_env().poll_interval_s, lambda _: None) as poll:
+        while not pipe.poll():
+            with contextlib.suppress(NotPublishedError):
+                replica.poll()
+            if moved := replica.version != before:
+                before = replica.version
+                pipe.send((before, time.monotonic()))
+            pipe.poll(poll.delay_s(moved))
+    pipe.send(digest(replica.state_dict()))
+
+
+@contextlib.contextmanager
+def running(target: Any, *args: Any) -> Iterator[Connection]:
+    """A process, and the pipe to it."""
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=target, args=(*args, theirs), daemon=True)
+    process.start()
+    try:
+        yield ours
+    finally:
+        with contextlib.suppress(OSError):
+            ours.send(None)
+        process.join(30)
+        process.terminate()
+
+
+# --- the trainer --------------------------------------------------------------------------------------------------------
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """sha256 over all bits."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(bits_of(weights[name]).data)
+    return found.hexdigest()
+
+
+def change(weights: dict[str, torch.Tensor], random: np.random.Generator) -> None:
+    """Move 1 % of each tensor by one ULP, as training does."""
+    for tensor in weights.values():
+        bits_N = bits_of(tensor)
+        index_K = random.integers(0, bits_N.size, int(CHANGED_FRACTION * bits_N.size))
+        bits_N[index_K] ^= 1
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Publish versions, and see when they are live.
+
+    Returns:
+        `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`, `held_s`; `requests` by
+        what they are, for one version; `cold_puts`, records that were put on a new connection; `equal`, the bits.
+    """
+    random = np.random.default_rng(0)
+    weights = {}
+    for name, shape in case.shapes.items():
+        weights[name] = torch.from_numpy(random.standard_normal(shape, np.float32)).to(torch.bfloat16)
+    with running(serve) as pipe:
+        server = Server(pipe)
+        with (
+            running(follow, server.urls["replica"]) as replica,
+            Publisher(server.urls["trainer"], anchor_every=1 << 30) as publisher,
+        ):
+            rows, exchanges = [], {end: list[Exchange]() for end in ENDS}
+            warm: set[int] = set()
+            for number in range(case.versions + 3):
+                if number == 1:
+                    server.shape(case.line)
+                if number:
+                    change(weights, random)
+                if number == 3:
+                    warm = {each.connection for each in server.taken()["trainer"]}
+                began_s = time.monotonic()
+                receipt = publisher.publish(weights.items())
+                while (found := replica.recv())[0] < receipt.version:
+                    pass
+                if number >= 3:
+                    rows.append({"lag_s": found[1] - began_s, "encode_s": receipt.encode_s, "held_s": receipt.held_s})
+                time.sleep(max(0.0, began_s + case.between_s - time.monotonic()) if number else 0.0)
+            for end, found in server.taken().items():
+                exchanges[end] += found
+            replica.send(None)
+            while not isinstance(told := replica.recv(), str):
+                pass
+    return {
+        "payload_bytes": receipt.payload_bytes,
+        "versions": rows,
+        "requests": requests(exchanges, case.versions),
+        "cold_puts": cold_puts(exchanges["trainer"], warm),
+        "equal": told == digest(weights),
+    }
+
+
+def kind(exchange: Exchange) -> str:
+    """What a request is, for people."""
+    folder = exchange.path.split("/")[3] if exchange.path.count("/") > 2 else "list"
+    there = "" if exchange.status < 400 else " (not there yet)"
+    return f"{exchange.method} {folder}{there}"
+
+
+def requests(exchanges: dict[str, list[Exchange]], versions: int) -> dict[str, dict[str, float]]:
+    """Requests for one version, by end and kind."""
+    return {
+        end: {name: round(count / versions, 2) for name, count in sorted(Counter(map(kind, found)).items())}
+        for end, found in exchanges.items()
+    }
+
+
+def cold_puts(exchanges: Sequence[Exchange], warm: set[int]) -> int:
+    """Puts of records on a connection that nothing had used before."""
+    cold, known = 0, set(warm)
+    for exchange in exchanges:
+        cold += exchange.method == "PUT" and "/versions/" in exchange.path and exchange.connection not in known
+        known.add(exchange.connection)
+    return cold
+
+
+def idle() -> dict[str, Any]:
+    """Requests and bytes of a replica that follows a channel to which nothing is published."""
+    with running(serve) as pipe:
+        server = Server(pipe)
+        with Publisher(server.urls["trainer"]) as publisher:
+            publisher.publish([("w", torch.zeros(1000))]).wait(60)
+        with running(follow, server.urls["replica"]) as replica:
+            replica.recv()
+            time.sleep(5.0)  # the waits between two polls have grown to the interval
+            server.taken()
+            time.sleep(IDLE_S)
+            found = server.taken()["replica"]
+    sizes = [each.bytes_up + each.bytes_down for each in found]
+    return {
+        "requests": {name: count for name, count in sorted(Counter(map(kind, found)).items())},
+        "seconds": IDLE_S,
+        "bytes_max": max(sizes),
+        "bytes_mean": round(statistics.fmean(sizes)),
+    }
+
+
+# --- what came out ------------------------------------------------------------------------------------------------------
+
+
+def lines(name: str, case: Case, found: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    rows, line = found["versions"], case.line
+    lags = [row["lag_s"] for row in rows]
+    if name == "small":
+        units = [(row["lag_s"] - row["encode_s"]) / line.round_trip_s for row in rows]
+        unit = "round trips and the encode"
+    else:
+        one_s = 8 * found["payload_bytes"] / line.bits_per_s + 2 * line.round_trip_s
+        units = [lag_s / one_s for lag_s in lags]
+        unit = f"times {one_s:.2f} s, one transfer and two round trips"
+    yield f"{name}: {found['payload_bytes']:,} bytes, {len(rows)} versions, bits {'equal' if found['equal'] else 'WRONG'}"
+    yield f"  lag p50 {statistics.median(lags):.3f} s, p95 {np.percentile(lags, 95):.3f} s"
+    met = statistics.median(units) <= BARS[name]
+    yield (
+        f"  p50 {statistics.median(units):.2f}, p95 {np.percentile(units, 95):.2f} {unit}; "
+        f"bar {BARS[name]} {'met' if met else 'MISSED'}"
+    )
+    yield (
+        f"  encode p50 {statistics.median(row['encode_s'] for row in rows):.3f} s, "
+        f"trainer held p50 {statistics.median(row['held_s'] for row in rows):.3f} s; "
+        f"records put on a new connection: {found['cold_puts']}"
+    )
+    for end, counts in found["requests"].items():
+        yield f"  {end}, for a version: " + ", ".join(f"{count:g} {what}" for what, count in counts.items())
+
+
+def main() -> None:
+    """Measure what is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["small", "large", "idle", []], help="default: small and idle")
+    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    os.environ.update(KEYS)
+    os.environ["AWS_REGION"] = REGION
+    result: dict[str, Any] = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    result["load"] = os.getloadavg()[0]
+    known = cases(given.versions)
+    for name in given.what or ["small", "idle"]:
+        result[name] = idle() if name == "idle" else measure(known[name])
+        if not given.json and name != "idle":
+            print("\n".join(lines(name, known[name], result[name])), flush=True)
+        elif not given.json:
+            print(f"idle: {result[name]}", flush=True)
+    if given.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"{result['cores']} cores, load {result['load']:.1f}, Python {result['python']}, torch {result['torch']}")
+
+
+if __name__ == "__main__":
+    main()
