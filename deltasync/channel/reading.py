@@ -213,7 +213,7 @@ class ChannelReader:
         Args:
             key: Where it is.
             sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            known: What a listing told of it, if one did. Where keys are required, folds larger than a record need it.
+            known: What a listing told of it, if one did.
 
         Raises:
             MissingVersionError: not in the store.
@@ -224,6 +224,7 @@ class ChannelReader:
             if self.trusted is not None and sha256 is None and keys.fold_of(key) is not None:
                 # Anybody can store a large one, so a trusted key must have signed its size first.
                 most = record.most_bytes(keys.VERSIONS, self.specs)
+                known = known or next((info for info in self.store.list(key) if info.key == key), None)
                 if known is not None and known.bytes > most:
                     self.document(known)
                     most = known.bytes
@@ -251,6 +252,8 @@ class ChannelReader:
                 return self._decoded(self.store.read(info.key, info.bytes, info), info.key).record
             end = self.store.read_range(info.key, info.bytes - _END_BYTES, info.bytes)
             length = record.document_bytes(end, info.key)
+            if length > record.most_bytes(keys.VERSIONS, self.specs):
+                raise CorruptDataError(f"{info.key} has a document of {length:,} bytes, which is more than it may have.")
             if len(end) < length <= info.bytes:
                 end = self.store.read_range(info.key, info.bytes - length, info.bytes)
         except ObjectMissingError:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
-from deltasync import codec
+from deltasync import codec, housekeeping
 from deltasync.channel import anchors as weight_files
 from deltasync.channel import checkpoint, documents, heartbeat, keys, record, signing
 from deltasync.channel.documents import Anchor, Channel, File, Head, Opening, Record, Reference, Version, sha256_hex
@@ -233,13 +233,27 @@ def checkpoints(data: bytes) -> None:
 
 
 def channels(data: bytes) -> None:
-    """A bundle as a whole channel, with digests put right: planned in, followed from nothing and from version 1."""
+    """A bundle as a whole channel, with digests put right: planned in, followed, checked, copied, exported."""
     parts = containers.unbundle(data)
-    if parts:
-        _sync(seal(parts))
+    if not parts:
+        return
+    store = _sync(seal(parts))
+    which = zlib.crc32(data) % 3
+    with contextlib.suppress(DeltaSyncError):
+        if which == 0:
+            housekeeping.check(ChannelReader(store), read_data=True)
+        elif which == 1:
+            housekeeping.copy(ChannelReader(store), _holding({}))
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                target = Path(directory, "there")
+                try:
+                    housekeeping.export(ChannelReader(store), None, target)
+                finally:
+                    assert set(Path(directory).iterdir()) <= {target}
 
 
-def _sync(parts: Parts) -> None:
+def _sync(parts: Parts) -> Store:
     """Plan ways, and follow a channel from nothing, and from version 1."""
     store = _holding(parts)
     reader = ChannelReader(store)
@@ -262,6 +276,7 @@ def _sync(parts: Parts) -> None:
                 assert f"{sum(replica.fingerprints.values()) % 2**64:016x}" in promised
             except DeltaSyncError:
                 assert replica.identity in (before, None) or replica.identity.version in named_versions(parts)
+    return store
 
 
 def leading(reader: ChannelReader, parts: Parts, version: Version) -> Iterator[Stored]:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Replica, open_store
+from deltasync import Replica, housekeeping, open_store
 from deltasync.channel import documents, heartbeat, keys, record, signing
 from deltasync.channel.documents import Head, Record, Version
 from deltasync.channel.heartbeat import Heartbeat
@@ -342,7 +342,7 @@ def test_a_large_fold_is_not_read_before_its_document_is_found_to_be_ours(channe
     store, _ = channel.replica(channel.objects)
     key = keys.fold(2, NEWEST, "000000-0000000d")
     claim = channel.objects[keys.fold(1, NEWEST, SECOND)]
-    for large in (bytes(6 << 20), bytes(6 << 20) + claim, bytes(6 << 20) + struct.pack("<Q", 1 << 62)):
+    for large in (bytes(6 << 20), bytes(6 << 20) + claim, bytes(6 << 20) + struct.pack("<Q", (6 << 20) - 100)):
         store.put(key, large)
         ranged = Ranged(store)
         reader = ChannelReader(ranged, channel.keys / "ours.pub")
@@ -363,14 +363,15 @@ def test_a_large_fold_is_not_read_before_its_document_is_found_to_be_ours(channe
     after["w"].view(torch.int16)[::2] += torch.arange(3 << 19, dtype=torch.int16) % 97 + 1
     large_made.delta({"w": model["w"].clone().index_fill_(0, torch.tensor([5]), 1.0)})
     middle = large_made.tip
-    large_made.delta(after)
+    large_made.delta(after, parts=1)
     assert middle is not None and large_made.tip is not None
     reader = ChannelReader(large_made.store, channel.keys / "ours.pub")
     first = reader.numbered(1).version
     fold = large_made.fold(first, large_made.tip)
     assert fold.size > record.most_bytes(keys.VERSIONS, reader.specs)
     (info,) = (info for span, info in reader.folds() if span.base == 1)
-    assert reader.stored(fold.key, known=info) == fold
+    assert reader.stored(fold.key, known=info) == reader.stored(fold.key) == fold
+    assert not housekeeping.check(reader).problems
     way = find_way(reader, None, large_made.tip, avoid={middle.key: "left out"})
     assert [stored.key for stored in way] == [first.key, fold.key]
 
@@ -424,6 +425,48 @@ def test_a_heartbeat_of_somebody_else_acknowledges_no_version_that_was_not_publi
         )
         with pytest.raises(AckTimeoutError):
             heartbeat.wait_for(store, "run", NEWEST, published, "any", 0.2)
+
+
+def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Path) -> None:
+    folder = keys.anchor_folder(4, SECOND)
+    config = f"{folder}/config.json"
+    code = {f"{folder}/modeling.py": b"print('theirs')", f"{folder}/tokenizer.json": b"{}"}
+    store, _ = channel.replica(channel.objects | code)
+    reader = ChannelReader(store, channel.keys / "ours.pub")
+    housekeeping.export(reader, NEWEST, tmp_path / "export")
+    assert (tmp_path / "export/config.json").read_bytes() == channel.objects[config]
+    assert not (tmp_path / "export/modeling.py").exists() and not (tmp_path / "export/tokenizer.json").exists()
+    store.put(config, b'{"auto_map": {"AutoModel": "theirs"}}')
+    with contextlib.suppress(CorruptDataError):  # or that of another anchor
+        housekeeping.export(ChannelReader(store, channel.keys / "ours.pub"), NEWEST, tmp_path / "again")
+    assert not (tmp_path / "again").exists() or (tmp_path / "again/config.json").read_bytes() == channel.objects[config]
+
+
+def test_a_copy_takes_nothing_of_theirs(channel: Channel) -> None:
+    store, _ = channel.replica(channel.objects)
+    target = new_store()
+    housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
+    assert objects_of(target) == channel.objects
+    slot = keys.slot(2, EPOCH)
+    store.put(slot, altered(channel.objects[slot], lambda found: channel.theirs.seal(slot, stripped(found))))
+    target = new_store()
+    copied = housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
+    assert any(isinstance(problem, SignatureError) for problem in copied.problems)
+    assert slot not in objects_of(target)
+    store.put(keys.CHANNEL, channel.theirs.seal(keys.CHANNEL, stripped(channel.objects[keys.CHANNEL])))
+    with pytest.raises(SignatureError):
+        housekeeping.copy(ChannelReader(store, channel.keys / "ours.pub"), new_store())
+
+
+def test_pruning_spares_what_a_record_of_theirs_stands_in_the_place_of(channel: Channel) -> None:
+    for key in (keys.slot(2, EPOCH), keys.slot(4, SECOND), keys.slot(5, SECOND)):
+        objects = channel.objects | {key: altered(channel.objects[key], stripped)}
+        store, _ = channel.replica(objects)
+        with contextlib.suppress(DeltaSyncError):
+            housekeeping.prune(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
+        assert objects_of(store).keys() >= objects.keys()
+        report = housekeeping.check(ChannelReader(store, channel.keys / "ours.pub"))
+        assert any(isinstance(problem, SignatureError) for problem in report.problems)
 
 
 def test_the_cache_of_a_machine_is_no_way_around(channel: Channel, tmp_path: Path) -> None:
