@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
 from deltasync.bits import bits_of
-from deltasync.publish.device_copies import DeviceCopies
 from deltasync.live import CommitReport, LiveMemory, Segment, Staged
+from deltasync.publish.device_copies import DeviceCopies
 from deltasync.types import Patch, TensorSpec
 
 Shapes = dict[str, tuple[int, ...]]

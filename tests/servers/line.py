@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 
-_CHUNK_BYTES = 1 << 14
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Line:
                 threading.Thread(target=self._take, args=(way, source, under_way, opened_s), daemon=True).start()
                 threading.Thread(target=_give, args=(sink, under_way), daemon=True).start()
 
-    def _take(self, way: str, source: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]], from_s: float) -> None:
+    def _take(
+        self, way: str, source: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]], from_s: float
+    ) -> None:
         data = b"x"
         while data:
             try:
@@ -92,7 +94,8 @@ class Line:
 def _give(sink: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
     while True:
         due_s, data = under_way.get()
-        time.sleep(max(0.0, due_s - time.monotonic()))
+        if (early_s := due_s - time.monotonic()) > 0:
+            time.sleep(early_s)
         try:
             if not data:
                 sink.shutdown(socket.SHUT_WR)
