@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync import errors
-    from deltasync.publish import Publisher
-    from deltasync.publish import Receipt
     from deltasync.follow import Replica
+    from deltasync.publish import Publisher, Receipt
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"

@@ -197,15 +197,15 @@ class ReplicaSettings(ReaderSettings):
         allowed_channels: Prefixes, with commas between them, of the channels that callers of vLLM's weight-transfer routes
             may name instead of `channel`, such as `s3://bucket/runs`; None for no other channel.
         replica_id: Name of the heartbeat object: the host's by default, for a server with its port (`at_port`).
-        poll_interval_s: Longest wait between two looks at head; the wait backs off up to this.
+        poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
         audit_interval_s: How often all bits in memory are read and held to the version, while no other version is there to
             be taken; 0 for never.
         ready_behind: Versions that a server may lie behind the newest and still call itself ready.
         wait_ready: Answer no request before the server was ready once.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
-        cache_dir: Where the workers of a machine share what they download, an absolute path; None for a directory of this
-            user's in the system's temporary one, if there are several workers.
+        cache_dir: Where the processes of a machine share what they download, an absolute path; None for a directory of this
+            user's in the system's temporary one.
         cache_bytes: Most bytes of files in it; 0 for no cache.
         digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
         http_token: What requests to the replica's routes must present; None leaves them open. Never shown.

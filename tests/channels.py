@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,19 @@ import torch
 from deltasync import codec, fingerprint
 from deltasync.bits import bits_of, spec_of, tensor_of
 from deltasync.channel import anchors, documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version, sha256_hex
+from deltasync.channel.documents import (
+    REFERENCE,
+    Anchor,
+    Channel,
+    Delta,
+    File,
+    Head,
+    Opening,
+    Record,
+    Reference,
+    Version,
+    sha256_hex,
+)
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
@@ -65,12 +77,14 @@ class Made:
     tip: Version | None = None
     bits: dict[str, Weights] = dataclasses.field(default_factory=dict)
     specs: dict[str, TensorSpec] = dataclasses.field(default_factory=dict)
+    run_id: str = RUN
 
     def create(self, model: Weights, fencing: str = "seal") -> None:
+        """Store channel.json."""
         self.specs = {name: spec_of(name, tensor) for name, tensor in model.items()}
         table = {name: (spec.dtype, spec.shape) for name, spec in self.specs.items()}
         channel = Channel(
-            run_id=RUN,
+            run_id=self.run_id,
             created_at=documents.now(),
             fencing=fencing,
             epoch=self.epoch,
@@ -80,31 +94,37 @@ class Made:
         )
         self._put(keys.CHANNEL, self._signed(keys.CHANNEL, documents.encode(channel)))
 
-    def anchor(self, model: Weights, step: int | None = None) -> Stored:
+    def anchor(self, model: Weights, step: int | None = None, shard_bytes: int = 1 << 30) -> Stored:
         """The next version, of full weights."""
         number = 1 if self.tip is None else self.tip.version + 1
-        return self.append(
-            self._record("anchor", number, model, anchor=self.store_anchor(model, number), step=step), None, model
-        )
+        stored = self.store_anchor(model, number, shard_bytes)
+        return self.append(self.record("anchor", number, model, anchor=stored, step=step), None, model)
 
-    def delta(self, model: Weights, parts: int = 0, step: int | None = None) -> Stored:
-        """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest."""
+    def refer(self, model: Weights, reference: Reference) -> Stored:
+        """The next version, of weights that lie elsewhere; `reference` gets their fingerprints."""
+        number = 1 if self.tip is None else self.tip.version + 1
+        digests = {name: self.fingerprint(name, model) for name in self.specs}
+        anchor = Anchor(reference=dataclasses.replace(reference, fingerprints=digests))
+        return self.append(self.record("anchor", number, model, anchor=anchor, requires=[REFERENCE]), None, model)
+
+    def delta(self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True) -> Stored:
+        """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest, if `inline`."""
         assert self.tip is not None
         number = self.tip.version + 1
-        groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + 1)
+        groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + inline)
         files = []
         for at, (encoded, _) in enumerate(groups[:parts], start=1):
             key = f"{keys.parts_folder(number, self.epoch)}/{keys.part(0, at)}"
             files.append(self.put_file(key, encoded.to_bytes()))
         inline = groups[parts][0] if len(groups) > parts else None
         delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups), parts=files)
-        return self.append(self._record("delta", number, model, delta=delta, step=step), inline, model)
+        return self.append(self.record("delta", number, model, delta=delta, step=step), inline, model)
 
     def seal(self, next_epoch: str) -> Stored:
         """End the log, and go on in another epoch."""
         number = 1 if self.tip is None else self.tip.version + 1
         sealed = Record(
-            run_id=RUN,
+            run_id=self.run_id,
             kind="seal",
             version=number,
             epoch=self.epoch,
@@ -124,16 +144,24 @@ class Made:
         delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups))
         return self._fold(base, version, after, groups[0][0] if groups else None, delta=delta)
 
-    def announce(self, version: Version) -> Stored:
+    def announce(self, version: Version, compression: str | None = None) -> Stored:
         """Full weights of a version, beside the log."""
         model = self.bits[version.sha256]
-        return self._fold(None, version, model, None, anchor=self.store_anchor(model, version.version))
+        stored = self.store_anchor(model, version.version, compression=compression)
+        requires = [] if compression is None else [compression]
+        return self._fold(None, version, model, None, anchor=stored, requires=requires)
 
-    def head(self, version: Version | None = None) -> None:
+    def open(self, epoch: str, continues: Version | None) -> None:
+        """Store what an epoch says of itself; write in it from now on."""
+        opening = Opening(run_id=self.run_id, epoch=epoch, continues=continues, writer="a test", created_at=documents.now())
+        self._put(keys.epoch_document(epoch), documents.encode(opening))
+        self.epoch = epoch
+
+    def head(self, version: Version | None = None, anchor: str | None = None) -> None:
         """Point head at a version, the newest by default."""
         newest = version or self.tip
         assert newest is not None
-        named = Head(run_id=RUN, version=newest.version, epoch=newest.epoch, sha256=newest.sha256)
+        named = Head(run_id=self.run_id, version=newest.version, epoch=newest.epoch, sha256=newest.sha256, anchor=anchor)
         self._put(keys.HEAD, documents.encode(named))
 
     def append(self, document: Record, payload: Encoded | None, model: Weights) -> Stored:
@@ -146,7 +174,7 @@ class Made:
     def encode(self, before: Weights, after: Weights, version: int, base: int, count: int) -> list[tuple[Encoded, int]]:
         """Payloads with some of the changed tensors each, and how many elements each changes."""
         changed = []
-        for name, spec in self.specs.items():
+        for name, spec in ((name, self.specs[name]) for name in after):
             index_K, step_K = cpu.diff(bits_of(before[name]), bits_of(after[name]))
             if index_K.size:
                 changed.append((spec, index_K.astype(np.int32), step_K, bits_of(after[name]), self.fingerprint(name, after)))
@@ -165,23 +193,26 @@ class Made:
     def fingerprints(self, model: Weights) -> dict[str, int]:
         return {name: int(self.fingerprint(name, model), 16) for name in self.specs}
 
-    def store_anchor(self, model: Weights, version: int) -> Anchor:
+    def store_anchor(
+        self, model: Weights, version: int, shard_bytes: int = 1 << 30, compression: str | None = None
+    ) -> Anchor:
+        """Store weight files and a config."""
         folder = keys.anchor_folder(version, self.epoch)
         tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
-        files = [
-            self.put_file(f"{folder}/{name}", data)
-            for name, data in anchors.weight_files(tensors, self.fingerprints(model), 1 << 30)
-        ]
-        companion = self.put_file(f"{folder}/config.json", b"{}")
-        return Anchor(directory=folder, files=files, companions=[companion])
+        written = anchors.weight_files(tensors, self.fingerprints(model), shard_bytes, compression)
+        files = {name: self.put_file(f"{folder}/{name}", data) for name, data in written}
+        companions = [self.put_file(f"{folder}/config.json", b"{}")]
+        companions += [file for name, file in files.items() if name == anchors.INDEX]
+        weight_files = [file for name, file in files.items() if name != anchors.INDEX]
+        return Anchor(directory=folder, files=weight_files, companions=companions)
 
     def put_file(self, key: str, data: bytes) -> File:
         self._put(key, data)
         return File(key=key, bytes=len(data), sha256=sha256_hex(data))
 
-    def _record(self, kind: str, number: int, model: Weights, **rest: object) -> Record:
+    def record(self, kind: str, number: int, model: Weights, **rest: object) -> Record:
         return Record(
-            run_id=RUN,
+            run_id=self.run_id,
             kind=kind,
             version=number,
             epoch=self.epoch,
@@ -195,7 +226,7 @@ class Made:
         self, base: Version | None, version: Version, model: Weights, payload: Encoded | None, **rest: object
     ) -> Stored:
         key = keys.fold(0 if base is None else base.version, version.version, self.epoch)
-        made = self._record("fold", version.version, model, **rest)
+        made = self.record("fold", version.version, model, **rest)
         made = dataclasses.replace(made, epoch=version.epoch, base=base, sha256=version.sha256)
         stored = record.encode(made, key, payload, self.signer)
         self._put(key, stored.data)
@@ -222,3 +253,56 @@ def made(store: Store, versions: int, signer: Signer | None = None, folds: Seque
         channel.fold(written[base - 1], written[version - 1])
     channel.head()
     return channel
+
+
+def states_of(element_count: int, count: int = 12) -> list[dict[str, torch.Tensor]]:
+    """Weights, version by version; about 20 elements of `w` change each time, and one of `ids`."""
+    random = torch.Generator().manual_seed(0)
+    states = [{"w": torch.randn(element_count, generator=random).to(torch.bfloat16), "ids": torch.arange(9)}]
+    for _ in range(count - 1):
+        w, ids = (tensor.clone() for tensor in states[-1].values())
+        w.view(torch.int16)[torch.randint(0, element_count, (20,), generator=random)] += 1
+        ids[0] += 1
+        states.append({"w": w, "ids": ids})
+    return states
+
+
+def filled(
+    store: Store,
+    states: Sequence[Weights],
+    *,
+    anchors: Collection[int] = (),
+    parts: Collection[int] = (),
+    seals: Collection[int] = (),
+    folds: Collection[tuple[int, int]] = (),
+    signer: Signer | None = None,
+) -> tuple[Made, list[Version]]:
+    """A channel with a version of each state, whose trainer's step is ten times its number; and its versions.
+
+    Args:
+        store: Where.
+        states: Of the versions, from 1 on; the first is an anchor, the others are deltas.
+        anchors: Versions whose anchor is announced beside the log.
+        parts: Versions whose payload is in parts.
+        seals: Versions after which the log is sealed and an epoch begins.
+        folds: (base, version) of each.
+        signer: Signs it.
+    """
+    channel, versions = Made(store, signer), list[Version]()
+    channel.create(states[0])
+    for number, model in enumerate(states, start=1):
+        step = 10 * number
+        stored = channel.anchor(model, step) if number == 1 else channel.delta(model, 2 * (number in parts), step)
+        versions.append(stored.version)
+        if number in anchors:
+            channel.announce(stored.version)
+        for base, version in folds:
+            if version == number:
+                channel.fold(versions[base - 1], stored.version)
+        if number in seals:
+            following = keys.new_epoch(keys.epoch_number(channel.epoch) + 1)
+            channel.seal(following)
+            opening = Opening(run_id=RUN, epoch=following, continues=channel.tip, writer="", created_at=documents.now())
+            channel.put_file(keys.epoch_document(following), documents.encode(opening))
+    channel.head()
+    return channel, versions

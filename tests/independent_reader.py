@@ -1,4 +1,4 @@
-"""A reader of `deltasync/1` channels on disk, written from docs/format.md alone, with numpy and the standard library.
+"""A reader of `deltasync/2` channels on disk, written from docs/format.md alone, with numpy and zstandard.
 
 It is slow and made to be compared with the page, section by section.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
-FORMAT = "deltasync/1"
+FORMAT = "deltasync/2"
 BITS = {8: np.dtype("<u1"), 16: np.dtype("<u2"), 32: np.dtype("<u4"), 64: np.dtype("<u8")}
 # dtype: width, name in safetensors files, shift and mask of the class
 DTYPES = {
@@ -32,6 +33,8 @@ DTYPES = {
     "int64": (64, "I64", 0, 0),
 }
 Model = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
+Record = dict[str, Any]
+Entry = tuple[str, tuple[int, ...], bytes]
 
 
 class Damaged(Exception):
@@ -47,7 +50,29 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-# 3 to 5: documents, reading
+def document(key: str, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data.decode())
+    except ValueError as error:
+        raise Damaged(key, error) from error
+    check(isinstance(found, dict) and found["format"] == FORMAT, "format of", key)
+    check(set(found.get("requires", [])) <= {"reference", "zstd"}, "requires", found.get("requires"))
+    return found
+
+
+# 2 to 7: objects, documents, following
+
+EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
+HEX = r"[0-9a-f]{64}"
+Identity = tuple[int, str, str]  # number, epoch, digest of the record
+
+
+def slot(version: int, epoch: str) -> str:
+    return f"versions/{version // 1000:07}/{version:010}.{epoch}.safetensors"
+
+
+def identity(named: dict[str, Any] | None) -> Identity | None:
+    return None if named is None else (named["version"], named["epoch"], named["sha256"])
 
 
 class Channel:
@@ -55,8 +80,12 @@ class Channel:
         self.folder = folder
         self.checkpoint = checkpoint  # that references mean, wherever they say it is
         self.keys = keys  # one of which must have signed every document; none: signatures are ignored
-        channel = self.document("channel.json")
-        self.run_id = channel["run_id"]
+        data = self.bounded("channel.json", 32 << 20)
+        if keys:
+            check_signature("channel.json", data, keys)
+        channel = document("channel.json", data)
+        check(channel["fencing"] in ("seal", "lease"), "fencing")
+        self.run_id, self.epoch = channel["run_id"], channel["epoch"]
         self.table = {name: (dtype, tuple(shape)) for name, (dtype, shape) in channel["tensors"].items()}
         check(all(dtype in DTYPES for dtype, _ in self.table.values()), "unknown dtype")
         table = json.dumps(
@@ -65,124 +94,188 @@ class Channel:
             ensure_ascii=False,
         )
         check(sha256(table.encode()) == channel["tensors_sha256"], "table")
-        head = self.document("head.json")
-        self.head = int(head["version"])
-        self.head_sha256 = str(head["manifest_sha256"])
+        names = sum(len(name.encode()) for name in self.table)
+        self.record_bytes = (5 << 20) + (len(self.table) << 10) + 32 * names
+        count = sum(elements(shape) for _, shape in self.table.values())
+        self.payload_bytes = 32 * count + (len(self.table) << 12) + 64 * names + (1 << 20)
 
-    def document(self, key: str, expected_sha256: str | None = None) -> dict[str, Any]:
-        data = (self.folder / key).read_bytes()
-        check(expected_sha256 in (None, sha256(data)), key, "sha256")
-        if self.keys:
-            check_signature(key, data, self.keys)
-        found = json.loads(data.decode())
-        check(found["format"] == FORMAT, "format", found["format"])
-        check(set(found.get("requires", [])) <= {"reference"}, "requires", found.get("requires"))
-        check(found["run_id"] == getattr(self, "run_id", found["run_id"]), "another run")
-        return found
+    # 4: bounds
 
-    def manifest(self, version: int, expected_sha256: str) -> dict[str, Any]:
-        found = self.document(f"manifests/{version:010}.json", expected_sha256)
-        check(found["version"] == version, "manifest", version, "says", found["version"])
-        check(found["delta"] is not None or found["anchor"] is not None, "empty version")
-        check(found["kind"] == ("delta" if found["anchor"] is None else "anchor"), "kind")
-        check(found["total"] == sum(elements(shape) for _, shape in self.table.values()), "total")
-        return found
+    def bounded(self, key: str, most: int) -> bytes:
+        check(re.fullmatch(r"[\w=+@-][\w.=+@-]*(/[\w=+@-][\w.=+@-]*)*", key, re.ASCII) is not None, "key", key)
+        path = self.folder / key
+        check(path.is_file() and not path.is_symlink(), "missing", key)
+        check(path.stat().st_size <= most, "bound", key)
+        return path.read_bytes()
 
-    def file(self, row: dict[str, Any]) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], bytes]]]:
-        data = (self.folder / row["key"]).read_bytes()
+    def file(self, row: dict[str, Any]) -> bytes:
+        data = self.bounded(row["key"], row["bytes"])
         check(len(data) == row["bytes"] and sha256(data) == row["sha256"], row["key"], "length or sha256")
-        return safetensors(data)
+        return data
 
-    def chain(self) -> list[dict[str, Any]]:
-        """The manifests from the head back, as far as each names the one before."""
-        found = [self.manifest(self.head, self.head_sha256)]
-        while (delta := found[-1]["delta"]) is not None:
-            check(delta["base_version"] < found[-1]["version"], "base")
-            found.append(self.manifest(delta["base_version"], delta["base_manifest_sha256"]))
-        return found
+    # 3: records
 
-    def links(self) -> int:
-        """Hold every link of every manifest to the manifest that it stands for; returns how many there are."""
-        known = {found["version"]: found for found in self.chain()}
-        count = 0
-        for found in known.values():
-            links, after = found.get("chain", []), found
-            for version, digest, fingerprint_, delta_bytes in reversed(links):
-                delta, before = after["delta"], known[version]
-                check((version, digest) == (delta["base_version"], delta["base_manifest_sha256"]), "link", version)
-                check(fingerprint_ == before["fingerprint"], "fingerprint of link", version)
-                check(
-                    delta_bytes == sum(row["bytes"] for row in (before["delta"] or {"files": []})["files"]), "bytes of link"
-                )
-                after, count = before, count + 1
-        return count
+    def record(self, key: str) -> tuple[Record, str]:
+        """The document of a record, with the object as `object`, and the digest of the object."""
+        is_fold = key.startswith("folds/") and not key.startswith("folds/0000000000-")
+        data = self.bounded(key, self.record_bytes + self.payload_bytes * is_fold)
+        check(len(data) >= 8, "record", key)
+        (size,) = struct.unpack("<Q", data[-8:])
+        check(0 < size <= len(data) - 8, "record", key)
+        text, body = data[-8 - size : -8], data[: -8 - size]
+        if self.keys:
+            check_signature(key, text, self.keys)
+        found = document(key, text)
+        check((found["body_bytes"], found["body_sha256"]) == (len(body), sha256(body)), "body of", key)
+        check(found["run_id"] == self.run_id, "another run")
+        self.check_kind(key, found)
+        delta, anchor = found.get("delta"), found.get("anchor")
+        files = (delta or {}).get("parts", []) + (anchor or {}).get("files", [])
+        check(sum(row["bytes"] for row in files) <= self.payload_bytes and len(files) <= 65_536, "bound", key)
+        return found | {"requires": found.get("requires", []), "object": data}, sha256(data)
 
-    def read_by_fold(self, base: int, version: int) -> Model:
-        """The version, by the fold from `base` instead of the deltas between."""
-        fold = self.document(f"folds/{base:010}-{version:010}/fold.json")
-        known = {found["version"]: found for found in self.chain()}
-        for which, named in ((base, fold["base_manifest_sha256"]), (version, fold["manifest_sha256"])):
-            check(sha256((self.folder / f"manifests/{which:010}.json").read_bytes()) == named, "manifest of fold", which)
-        check((fold["base_version"], fold["version"]) == (base, version), "fold", base, version)
-        model = self.apply(self.read(base), {"version": version, "delta": fold})
-        total = sum(fingerprint(name, bits) for name, (_, _, bits) in model.items()) % 2**64
-        check(f"{total:016x}" == known[version]["fingerprint"], "fingerprint after fold", version)
-        return model
+    def check_kind(self, key: str, found: Record) -> None:
+        kind, base, version = found["kind"], found.get("base"), found["version"]
+        names = ("base", "fingerprint", "delta", "anchor", "next_epoch", "sha256")
+        has = {name for name in names if found.get(name) is not None} - {"base"}
+        wanted = {
+            "delta": {"fingerprint", "delta"},
+            "anchor": {"fingerprint", "anchor"},
+            "fold": {"fingerprint", "sha256", "delta" if base else "anchor"},
+            "seal": {"next_epoch"},
+        }
+        check(has == wanted[kind], "fields of", kind, key)
+        before = 0 if base is None else base["version"]
+        if kind == "fold":
+            named = re.fullmatch(rf"folds/([0-9]{{10}})-([0-9]{{10}})\.{EPOCH}\.safetensors", key)
+            check(named is not None and (int(named[1]), int(named[2])) == (before, version), "span of", key)
+            check(before < version, "base of", key)
+        else:
+            check(key == slot(version, found["epoch"]) and before == version - 1, "slot of", key)
+            check(kind != "delta" or base is not None, "base of", key)
 
-    def read(self, version: int) -> Model:
+    # 7: looking
+
+    def slots(self) -> list[tuple[str, int]]:
+        """(epoch, number) of each slot that is taken, ascending."""
+        found = []
+        for path in (self.folder / "versions").glob("*/*"):
+            named = re.fullmatch(rf"([0-9]{{10}})\.({EPOCH})\.safetensors", path.name)
+            if named is not None and path.parent.name == f"{int(named[1]) // 1000:07}":
+                found.append((named[2], int(named[1])))
+        return sorted(found)
+
+    def newest(self) -> Identity:
+        """The last version of the greatest epoch that has one, or the base of its seal; damaged ones are passed over."""
+        for epoch, number in reversed(self.slots()):
+            try:
+                found, digest = self.record(slot(number, epoch))
+            except Damaged:
+                continue
+            here = identity(found.get("base")) if found["kind"] == "seal" else (number, epoch, digest)
+            if here is not None:
+                return here
+        raise Damaged("no version")
+
+    def numbered(self, version: int) -> Identity:
+        """What is meant by a number: the slot of the greatest epoch."""
+        epoch = max((epoch for epoch, number in self.slots() if number == version), default="")
+        found, digest = self.record(slot(version, epoch))
+        check(found["kind"] != "seal", "no version", version)
+        return version, epoch, digest
+
+    # 7: planning
+
+    def ways(self, target: Identity) -> list[Record]:
+        """The records and folds that lead to a version, whatever starts from nothing first."""
+        number, epoch, _ = target
+        keys = [str(path.relative_to(self.folder)) for path in sorted((self.folder / "folds").glob(f"*-{number:010}.*"))]
+        found = []
+        for key in [slot(number, epoch), *keys]:
+            try:
+                record, sha = self.record(key)
+                here = identity(record) if record["kind"] == "fold" else (record["version"], record["epoch"], sha)
+                check(here == target, "digest of", key)
+            except Damaged as error:
+                self.problems.append(error)
+                continue
+            found.append(record)
+        return sorted(found, key=lambda record: record.get("anchor") is None)
+
+    def read(self, version: int | Identity | None = None, by: str = "") -> Model:
         """Tensor name to dtype, shape and flat bits, all of them proven.
 
-        Raises:
-            Damaged: this version cannot be reached from an anchor without a contradiction.
-        """
-        try:
-            return self.follow(version)
-        except (LookupError, ValueError, TypeError, struct.error, OSError) as error:
-            raise Damaged(f"malformed: {error!r}") from error
+        Args:
+            version: Which; the newest by default.
+            by: The kind of the last record on the way; any by default.
 
-    def follow(self, version: int) -> Model:
-        todo = [manifest for manifest in self.chain() if manifest["version"] <= version]
-        check(bool(todo) and todo[0]["version"] == version, "no version", version)
-        check(any(manifest["anchor"] is not None for manifest in todo), "no anchor")
-        anchored = next(i for i, manifest in enumerate(todo) if manifest["anchor"] is not None)
-        check(todo[0]["anchor_version"] == todo[anchored]["version"], "anchor_version")
-        model: Model = {}
-        for manifest in reversed(todo[: anchored + 1]):
-            model = self.apply(model, manifest) if model else self.anchor(manifest)
-            total = sum(fingerprint(name, bits) for name, (_, _, bits) in model.items()) % 2**64
-            check(f"{total:016x}" == manifest["fingerprint"], "fingerprint of version", manifest["version"])
+        Raises:
+            Damaged: this version cannot be reached without a contradiction.
+        """
+        self.problems: list[Exception] = []
+        target = self.newest() if version is None else self.numbered(version) if isinstance(version, int) else version
+        model = self.reach(target, by)
+        if model is None:
+            raise Damaged("no way to", target, self.problems)
         return model
 
-    # 7: anchors
+    def reach(self, target: Identity, by: str = "") -> Model | None:
+        for record in self.ways(target):
+            try:
+                if by not in ("", record["kind"]):
+                    continue
+                if record.get("anchor") is not None:
+                    model = self.anchor(record)
+                else:
+                    start = identity(record["base"])
+                    assert start is not None
+                    before = self.reach(start)
+                    if before is None:
+                        continue
+                    model = self.apply(before, record)
+                total = sum(fingerprint(name, bits) for name, (_, _, bits) in model.items()) % 2**64
+                check(f"{total:016x}" == record["fingerprint"], "fingerprint of version", target)
+                return model
+            except (Damaged, LookupError, ValueError, TypeError, struct.error, OSError, zstandard.ZstdError) as error:
+                self.problems.append(error)
+        return None
 
-    def anchor(self, manifest: dict[str, Any]) -> Model:
+    # 9: anchors
+
+    def anchor(self, record: Record) -> Model:
         found: Model = {}
-        if manifest["anchor"].get("reference") is not None:
-            return self.reference(manifest)
-        for row in manifest["anchor"].get("companions") or []:
-            check(row["key"].startswith(manifest["anchor"]["directory"] + "/"), "companion", row["key"])
-            data = (self.folder / row["key"]).read_bytes()
-            check(len(data) == row["bytes"] and sha256(data) == row["sha256"], row["key"], "length or sha256")
-        for row in manifest["anchor"]["files"]:
-            metadata, entries = self.file(row)
+        if record["anchor"].get("reference") is not None:
+            return self.reference(record)
+        folder = record["anchor"]["directory"] + "/"
+        for row in record["anchor"].get("companions") or []:
+            check(row["key"].startswith(folder), "companion", row["key"])
+            self.file(row)
+        for row in record["anchor"]["files"]:
+            check(row["key"].startswith("anchors/") and row["key"].startswith(folder), "weight file", row["key"])
+            metadata, entries = safetensors(self.file(row))
             fingerprints = json.loads(metadata["deltasync.fingerprints"])
-            check(metadata["format"] == "pt" and fingerprints.keys() == entries.keys(), "anchor metadata")
+            sizes = json.loads(metadata.get("deltasync.planes", "{}"))
+            is_compressed = "zstd" in record["requires"]
+            check(metadata["format"] == (FORMAT if is_compressed else "pt"), "anchor metadata")
+            check(fingerprints.keys() == entries.keys() and (is_compressed or not sizes), "anchor metadata")
             for name in entries:
                 check(name in self.table and name not in found, name)
                 dtype, shape = self.table[name]
-                bits = array(entries[name], dtype, shape)
+                bits = (
+                    planes(entries[name], sizes[name], dtype, shape) if name in sizes else array(entries[name], dtype, shape)
+                )
                 check(f"{fingerprint(name, bits):016x}" == fingerprints[name], "fingerprint of", name)
                 found[name] = dtype, shape, bits
         check(found.keys() == self.table.keys(), "anchor without", self.table.keys() - found.keys())
         return {name: found[name] for name in self.table}
 
-    def reference(self, manifest: dict[str, Any]) -> Model:
-        anchor, found = manifest["anchor"], {}
+    def reference(self, record: Record) -> Model:
+        anchor, found = record["anchor"], {}
         reference = anchor["reference"]
-        check((anchor["directory"], anchor["files"], manifest["requires"]) == ("", [], ["reference"]), "reference")
+        check((anchor["directory"], anchor["files"], record["requires"]) == ("", [], ["reference"]), "reference")
         names = [key for key in ("repo", "revision", "path") if reference[key] is not None]
         check(names in (["repo", "revision"], ["path"]) and self.checkpoint is not None, "checkpoint", names)
-        entries: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+        entries: dict[str, Entry] = {}
         for path in weight_files(self.checkpoint):
             entries |= safetensors(path.read_bytes())[1]
         check(reference["fingerprints"].keys() == self.table.keys(), "tensors of the reference")
@@ -195,15 +288,17 @@ class Channel:
             found[name] = dtype, shape, bits
         return found
 
-    # 8: delta payloads
+    # 10: payloads
 
-    def apply(self, model: Model, manifest: dict[str, Any]) -> Model:
-        before, model, delta, changed, after, spans = model, dict(model), manifest["delta"], 0, {}, {}
-        for row in delta["files"]:
-            metadata, entries = self.file(row)
+    def apply(self, model: Model, record: Record) -> Model:
+        before, model, delta, changed, after, spans = model, dict(model), record["delta"], 0, {}, {}
+        metadata, entries = safetensors(record["object"])
+        check(entries.pop(".record")[2] == record["object"][record["body_bytes"] :], "last entry")
+        payloads = [(metadata, entries)] if entries else []
+        for metadata, entries in payloads + [safetensors(self.file(row)) for row in delta["parts"]]:
             check(metadata["format"] == FORMAT and metadata["codec"] == delta["codec"], "payload format or codec")
-            check(metadata["version"] == str(manifest["version"]), "payload version")
-            check(metadata["base_version"] == str(delta["base_version"]), "payload base")
+            check(metadata["version"] == str(record["version"]), "payload version")
+            check(metadata["base_version"] == str(record["base"]["version"]), "payload base")
             patches = json.loads(metadata["patches"])
             check(delta["codec"] in ("raw", "packed", "context"), delta["codec"])
             decode = self.raw if delta["codec"] == "raw" else self.blocks
@@ -240,7 +335,11 @@ class Channel:
         block_elements = int(metadata["block_elements"])
         check(1 <= block_elements <= 2**30, "block_elements")
         dense = {name for name in patches if patches[name].get("dense")}
-        found = {name: array(entries[name], *model[name][:2]) for name in dense}
+        check(not dense & {".words", ".blocks", ".tables", ".record", "__metadata__"}, "name of a dense tensor")
+        found = {}
+        for name in dense:
+            mark, dtype, shape = patches[name]["dense"], *model[name][:2]
+            found[name] = array(entries[name], dtype, shape) if mark is True else planes(entries[name], mark, dtype, shape)
         check(entries.keys() == dense | {".words", ".blocks", ".tables"}, "entries")
         words = array(entries[".words"], "int32", (-1,)).tolist()
         rows = array(entries[".blocks"], "int32", (-1, 3 if context else 2)).astype("<u4").view("<i4")
@@ -298,7 +397,7 @@ def rounded(bits: np.ndarray) -> np.ndarray:
     return ((bits.astype(np.uint64) + 0x7FFF + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint64(16)).astype("<u2")
 
 
-def safetensors(data: bytes) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], bytes]]]:
+def safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
     (size,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + size].decode())
     metadata = header.pop("__metadata__", {})
@@ -309,7 +408,22 @@ def safetensors(data: bytes) -> tuple[dict[str, str], dict[str, tuple[str, tuple
     }
 
 
-def array(entry: tuple[str, tuple[int, ...], bytes], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+def planes(entry: Entry, sizes: list[int], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The flat bits of an entry in planes, each a zstandard frame of its size."""
+    count, width = elements(shape), DTYPES[dtype][0] // 8
+    check(len(sizes) == width and entry[0] == "U8" and sum(sizes) == len(entry[2]), "sizes of planes")
+    bits, at = np.zeros(count, BITS[8 * width]), 0
+    for i, size in enumerate(sizes):
+        frame, at = entry[2][at : at + size], at + size
+        header = zstandard.get_frame_parameters(frame)
+        check(header.content_size == count and header.window_size <= max(8 << 20, count), "header of a plane")
+        plane = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        check(len(plane) == count, "plane")
+        bits |= np.frombuffer(plane, np.uint8).astype(bits.dtype) << bits.dtype.type(8 * i)
+    return bits
+
+
+def array(entry: Entry, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """The flat bits of an entry, which must have this dtype and shape (-1: any)."""
     width, stored, _, _ = DTYPES[dtype]
     check(entry[0] == stored and len(entry[1]) == len(shape), "dtype or shape", entry[0], entry[1])
@@ -333,7 +447,7 @@ def check_signature(key: str, data: bytes, keys: frozenset[str]) -> None:
     check(end is not None, key, "not signed")
     assert end is not None
     check(end[1].decode() in keys, key, "signed by another key")
-    message = b"deltasync/1 " + key.encode() + b"\n" + data[: end.start()]
+    message = b"deltasync/2 " + key.encode() + b"\n" + data[: end.start()]
     check(verify(bytes.fromhex(end[1].decode()), message, bytes.fromhex(end[2].decode())), key, "signature")
 
 
@@ -374,7 +488,7 @@ def times(count: int, one: Point | None) -> Point:
     return total
 
 
-# 6: fingerprint
+# 8: fingerprint
 
 
 def fingerprint(name: str, bits: np.ndarray) -> int:
@@ -387,7 +501,7 @@ def fingerprint(name: str, bits: np.ndarray) -> int:
         return int((z ^ (z >> u(31))).sum(dtype=u))
 
 
-# 8: symbol tables, streams, numbers
+# 10: symbol tables, streams, numbers
 
 SymbolTable = list[int]  # the slots of each symbol
 
@@ -448,7 +562,7 @@ class Stream:
         return m if z % 2 else 2 ** DTYPES[dtype][0] - m
 
 
-# 8: packed
+# 10: packed
 
 
 def packed_tables(data: bytes, at: int) -> tuple[list[SymbolTable], int]:
@@ -467,7 +581,7 @@ def packed_block(
     return found
 
 
-# 8: context
+# 10: context
 
 
 def integer_root(value: int, degree: int) -> int:

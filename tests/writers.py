@@ -24,11 +24,9 @@ from deltasync.publish.opening import Opened, open_channel
 from deltasync.stores import Store
 from deltasync.stores.base import Capabilities
 from tests.faults import FaultyStore
+from tests.hub import fixtures
 
 QUICK = Lease(0.03, 0.02, 0.005)
-SLOW = Lease(2.2, 1.0, 1.0)
-"""For stores that are asked over HTTP."""
-
 TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (64,))}
 
 
@@ -242,7 +240,7 @@ def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place
     if kind == "s3":
         return Place(open_store(request.getfixturevalue("s3_server").url(request.getfixturevalue("s3_bucket"))), True)
     if kind == "hub":
-        return Place(request.getfixturevalue("hub_channel"), False, SLOW)
+        return Place(request.getfixturevalue("hub_channel"), False, fixtures.LEASE)
     url = f"file://{tmp_path}/channel" if kind == "file" else request.getfixturevalue("memory_url")
     return Place(open_store(url), kind != "lease")
 

@@ -33,7 +33,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
-from vllm_plugin.driver import Driver
+from vllm_plugin.driver import DETOURS, Driver
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.worker import Reply, reply
@@ -183,13 +183,15 @@ class DeltaSyncEngine(WeightTransferEngine):
         if self._driver is None:
             self._choose(None)
         assert self._driver is not None
+        failures = 0
         while True:
             self._loop.run_until_complete(self._driver.look(version))
             status = self._driver.status(0)
-            if status["state"] not in ("serving", "staging"):
+            if self._driver.caught_up:
+                return {} if status["error"] is None else {"error": status["error"]}
+            failures += status["state"] == "failed"
+            if status["state"] in ("waiting", "sleeping") or failures > DETOURS:
                 return {"error": status["error"]}
-            if status["state"] == "serving" and status["version"] == (version or status["head_version"]):
-                return {}
 
     def _together(self, lead: Callable[[], Reply]) -> None:
         """Run `lead` on the first worker while the others answer its calls; if it failed, all raise its error."""

@@ -6,14 +6,14 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from deltasync.channel.documents import Number
 from deltasync.errors import ConfigError
-from deltasync.manifest import Version
 
 
 class WeightUpdate(msgspec.Struct, kw_only=True):
     """Body of `POST /request_weight_update`; fields of other trainers are ignored."""
 
-    version: Version | None = None
+    version: Number | None = None
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
 
 

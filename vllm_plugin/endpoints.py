@@ -91,7 +91,7 @@ class DeltaSyncEndpoints:
             if named:
                 await self._authorize(request)
             found = self._status(commits)
-            return found if named else {key: found[key] for key in ("state", "version", "head_version")}
+            return found if named else {key: found[key] for key in ("state", "version", "newest_version")}
 
         @app.get("/deltasync/ready")
         async def ready() -> Response:
@@ -210,7 +210,7 @@ class DeltaSyncEndpoints:
             refused: dict[str, Any] = {
                 "state": "refused",
                 "version": None,
-                "head_version": None,
+                "newest_version": None,
                 "error": self._refused,
                 "commits": [],
             }
@@ -233,9 +233,9 @@ class DeltaSyncEndpoints:
             which = "The newest version" if wanted.version is None else f"Version {wanted.version}"
             sentence = (
                 f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status['version']}, "
-                f"head is at version {status['head_version']}, and it is {status['state']}."
+                f"the newest is version {status['newest_version']}, and it is {status['state']}."
             )
-            told = {key: status[key] for key in ("state", "version", "head_version")}
+            told = {key: status[key] for key in ("state", "version", "newest_version")}
             return JSONResponse({"error": sentence, "cause": status["error"], **told}, 504)
         finally:
             self._held -= 1

@@ -7,6 +7,7 @@ processes, by the files in PROMETHEUS_MULTIPROC_DIR.
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -22,6 +23,7 @@ class Commit:
     """One version that became live.
 
     Attributes:
+        sha256: The digest of its record.
         stage_s: Fetch, check, decode and translate, in the worker, while serving.
         pause_s: From asking vLLM to pause until it had resumed.
         scatter_s: Of that, writing live weights, or the mirror of those that take the fallback.
@@ -33,6 +35,7 @@ class Commit:
     """
 
     version: int
+    sha256: str
     anchor: bool
     changed: int
     payload_bytes: int
@@ -67,9 +70,15 @@ class Metrics:
             registry=registry,
         )
         self._following.set(1)
-        self._head = Gauge(
-            "deltasync_head_version",
+        self._newest = Gauge(
+            "deltasync_newest_version",
             "Newest version seen in the channel, 0 before the first.",
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        )
+        self._looked_at = Gauge(
+            "deltasync_last_look_timestamp_seconds",
+            "When the channel's store last answered a look, seconds since the epoch; 0 before the first time.",
             multiprocess_mode="mostrecent",
             registry=registry,
         )
@@ -106,10 +115,11 @@ class Metrics:
         """The server does not follow."""
         self._following.set(0)
 
-    def looked(self, served: int | None, newest: int | None) -> None:
-        """After a look at the channel: the version served and the newest there."""
+    def looked(self, served: int | None, newest: int | None, last_look_s_ago: float | None) -> None:
+        """After a look at the channel: the version served, the newest there, and when the store last answered."""
         self._served.set(0 if served is None else served)
-        self._head.set(0 if newest is None else newest)
+        self._newest.set(0 if newest is None else newest)
+        self._looked_at.set(0 if last_look_s_ago is None else time.time() - last_look_s_ago)
 
     def committed(self, commit: Commit, kind: str) -> None:
         """After a commit of kind `delta`, `fold` or `anchor`."""

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
 from vllm_plugin import compat
-from vllm_plugin.driver import Driver
+from vllm_plugin.driver import DETOURS, Driver
 from vllm_plugin.metrics import Metrics
 
 
@@ -60,23 +60,22 @@ class OfflineReplica:
         Raises:
             ApplyError: it could not be brought there, and why; the version before is still live.
         """
-        before, deadline = self._driver.version, time.monotonic() + timeout_s
+        before, deadline, failures = self._driver.identity, time.monotonic() + timeout_s, 0
         while True:
             self._loop.run_until_complete(self._driver.look())
             status = self._driver.status(0)
-            live, newest = status["version"], status["head_version"]
-            if live is not None and live == newest and (version is None or live >= version):
+            live, caught_up = self._driver.version, self._driver.caught_up
+            if caught_up and live is not None and (version is None or live >= version):
                 break
-            waiting = status["state"] == "waiting" or (live is not None and live == newest)
-            if time.monotonic() > deadline or (status["state"] == "failed" and not waiting):
-                raise ApplyError(
-                    f"Version {version or newest} is not live, but version {live}. {status['error'] or ''}".strip()
-                )
-            if waiting:
+            failures += status["state"] == "failed"
+            if time.monotonic() > deadline or failures > DETOURS:
+                wanted = version or status["newest_version"]
+                raise ApplyError(f"Version {wanted} is not live, but version {live}. {status['error'] or ''}".strip())
+            if caught_up or status["state"] == "waiting":
                 time.sleep(0.05)
-        if live != before:
+        if self._driver.identity != before:
             self._llm.reset_prefix_cache()
-        return int(live)
+        return live
 
     def close(self) -> None:
         """End what it holds; the `LLM` keeps its weights."""

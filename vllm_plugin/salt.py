@@ -28,6 +28,11 @@ _SESSIONS = 1024
 """Versions whose salts are remembered."""
 
 
+def number_of(version: str) -> str:
+    """The number in a weight version that vLLM was told: other weights of one number have a digest behind it."""
+    return version.partition("-")[0]
+
+
 class Salts:
     """The salts of one engine. The thread that schedules calls `begin`; the one that takes requests in calls `of` too."""
 
@@ -41,11 +46,11 @@ class Salts:
         return f"{self._engine}-{next(self._numbers)}"
 
     def begin(self, version: str) -> None:
-        """Begin a salt: from now on other weights, called `version`, are live."""
+        """Begin a salt: from now on other weights, called `version`, are live. Sessions of its number go on with these."""
         self._live = None  # if anything fails here, no two requests share blocks
-        salt = self._next()
-        self._by_version[version] = salt
-        self._by_version.move_to_end(version)
+        salt, number = self._next(), number_of(version)
+        self._by_version[number] = salt
+        self._by_version.move_to_end(number)
         while len(self._by_version) > _SESSIONS:
             self._by_version.popitem(last=False)
         self._live = salt

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_plugin.salt import SESSION
+from vllm_plugin.salt import SESSION, number_of
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
@@ -79,10 +79,11 @@ def _note(output: Any, choices: Choices) -> None:
         if choice.finish_reason is None:
             continue
         spans = getattr(choice, "weight_versions", None)
-        if spans is None or not all(span.version.isdecimal() for span in spans):
+        numbers = [number_of(span.version) for span in spans or ()]
+        if spans is None or not all(number.isdecimal() for number in numbers):
             found = None
         else:
-            found = [(int(span.version), span.end - span.start) for span in spans]
+            found = [(int(number), span.end - span.start) for number, span in zip(numbers, spans, strict=True)]
         choices[len(output.request_id), output.request_id, choice.index] = found
 
 

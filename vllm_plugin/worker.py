@@ -7,7 +7,6 @@ a shard; the driver adds up their fingerprints and tells all of them what came o
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -18,16 +17,23 @@ from typing import Any
 
 import torch
 
-from deltasync import manifest
 from deltasync.bits import int_view
-from deltasync.chain import Step
+from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError, FingerprintMismatchError, ModelMismatchError, SleepingError
+from deltasync.errors import (
+    ConfigError,
+    CorruptDataError,
+    DeltaSyncError,
+    FingerprintMismatchError,
+    MissingVersionError,
+    ModelMismatchError,
+    SleepingError,
+)
+from deltasync.follow.follower import CommittedVersion, Follower, StagedVersion
 from deltasync.kernels import cpu, segment_kernels
 from deltasync.live import LiveMemory
-from deltasync.manifest import Head
-from deltasync.reader import ChannelReader
-from deltasync.replica import CommittedVersion, Follower, StagedVersion
 from deltasync.stores import Store, open_store
 from deltasync.stores.cache import behind_cache
 from vllm_plugin import derived, load_plan
@@ -36,6 +42,9 @@ from vllm_plugin.reload import Mirror
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 Reply = dict[str, Any]
+
+Handed = tuple[str, str, bytes | None]
+"""A record that the driver has read, on its way to the workers: key, sha256, and its bytes, if they are not too many."""
 
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
@@ -161,57 +170,51 @@ class WorkerReplica:
             self._mirror.prove()
         return {}
 
-    def settle(self, head: Reply, total: int, identify: bool) -> Reply:
-        """Learn what the audit of all workers says about the live bits.
+    def settle(self, total: int) -> Reply:
+        """Learn what the audit of all workers says about the live bits: whether they are the version's taken for live.
 
         Args:
-            head: Of the channel.
             total: Fingerprint of the model, -1 if copies differ.
-            identify: Find out which version it is, instead of whether it is the one taken for live.
+        """
+        self._follower.settle(total)
+        return {"version": _named(self._follower.version)}
+
+    def identified(self, handed: Handed | None) -> Reply:
+        """Learn of which version the live bits are, None for no version that the channel knows.
 
         Raises:
-            ModelMismatchError: it is none, and there are tensors that the checkpoint did not prove.
+            ModelMismatchError: None, and there are tensors that the checkpoint did not prove.
         """
-        if identify:
-            if self._follower.identify(Head(**head), total) is None and self._unproven:
-                raise ModelMismatchError(
-                    f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that vLLM "
-                    "loaded, and the weights are no version that the channel knows, so it cannot be proven where they lie "
-                    "in memory: serve the checkpoint that the channel starts from."
-                )
-        else:
-            self._follower.settle(total)
-        return {"version": self._follower.version}
+        if handed is None and self._unproven:
+            raise ModelMismatchError(
+                f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that vLLM "
+                "loaded, and the weights are no version that the channel knows, so it cannot be proven where they lie "
+                "in memory: serve the checkpoint that the channel starts from."
+            )
+        self._follower.identified(None if handed is None else self._reader.handed(*handed))
+        return {"version": _named(self._follower.version)}
 
-    def stage(self, head: Reply, version: int | None) -> Reply:
-        """Begin to stage the next steps towards a version; ends in `staged`, `idle` if there is none, or `unsettled`.
+    def stage(self, way: list[Handed]) -> Reply:
+        """Begin to stage records that follow each other; ends in `staged`, `unsettled`, or `failed`.
 
-        Args:
-            head: Of the channel.
-            version: None for head's.
+        A failure also tells `failed`: the key of the record that is damaged or lacks something, None if that is not why.
         """
-        return self._begin(lambda: self._stage(Head(**head), version))
+        return self._begin(lambda: self._stage(way))
 
-    def _stage(self, head: Head, version: int | None) -> Reply:
+    def _stage(self, way: list[Handed]) -> Reply:
         self._staged = None
         if not self._follower.settled:
             return {"state": "unsettled"}
-        steps = self._follower.plan(head, version)
-        if not steps:
-            return {"state": "idle"}
-        group = self._follower.batch(steps)
+        read: list[Stored] = []
         try:
-            self._staged = self._follower.stage(*group)
+            for handed in way:
+                read.append(self._reader.handed(*handed))
+            self._staged = self._follower.stage(read)
         except DeltaSyncError as error:
-            failed = next((step for step in group if self._reader.distrusts(step)), None)
-            return {"state": "failed", "error": describe(error), "step": failed and dataclasses.astuple(failed)}
-        return {"state": "staged", "step": tuple(map(str, group))}
-
-    def distrust(self, steps: list[list[Any]]) -> Reply:
-        """Plan without these steps, which failed on some worker: all must take the same way."""
-        for step in steps:
-            self._reader.distrust(Step(*step))
-        return {}
+            failed = self._follower.failed if len(read) == len(way) else way[len(read)][0]
+            blamed = isinstance(error, CorruptDataError | MissingVersionError)
+            return {"state": "failed", "error": describe(error), "failed": failed if blamed else None}
+        return {"state": "staged"}
 
     def _begin(self, action: Callable[[], Reply]) -> Reply:
         self._awake()
@@ -236,11 +239,7 @@ class WorkerReplica:
             self.undo()
             raise
         reply = {
-            "anchor": staged.use_anchor,
-            "fold": any(step.fold is not None for step in staged.steps),
             "changed": staged.staged.changed,
-            "payload_bytes": staged.payload_bytes,
-            "created_at": staged.manifest.created_at,
             "stage_s": staged.stage_s,
             "scatter_s": self._committed.report.scatter_s,
             "reload_s": reload_s,
@@ -259,7 +258,7 @@ class WorkerReplica:
         committed, self._committed = self._committed, None
         assert committed is not None
         try:
-            return {"version": self._follower.confirm(committed, fingerprints, total)}
+            return {"version": _named(self._follower.confirm(committed, fingerprints, total))}
         except FingerprintMismatchError as error:
             self._reload(committed.staged)
             return {"error": describe(error)}
@@ -277,18 +276,18 @@ class WorkerReplica:
         if committed is not None:
             self._follower.rollback(committed)
             self._reload(committed.staged)
-        return {"version": self._follower.version}
+        return {}
 
     def digest(self) -> Reply:
         """sha256 of every tensor's bits, gathered out of live memory, independent of the fingerprint."""
         self._awake()
         names = self._reader.specs
-        return {"sha256": {name: manifest.sha256_hex(self._memory.gather(name).data) for name in names}}
+        return {"sha256": {name: sha256_hex(self._memory.gather(name).data) for name in names}}
 
     def digest_segments(self) -> Reply:
         """sha256 of the bits of each of this worker's segments, with its region: for each tensor a list of pairs."""
         self._awake()
-        sha256 = {name: [manifest.sha256_hex(bits) for bits in self._memory.read(name)] for name in self._reader.specs}
+        sha256 = {name: [sha256_hex(bits) for bits in self._memory.read(name)] for name in self._reader.specs}
         return {"sha256": {name: list(zip(self._memory.regions[name], sha256[name], strict=True)) for name in sha256}}
 
     def read(self, name: str) -> Reply:
@@ -338,10 +337,14 @@ def _use_device(device: torch.device) -> None:
 
 
 def open_channel(channel: str) -> Store:
-    """The store of a channel, behind the cache that the workers of this machine share."""
+    """The store of a channel, behind the cache that the processes of this machine share."""
     settings = ReplicaSettings.from_env()
     workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return behind_cache(open_store(channel), settings.cache_dir, settings.cache_bytes, workers)
+
+
+def _named(version: Version | None) -> tuple[int, str, str] | None:
+    return None if version is None else (version.version, version.epoch, version.sha256)
 
 
 def describe(error: BaseException) -> str:

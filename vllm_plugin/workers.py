@@ -11,15 +11,18 @@ import numpy as np
 import torch
 
 from deltasync.bits import signed_view
+from deltasync.channel.record import Stored
 from deltasync.errors import ApplyError, SleepingError
 from deltasync.live import Region
 from deltasync.printable import printable
 from deltasync.types import TensorSpec
+from vllm_plugin.worker import Handed
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 # Between two looks at work in the background: each is an RPC that runs between two engine steps.
 _POLL_S = (0.002, 0.05)
+_HANDED_BYTES = 8 << 20  # of records in one call; that goes to each worker
 
 
 class Workers:
@@ -72,7 +75,7 @@ class Workers:
         """Have all workers do something in the background while tokens are generated; what each ended with.
 
         Raises:
-            ApplyError: one of them failed, and not at a step of the channel.
+            ApplyError: one of them failed, and not at what was to be staged.
         """
         wait_s, longest_s = _POLL_S
         replies = await self.call(method, *args)
@@ -82,7 +85,7 @@ class Workers:
             # Those that have ended told so once, and say `idle` from then on.
             later = await self.call("poll")
             replies = [new if old["state"] == "working" else old for old, new in zip(replies, later, strict=True)]
-        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "step" not in reply]
+        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "failed" not in reply]
         if errors:
             raise told(errors[0])
         return replies
@@ -102,6 +105,32 @@ def by_reason(reasons: dict[str, str]) -> list[dict[str, Any]]:
     return [
         {"reason": printable(reason), "tensors": len(found), "first": printable(found[0])} for reason, found in names.items()
     ]
+
+
+def log_plan(tensor_count: int, reloaded: dict[str, str]) -> None:
+    """Log what was proven about the tensors, and why some take the fallback."""
+    logger.info(
+        "deltasync load plan is proven: patched_in_place=%d reloaded=%d", tensor_count - len(reloaded), len(reloaded)
+    )
+    for each in by_reason(reloaded):
+        logger.warning(
+            "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
+            "their layers again, which takes longer",
+            each["tensors"],
+            each["first"],
+            each["reason"],
+        )
+
+
+def handed(way: Sequence[Stored]) -> list[Handed]:
+    """Records as the workers get them, with their bytes as long as those are few: they read the others by themselves."""
+    found: list[Handed] = []
+    left = _HANDED_BYTES
+    for stored in way:
+        data = stored.data if stored.size <= left else None
+        left -= 0 if data is None else stored.size
+        found.append((stored.key, stored.sha256, data))
+    return found
 
 
 def regions_of(reply: dict[str, Any]) -> dict[str, list[Region]]:

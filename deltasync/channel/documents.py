@@ -173,6 +173,12 @@ class Record:
         return found if self.anchor is None else [*found, *self.anchor.files, *self.anchor.companions]
 
     @property
+    def payload_bytes(self) -> int:
+        """Bytes to download for its bits: of the body and the parts, or of the weights."""
+        beside = self.anchor.files if self.anchor is not None else [] if self.delta is None else self.delta.parts
+        return self.body_bytes + sum(file.bytes for file in beside)
+
+    @property
     def reference(self) -> Reference | None:
         """The checkpoint elsewhere that its anchor is, if it is one."""
         return None if self.anchor is None else self.anchor.reference

@@ -64,7 +64,7 @@ class Heartbeat:
         replica_id: Its name.
         run_id: The run it follows, None before it knows.
         version, epoch, sha256: Identity of the version that it serves, None before the first.
-        state: `waiting`, `staging`, `committing`, `serving`, `sleeping`, `failed` or `stopped`.
+        state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         newest_version: Newest version it has seen.
         error: What is wrong, None if nothing is.
         time_s: Seconds since the epoch, by the replica's clock.

@@ -114,8 +114,7 @@ def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, byte
     """(key, bytes) of each payload; the next ones are being fetched while one is used."""
     data = stored.data
     if data is None:
-        data = reader.stored(stored.key, stored.sha256).data
-    assert data is not None
+        data = reader.fetch(stored.file)
     if _has_payload(data):
         yield stored.key, data
     parts = stored.payload_files

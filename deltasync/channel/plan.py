@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.channel.keys import Span
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import MOST_DAMAGED, ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
@@ -140,6 +140,8 @@ class _Search:
                 have, start = None, 0
             except _UnreadableError as error:
                 self._gone.add(error.hop)
+                if len(self._gone) > MOST_DAMAGED:
+                    raise
                 problem = str(error)
                 logger.warning("%s Looking for another way.", error)
 
@@ -157,12 +159,12 @@ class _ForkedError(MissingVersionError):
 
 
 def _log_hops(reader: ChannelReader, sizes: Mapping[int, int]) -> Iterator[Hop]:
-    """The log's own hops. What has no record before it can only be full weights."""
+    """The log's own hops. What has no record before it may be full weights, or a fold may lead to where it starts."""
     weight_bytes = sum(spec.element_count * spec.item_bytes for spec in reader.specs.values())
     for version, size in sizes.items():
-        if version - 1 in sizes:
+        if version > 1:
             yield Hop(version - 1, version, size)
-        else:
+        if version - 1 not in sizes:
             yield Hop(0, version, size + weight_bytes)
 
 
@@ -200,7 +202,7 @@ def _read(
             found = read if key == guess else _attempt(reader, key, left_out, known)
             if isinstance(found, str):
                 raise _UnreadableError(found, hop)
-            if found.version != at:
+            if found.version != at or found.record.kind == "seal":
                 raise _UnreadableError(f"{key} does not lead to version {at}.", hop)
             held_bytes += found.size
             way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))

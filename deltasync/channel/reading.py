@@ -5,6 +5,7 @@ Nothing here touches weights, and nothing decides where to go: `plan` does, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Channel, File, Head, Opening, Version, sha256_hex
+from deltasync.channel.documents import Channel, File, Head, Opening, Record, Version, sha256_hex
 from deltasync.channel.keys import Slot, Span
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Trusted, signed_by
@@ -30,9 +31,14 @@ from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
 from deltasync.types import TensorSpec
 
+MOST_DAMAGED = 64
+"""So many records that are missing or damaged are passed over in one look, or in one plan."""
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Document = TypeVar("_Document", Channel, Head, Opening)
+
+_END_BYTES = 1 << 14  # of a record, in which its document nearly always fits
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
@@ -130,15 +136,26 @@ class ChannelReader:
     def check_run(self) -> None:
         """Make sure that the channel is still the one that was read first.
 
+        If its description is damaged now, the one that was read first goes on to count.
+
         Raises:
             RunMismatchError: it is another run.
             NotPublishedError: there is none any more.
         """
-        expected, found = self.channel().run_id, self.read_channel().run_id
+        expected = self.channel().run_id
+        try:
+            found = self.read_channel().run_id
+        except FormatError:
+            return
         if found != expected:
             raise RunMismatchError(
                 f"{self.store.url} now holds run {found}, and not {expected}, which was followed. Start anew to follow it."
             )
+
+    @property
+    def run_id(self) -> str | None:
+        """The run, None before anything was read."""
+        return None if self._channel is None else self._channel.run_id
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -183,9 +200,12 @@ class ChannelReader:
 
         Raises:
             MissingVersionError: not in the store.
-            CorruptDataError: it is not the one that the version is named by.
+            CorruptDataError: it is not the one that the version is named by, or a seal.
         """
-        return self.stored(version.key, version.sha256)
+        found = self.stored(version.key, version.sha256)
+        if not found.record.is_version:
+            raise CorruptDataError(f"{version.key} is a seal, and no version.")
+        return found
 
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
         """A record or a fold.
@@ -193,7 +213,7 @@ class ChannelReader:
         Args:
             key: Where it is.
             sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            known: What a listing told of it, if one did.
+            known: What a listing told of it, if one did. Where keys are required, folds larger than a record need it.
 
         Raises:
             MissingVersionError: not in the store.
@@ -201,16 +221,59 @@ class ChannelReader:
         """
         most = record.most_bytes(key, self.specs)
         try:
+            if self.trusted is not None and sha256 is None and keys.fold_of(key) is not None:
+                # Anybody can store a large one, so a trusted key must have signed its size first.
+                most = record.most_bytes(keys.VERSIONS, self.specs)
+                if known is not None and known.bytes > most:
+                    self.document(known)
+                    most = known.bytes
             data = self.store.read(key, most, known) if sha256 is None else self._known(key, sha256, 0, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)
 
+    def document(self, info: ObjectInfo) -> Record:
+        """The document of a record or fold, read from the end of its object without the payload, which is not checked.
+
+        Its signature is checked, its digest is not: it tells what there is, and nothing may be applied by it.
+
+        Args:
+            info: The object, as a listing shows it.
+
+        Raises:
+            MissingVersionError: not in the store any more.
+            CorruptDataError: it is damaged, or not of this run.
+        """
+        if info.bytes > record.most_bytes(info.key, self.specs):
+            raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
+        try:
+            if info.bytes <= _END_BYTES:
+                return self._decoded(self.store.read(info.key, info.bytes, info), info.key).record
+            end = self.store.read_range(info.key, info.bytes - _END_BYTES, info.bytes)
+            length = record.document_bytes(end, info.key)
+            if len(end) < length <= info.bytes:
+                end = self.store.read_range(info.key, info.bytes - length, info.bytes)
+        except ObjectMissingError:
+            raise MissingVersionError(f"{self.store.url} has no {info.key}.") from None
+        found = record.decode_document(end, info.bytes, info.key, self.trusted)
+        self._check_run(found, info.key)
+        return found
+
+    def _check_run(self, found: Record, key: str) -> None:
+        expected = self.channel().run_id
+        if found.run_id != expected:
+            raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
+
+    def handed(self, key: str, sha256: str, data: bytes | None) -> Stored:
+        """As `stored`, out of bytes that another process has read already; None where those were not kept."""
+        if data is None:
+            return self.stored(key, sha256)
+        _check_digest(data, key, sha256)
+        return self._decoded(data, key)
+
     def _decoded(self, data: bytes, key: str) -> Stored:
         found = record.decode(data, key, self.trusted)
-        expected = self.channel().run_id
-        if found.record.run_id != expected:
-            raise CorruptDataError(f"{key} belongs to run {found.record.run_id}, this channel to run {expected}.")
+        self._check_run(found.record, key)
         if found.payload_bytes - found.record.body_bytes > record.most_payload_bytes(self.specs):
             raise CorruptDataError(
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
@@ -244,15 +307,10 @@ class ChannelReader:
 
     def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
         """An object whose digest is known, checked; out of the node's cache if the store has one."""
-
-        def check(data: bytes) -> None:
-            if sha256_hex(data) != sha256:
-                raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")
-
         if isinstance(self.store, CachedStore):
-            return self.store.read_known(key, sha256, size, check, most_bytes)
+            return self.store.read_known(key, sha256, size, lambda data: _check_digest(data, key, sha256), most_bytes)
         data = self.store.read(key, most_bytes)
-        check(data)
+        _check_digest(data, key, sha256)
         return data
 
     def slots(self, prefix: str = keys.VERSIONS) -> Listing:
@@ -277,19 +335,17 @@ class ChannelReader:
     def newest(self, listing: Listing | None = None) -> Stored | None:
         """The newest record that can be read: of the greatest epoch that has one, the last. None if there is no record.
 
-        Damaged ones are passed over. If it is a seal, its base is the newest version, and `next_epoch` goes on.
+        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them is no burden. If it is a
+        seal, its base is the newest version, and `next_epoch` goes on.
 
         Args:
             listing: Of all records; made now if None.
         """
         found = self.slots() if listing is None else listing
-        for epoch in reversed(found.epochs):
-            for slot, info in reversed(found.of(epoch)):
-                try:
-                    stored = self.slot(slot, info)
-                except FormatError:
-                    continue
-                if stored is not None:
+        newest_first = sorted(found.slots, key=lambda pair: (pair[0].epoch, pair[0].version), reverse=True)
+        for slot, info in newest_first[: MOST_DAMAGED + 1]:
+            with contextlib.suppress(FormatError):
+                if (stored := self.slot(slot, info)) is not None:
                     return stored
         return None
 
@@ -317,3 +373,8 @@ class ChannelReader:
                 return
             yield found.version
             at = found.record.base
+
+
+def _check_digest(data: bytes, key: str, sha256: str) -> None:
+    if sha256_hex(data) != sha256:
+        raise CorruptDataError(f"{key} does not have the sha256 that it is named by.")

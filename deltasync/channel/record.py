@@ -72,7 +72,7 @@ class Stored:
     @property
     def payload_bytes(self) -> int:
         """Bytes to download for its bits: of the body and the parts, or of the weights."""
-        return self.record.body_bytes + sum(file.bytes for file in self.payload_files)
+        return self.record.payload_bytes
 
     @property
     def payload_files(self) -> list[documents.File]:
@@ -130,6 +130,38 @@ def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
     return Stored(key, sha256_hex(data), len(data), found, data)
 
 
+def document_bytes(end: bytes, key: str) -> int:
+    """How many bytes at the end of an object its document takes, with its length.
+
+    Raises:
+        CorruptDataError: it does not end so.
+    """
+    if len(end) < _LENGTH.size:
+        raise CorruptDataError(f"{key} does not end in a document.")
+    return int(_LENGTH.unpack_from(end, len(end) - _LENGTH.size)[0]) + _LENGTH.size
+
+
+def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
+    """The document of an object whose end was read.
+
+    Args:
+        end: At least `document_bytes`.
+        size: Of the object.
+        key: Where it is.
+        trusted: As in `decode`.
+
+    Raises:
+        CorruptDataError, UnsupportedFormatError: as `decode`, as far as it can be told from the document.
+    """
+    document = _document(end, key)
+    if trusted is not None:
+        trusted.check(key, document)
+    found = documents.decode(document, Record, key)
+    if found.body_bytes + len(document) + _LENGTH.size != size:
+        raise CorruptDataError(f"{key} has another body than its document says.")
+    return found
+
+
 def _document(data: bytes, key: str) -> bytes:
     end = len(data) - _LENGTH.size
     length = _LENGTH.unpack_from(data, end)[0] if end >= 0 else 0
@@ -147,7 +179,8 @@ def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
     """Most bytes that the object of a record or fold may have."""
     names = sum(len(name.encode()) for name in specs)
     most = (5 << 20) + (len(specs) << 10) + 32 * names
-    return most + most_payload_bytes(specs) if key.startswith(keys.FOLDS) else most
+    span = keys.fold_of(key)
+    return most if span is None or span.base == 0 else most + most_payload_bytes(specs)
 
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from deltasync.channel.documents import FORMAT
+from deltasync.codec.base import FORMAT
 from deltasync.config import PublisherSettings
 from deltasync.errors import ConfigError, SignatureError
 

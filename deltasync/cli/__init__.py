@@ -21,6 +21,7 @@ _COMMANDS = {
     "log": "List the versions of a channel.",
     "show": "Show one version.",
     "check": "Check that everything that a channel promises is there.",
+    "repair": "Put lost bytes of a channel back, or make ways around them.",
     "forget": "Take versions out of a channel.",
     "prune": "Delete the bytes that nothing refers to any more.",
     "fold": "Store one delta over several versions.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import click
@@ -12,25 +13,25 @@ from deltasync.cli.output import echo, echo_json
 
 @click.command("check")
 @click.argument("channel")
-@click.option("--read-data", is_flag=True, help="Read every payload and replay every version, anchor and fold; takes long.")
+@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold; takes long.")
 @trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
 def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bool) -> None:
     """Check CHANNEL; report every problem on a line of its own, repair nothing.
 
-    Without --read-data it reads the documents and lists the data. With it, the bits of every version are proven in host
-    memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing refers to is no problem.
+    Without --read-data it reads records and folds, and lists parts and anchors. With it, the bits of every version are
+    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no problem.
     """
     from deltasync import housekeeping
+    from deltasync.channel.reading import ChannelReader
     from deltasync.cli.progress import count, progress_bars, ranges
-    from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
     reader = ChannelReader(open_store(channel), trusted_keys)
     with progress_bars() as progress:
         report = housekeeping.check(reader, read_data=read_data, progress=progress)
     if as_json:
-        document = {name: value for name, value in vars(report).items() if name != "problems"}
+        document = dataclasses.asdict(dataclasses.replace(report, problems=[]))
         document["problems"] = [
             {"error": type(problem).__name__, "exit_code": problem.exit_code, "message": str(problem)}
             for problem in report.problems
@@ -40,16 +41,20 @@ def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bo
     for problem in report.problems:
         echo(f"{type(problem).__name__}: {problem}")
     holds = ", ".join((count(report.versions, "version"), count(report.anchors, "anchor"), count(report.folds, "fold")))
-    echo(f"{reader.store.url}  head {'unknown' if report.head is None else report.head}")
-    echo(f"{'holds':13} {holds}, {report.data_bytes:,} bytes of data")
+    echo(f"{reader.store.url}  newest version {report.newest or 'unknown'}")
+    echo(f"{'holds':13} {holds}, {report.data_bytes:,} bytes")
     if report.publishing:
-        echo(f"{'publishing':13} {count(report.publishing, 'version')} after head")
-    if report.garbage_objects:
-        garbage = f"{count(report.garbage_objects, 'object')}, {report.garbage_bytes:,} bytes"
-        echo(f"{'garbage':13} {garbage} that nothing refers to; `deltasync prune` deletes them")
-    if report.proven is not None:
+        echo(f"{'publishing':13} {count(report.publishing, 'file')} that nothing names yet")
+    if report.garbage_objects and not report.problems:
+        garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
+        echo(f"{'garbage':13} {garbage} that nothing names; `deltasync prune` deletes them")
+    if report.proven is None:
+        echo(f"{'proven':13} nothing: parts and anchors were listed, not read (--read-data)")
+    else:
         echo(f"{'proven':13} the bits of {count(len(report.proven), 'version')}")
     if report.unproven:
         echo(f"{'not proven':13} the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
+    if report.unreachable:
+        echo(f"{'not reachable':13} {ranges(report.unreachable)}; `deltasync repair` tries to change that")
     echo(f"{'problems':13} {len(report.problems) or 'none'}")
     sys.exit(report.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -32,8 +33,8 @@ def command(channel: str, version: int | None, directory: Path, trusted_keys: st
     had any.
     """
     from deltasync import housekeeping
+    from deltasync.channel.reading import ChannelReader
     from deltasync.cli.progress import count, progress_bars
-    from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
     with progress_bars() as progress:
@@ -41,7 +42,7 @@ def command(channel: str, version: int | None, directory: Path, trusted_keys: st
         exported = housekeeping.export(reader, version, directory, progress=progress)
     files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
     if as_json:
-        echo_json({"version": exported, "files": dict(sorted(files.items()))})
+        echo_json({**dataclasses.asdict(exported), "files": dict(sorted(files.items()))})
         return
     echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
     if "config.json" not in files:

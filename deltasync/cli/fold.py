@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
+import msgspec
 
-from deltasync.cli.keys import trusted_keys
+from deltasync.cli.keys import signing_key, trusted_keys
 from deltasync.cli.output import echo, echo_json
 from deltasync.config import CODECS
 
@@ -16,12 +15,7 @@ from deltasync.config import CODECS
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
-@click.option(
-    "--signing-key",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Private key, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
-)
+@signing_key
 @trusted_keys
 @click.option("--json", "as_json", is_flag=True, help="The fold's document as JSON.")
 def command(
@@ -31,17 +25,21 @@ def command(
 
     Does nothing if the channel has that fold. Holds the weights twice in memory.
     """
-    from deltasync import housekeeping, signing
+    from deltasync import housekeeping
+    from deltasync.channel import signing
+    from deltasync.channel.reading import ChannelReader
     from deltasync.cli.progress import progress_bars
     from deltasync.config import PublisherSettings
-    from deltasync.reader import ChannelReader
     from deltasync.stores import open_store
 
     signer = signing.signer_of(PublisherSettings.from_env(signing_key=signing_key, trusted_keys=trusted_keys))
     reader = ChannelReader(open_store(channel), None if signer is None else signer.trusted)
     with progress_bars() as progress:
         fold = housekeeping.write_fold(reader, base, version, codec_name=codec, signer=signer, progress=progress)
+    delta = fold.record.delta
+    assert delta is not None
     if as_json:
-        echo_json(dataclasses.asdict(fold), indent=2)
+        echo_json({"key": fold.key, "sha256": fold.sha256, "bytes": fold.size, **msgspec.to_builtins(fold.record)}, indent=2)
         return
-    echo(f"fold {base}-{version}: {fold.changed:,} elements changed, {fold.payload_bytes:,} bytes of {fold.codec}")
+    echo(f"fold {base}-{version}: {delta.changed:,} elements changed, {fold.payload_bytes:,} bytes of {delta.codec}")
+    echo(f"{fold.key}  sha256 {fold.sha256[:12]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -24,8 +25,7 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
-    from deltasync.poll import Poll
-    from deltasync.replica import Replica
+    from deltasync.follow import Poll, Replica
     from deltasync.stores import open_store
 
     store = open_store(channel)
@@ -37,30 +37,32 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
     while True:
         changed.clear()
         failed = False
-        before, started = replica.version, time.perf_counter()
+        before, started = replica.identity, time.perf_counter()
         try:
-            version = replica.sync()
+            replica.sync()
         except NotPublishedError as error:
             if once:
                 raise
             if not waiting:
                 echo(f"deltasync: {error} Waiting for the first version.", err=True)
-            version, waiting = None, True
+            waiting = True
         except DeltaSyncError as error:
             if once or before is None:
                 raise
             echo(f"deltasync: {error} Staying at version {before}.", err=True)
-            version, failed = before, True
-        if version != before and version is not None:
+            failed = True
+        identity = replica.identity
+        if identity != before and identity is not None:
             seen_s = time.monotonic()
             sync_s = time.perf_counter() - started
             fingerprint = sum(replica.fingerprints.values()) % (1 << 64)
             if as_json:
-                echo_json({"version": version, "sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"})
+                found = {**dataclasses.asdict(identity), "sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"}
+                echo_json(found)
             else:
-                echo(f"version {version}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
+                echo(f"version {identity}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
             return
         if poll is None:
-            poll = Poll(store, ReplicaSettings.from_env().poll_interval_s, changed.set)
-        changed.wait(poll.delay_s(version != before, settled=not failed))
+            poll = Poll(store, ReplicaSettings.from_env().poll_interval_s, lambda _: changed.set())
+        changed.wait(poll.delay_s(identity != before, settled=not failed))

@@ -18,6 +18,6 @@ def command(path: Path, name: str | None) -> None:
     The publisher signs with PATH (DELTASYNC_SIGNING_KEY). Replicas get a file with the line of PATH.pub
     (DELTASYNC_TRUSTED_KEYS), which may hold several; they read it again when it changes.
     """
-    from deltasync import signing
+    from deltasync.channel import signing
 
     echo(signing.new_key(path, name or path.name).rstrip("\n"))

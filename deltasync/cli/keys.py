@@ -10,3 +10,10 @@ trusted_keys = click.option(
     metavar="FILE",
     help="Take only what one of the public keys in FILE has signed. Default: DELTASYNC_TRUSTED_KEYS, or take everything.",
 )
+
+signing_key = click.option(
+    "--signing-key",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Private key, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
+)

@@ -15,8 +15,8 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from deltasync.channel.signing import Trusted
 from deltasync.errors import ConfigError, StoreError
-from deltasync.signing import Trusted
 from deltasync.stores import open_store
 from deltasync.stores.hub import bucket_of
 

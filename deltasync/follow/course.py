@@ -18,7 +18,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError
+from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError, StoreError
 from deltasync.follow.prefetch import Prefetch
 from deltasync.stores.base import ObjectInfo
 
@@ -42,6 +42,7 @@ class Course:
     Args:
         reader: The channel's.
         max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
+        prefetch: Fetch parts before their record exists. Whoever stages gets them from the reader, or from the node's cache.
 
     Attributes:
         newest: The newest version that is known.
@@ -49,7 +50,7 @@ class Course:
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
     """
 
-    def __init__(self, reader: ChannelReader, max_age_s: float | None = None) -> None:
+    def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
         self.reader = reader
         self.newest: Version | None = None
         self.problem: str | None = None
@@ -68,7 +69,8 @@ class Course:
         self._avoided: dict[str, tuple[float, str]] = {}  # since when, and why
         self._suspects: dict[str, str] = {}  # that do not give the bits that they promise
         self._singly_to = 0
-        self._prefetch = Prefetch(reader)
+        self._blamed: str | None = None  # what was refused last
+        self._prefetch = Prefetch(reader) if prefetch else None
 
     def next(
         self,
@@ -102,13 +104,17 @@ class Course:
         if self._problem is not None and not due:
             raise self._problem
         self._problem = None
-        looks = now or time.monotonic() >= self._look_due_s
+        looks = now or (have is None and self._lost) or time.monotonic() >= self._look_due_s
         try:
             way = self._look(have, _LOOK_LIVE_S if told else LOOK_S) if looks else []
             if not way and not self._lost:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
             self._problem = error
+            raise
+        except StoreError:
+            if looks:
+                self._look_due_s = 0.0  # that was none
             raise
         if not way and have is None:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
@@ -121,6 +127,10 @@ class Course:
     def stuck(self) -> bool:
         """Whether no way led on the last time, so that `next` fails until a look is due."""
         return self._problem is not None
+
+    def forgive(self) -> None:
+        """Try again what was missing or damaged: somebody asks for it."""
+        self._avoided.clear()
 
     def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
         """Take another way from now on than this one.
@@ -137,7 +147,14 @@ class Course:
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
         else:
-            self._suspects.update((stored.key, str(why)) for stored in way)
+            self._suspects[way[0].key] = str(why)
+        self._blamed = failed or way[0].key
+
+    def acquit(self) -> None:
+        """What was refused last is not to blame: an audit found that the bits it met were of no version."""
+        if self._blamed is not None:
+            self._avoided.pop(self._blamed, None)
+            self._suspects.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
         """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
@@ -200,7 +217,8 @@ class Course:
             self.looked_s = time.monotonic()
             if stored is None:
                 self._absent = slot.key, time.time()
-                self._prefetch.look(slot)
+                if self._prefetch is not None:
+                    self._prefetch.look(slot)
                 self._check_age()
                 return []
             if stored.record.base != have:
@@ -208,7 +226,8 @@ class Course:
                 break
             if stored.record.next_epoch is None:
                 self._note(stored)
-                self._prefetch.took(stored)
+                if self._prefetch is not None:
+                    self._prefetch.took(stored)
                 return [stored]
             epoch = self._next_epoch = stored.record.next_epoch
         logger.warning("%s Looking for another way.", self.problem)

@@ -54,10 +54,15 @@ class Poll:
             self._moved_s, self._delay_s = now_s, _FIRST_S
         delay_s = min(self._delay_s, self._interval_s, self._due_s(now_s))
         self._delay_s = min(_GROWTH * self._delay_s, self._interval_s)
-        if settled and not moved and self._watch is not None and self._watch.live:
+        if settled and not moved and self.told:
             return max(_LIVE_S, self._interval_s)
         # So that many replicas do not ask at the same moment for ever.
         return delay_s * random.uniform(0.9, 1.0)
+
+    @property
+    def told(self) -> bool:
+        """Whether the store tells of new records just now."""
+        return self._watch is not None and self._watch.live
 
     def _due_s(self, now_s: float) -> float:
         """How long to wait at most for the version that is due by the rhythm of the last ones."""

@@ -94,6 +94,7 @@ class Replica:
             NotPublishedError: the channel has no version yet.
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
+        self._course.forgive()
         deadline = time.monotonic() + timeout_s
         changed = threading.Event()
         with contextlib.ExitStack() as stack:
@@ -136,7 +137,10 @@ class Replica:
         detours, looked = 0, not look
         while True:
             if not self._is_settled():
+                before = self.identity
                 self._settle()
+                if before is not None and self.identity is None:
+                    self._course.acquit()
             now = look and self._course.stuck
             way = self._course.next(self.identity, number=number, known=known, now=now)
             if not way and not looked and number is None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+from collections.abc import Mapping
 
-from deltasync import codec, fingerprint, layout, manifest, signing
+import numpy as np
+
+from deltasync import codec, fingerprint
 from deltasync.bits import bits_of
-from deltasync.errors import ConfigError, MissingVersionError, ObjectExistsError
-from deltasync.housekeeping.survey import Progress, fold_keys, now, quiet, read_fold
+from deltasync.channel import anchors, documents, keys, payloads, record, signing
+from deltasync.channel.documents import Anchor, Delta, File, Record, Version, sha256_hex
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer
+from deltasync.codec.base import Encoded
+from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
+from deltasync.follow import Replica
+from deltasync.housekeeping.survey import Progress, quiet
 from deltasync.kernels import cpu
-from deltasync.manifest import FileRef, Fold
-from deltasync.reader import ChannelReader
-from deltasync.replica import Replica
-from deltasync.signing import Signer
+from deltasync.live import model_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +34,11 @@ def write_fold(
     codec_name: str = "packed",
     signer: Signer | None = None,
     progress: Progress = quiet,
-) -> Fold:
+) -> Stored:
     """Store the fold of the deltas from one version to another; if the channel has it already, nothing is written.
 
     It brings a replica in host memory to both versions and compares their bits, which gives every codec what it needs, also
-    across anchors and dense tensors. Holds the weights twice.
+    across anchors and dense tensors. What was encoded is decoded again before it is stored. Holds the weights twice.
 
     Raises:
         ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
@@ -40,16 +48,15 @@ def write_fold(
     if not 1 <= base < version:
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
     encoder = codec.get(codec_name).encoder()
-    head, stored = reader.head(), reader.versions()
+    reader.channel()
     signing.require_signer(signer, reader.signed)
-    for end in (base, version):
-        if end > head.version or end not in stored:
-            raise MissingVersionError(
-                f"Version {end} is not in the channel (not published yet, or forgotten), so no fold can begin or end there. "
-                "`deltasync log` lists the versions that are."
-            )
-    for key in fold_keys(reader, layout.fold_dir(base, version)):
-        return read_fold(reader, key)
+    start, end = _end(reader, base), _end(reader, version)
+    for span, info in reader.folds():
+        if (span.base, span.version) == (base, version):
+            with contextlib.suppress(FormatError, MissingVersionError):
+                found = reader.stored(info.key)
+                if (found.base, found.version) == (start, end):
+                    return found
     replica = Replica(reader)
     progress("weights", 0, 2)
     replica.sync(base)
@@ -57,70 +64,131 @@ def write_fold(
     progress("weights", 1, 2)
     replica.sync(version)
     progress("weights", 2, 2)
-    fingerprints = replica.fingerprints
     changed = 0
     for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
         new_N = bits_of(tensor)
-        index_K, step_K = cpu.diff(old.pop(name), new_N)
+        index_K, step_K = cpu.diff(old[name], new_N)
         if index_K.size:
-            encoder.add(reader.specs[name], index_K, step_K, new_N, fingerprint.to_hex(fingerprints[name]))
+            encoder.add(reader.specs[name], index_K, step_K, new_N, fingerprint.to_hex(replica.fingerprints[name]))
             changed += index_K.size
         progress("tensors", done, len(reader.specs))
-    payload = encoder.finish(version, base).to_bytes() if changed else None
-    return store_fold(reader, base, version, codec_name=codec_name, changed=changed, payload=payload, signer=signer)
+    payload = encoder.finish(version, base) if changed else None
+    delta = Delta(codec=codec_name, changed=changed)
+    stored = encode_fold(reader, start, end, delta, payload, replica.fingerprints, signer)
+    _prove(reader, stored, old, {name: bits_of(tensor) for name, tensor in replica.state_dict().items()})
+    return store(reader, stored)
 
 
-def store_fold(
+def encode_fold(
     reader: ChannelReader,
-    base: int,
-    version: int,
-    *,
-    codec_name: str,
-    changed: int,
-    payload: bytes | None,
-    signer: Signer | None = None,
-) -> Fold:
-    """Store an encoded fold: its payload, then its document. After return it exists; if it raised, it does not, and what was
-    stored of it is garbage for `prune`.
+    base: Version | None,
+    version: Version,
+    what: Delta | Anchor,
+    payload: Encoded | None,
+    fingerprints: Mapping[str, int],
+    signer: Signer | None,
+    author: str | None = None,
+) -> Stored:
+    """The object of a fold, taken apart again by a reader's code.
 
     Args:
         reader: The channel.
-        base: Version it starts from.
-        version: Version it leads to.
-        codec_name: The payload's.
-        changed: Elements that differ.
-        payload: None if none differ.
-        signer: What its document is signed with; None for a channel without signatures.
+        base: Where it starts, None for nothing.
+        version: Where it leads.
+        what: A delta, or the anchor that it announces.
+        payload: Of a delta, None if nothing changes.
+        fingerprints: Of every tensor at `version`.
+        signer: What it is signed with; None for a channel without signatures.
+        author: Who wrote the files that it names; a new name if None.
+
+    Raises:
+        CorruptDataError: it cannot be read, or is larger than it may be.
     """
-    store = reader.store
-    sha256 = {end: manifest.sha256_hex(store.read(layout.manifest(end))) for end in (base, version)}
-    for attempt in itertools.count():
-        directory = layout.fold_dir(base, version, attempt)
-        key = f"{directory}/{layout.delta_part(1, 1)}"
-        files = []
-        if payload is not None:
-            try:
-                store.create(key, payload)
-            except ObjectExistsError:
-                continue  # left by a dead writer: never used, not even if it is the same, because `prune` may delete it
-            files = [FileRef(key=key, bytes=len(payload), sha256=manifest.sha256_hex(payload))]
-        fold = Fold(
-            format=manifest.FORMAT,
-            run_id=reader.channel().run_id,
-            base_version=base,
-            base_manifest_sha256=sha256[base],
-            version=version,
-            manifest_sha256=sha256[version],
-            codec=codec_name,
-            changed=changed,
-            files=files,
-            created_at=now(),
-        )
-        try:
-            document = layout.fold_document(directory)
-            store.create(document, signing.encode(fold, document, signer))
-        except ObjectExistsError:  # only a fold without payload gets here
-            continue
-        logger.info("folded base=%d version=%d changed=%d payload_bytes=%d", base, version, changed, fold.payload_bytes)
-        return fold
-    raise AssertionError("unreachable")
+    key = keys.fold(0 if base is None else base.version, version.version, author or keys.new_author())
+    document = Record(
+        kind="fold",
+        run_id=reader.channel().run_id,
+        version=version.version,
+        epoch=version.epoch,
+        created_at=documents.now(),
+        base=base,
+        fingerprint=fingerprint.to_hex(model_fingerprint(fingerprints)),
+        delta=what if isinstance(what, Delta) else None,
+        anchor=what if isinstance(what, Anchor) else None,
+        sha256=version.sha256,
+    )
+    stored = record.encode(document, key, payload, signer)
+    assert stored.data is not None
+    if stored.size > record.most_bytes(key, reader.specs):
+        raise CorruptDataError(f"{key} would have {stored.size:,} bytes, which is more than a fold may have.")
+    return record.decode(stored.data, key, reader.trusted)
+
+
+def store(reader: ChannelReader, stored: Stored) -> Stored:
+    """Store an encoded fold. After return it exists; if it raised, it may, and is right."""
+    assert stored.data is not None
+    reader.store.put(stored.key, stored.data)
+    logger.info("stored key=%s bytes=%d", stored.key, stored.size)
+    return stored
+
+
+def write_anchor(
+    reader: ChannelReader,
+    replica: Replica,
+    companions: Mapping[str, bytes],
+    *,
+    signer: Signer | None = None,
+    shard_bytes: int = 1 << 30,
+    progress: Progress = quiet,
+) -> Stored:
+    """Store the weights that a replica holds as an anchor, and announce it. Until it returns, nothing names its files.
+
+    Args:
+        reader: The channel.
+        replica: At the version.
+        companions: What lies beside the weights, by name.
+        signer: What its announcement is signed with.
+        shard_bytes: Largest weight file, unless a single tensor is larger.
+        progress: Told how far it is.
+
+    Raises:
+        CorruptDataError: what was encoded does not decode to the weights; the announcement was not stored.
+    """
+    version, author = replica.identity, keys.new_author()
+    assert version is not None
+    folder, tensors = keys.anchor_folder(version.version, author), replica.state_dict()
+    files: list[File] = []
+    beside: list[File] = []
+    for name, data in itertools.chain(
+        anchors.weight_files(tensors, replica.fingerprints, shard_bytes), sorted(companions.items())
+    ):
+        weights = name.endswith(anchors.WEIGHTS)
+        for tensor, bits_N, _ in anchors.read_weights(data, reader.specs) if weights else ():
+            if not np.array_equal(bits_N, bits_of(tensors[tensor])):
+                raise CorruptDataError(f"{folder}/{name} would not give the bits of {tensor}; it was not stored.")
+        reader.store.put(f"{folder}/{name}", data)
+        (files if weights else beside).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
+        progress("files", len(files) + len(beside), len(files) + len(beside))
+    what = Anchor(directory=folder, files=files, companions=beside)
+    return store(reader, encode_fold(reader, None, version, what, None, replica.fingerprints, signer, author))
+
+
+def _end(reader: ChannelReader, version: int) -> Version:
+    try:
+        return reader.numbered(version).version
+    except MissingVersionError as error:
+        raise MissingVersionError(
+            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
+        ) from error
+
+
+def _prove(reader: ChannelReader, stored: Stored, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> None:
+    """Decode it as a replica does, onto the old bits, which it changes.
+
+    Raises:
+        CorruptDataError: the new bits do not come out.
+    """
+    for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):
+        patch.apply(old[patch.name])
+    if wrong := [name for name in new if not np.array_equal(old[name], new[name])]:
+        raise CorruptDataError(f"{stored.key} would not give the bits of {', '.join(wrong[:5])}; it was not stored.")

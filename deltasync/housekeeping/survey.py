@@ -1,28 +1,22 @@
-"""Reading all of a channel's documents, a few at a time."""
+"""What a channel holds: two listings and the documents of records and folds, read a few at a time, without payloads."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import functools
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from deltasync import layout
-from deltasync.errors import (
-    CorruptDataError,
-    FormatError,
-    MissingVersionError,
-    ObjectMissingError,
-    RunMismatchError,
-    TransientStoreError,
-)
-from deltasync.manifest import DOCUMENT_BYTES, Fold, Head, Manifest
-from deltasync.reader import ChannelReader
+from deltasync.channel.documents import Record, Version
+from deltasync.channel.keys import Slot, Span
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, TransientStoreError
+from deltasync.housekeeping.retention import Holding
+from deltasync.stores.base import ObjectInfo
 
-THREADS = 4
-"""Requests at the same time; also how many objects `copy` holds in memory."""
+THREADS = 8
+"""Documents that are read at the same time."""
 
 _TRIES = 3
 
@@ -37,10 +31,12 @@ def quiet(what: str, done: int, total: int) -> None:
     """A `Progress` that tells nobody."""
 
 
-def in_parallel(action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress) -> list[_Result]:
+def in_parallel(
+    action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress, threads: int = THREADS
+) -> list[_Result]:
     """`action` of each item, in their order, by a few threads. The first error ends it; nothing is begun after that."""
     results = []
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="deltasync-housekeeping")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="deltasync-housekeeping")
     try:
         for result in pool.map(action, items):
             results.append(result)
@@ -50,103 +46,103 @@ def in_parallel(action: Callable[[_Item], _Result], items: Sequence[_Item], what
     return results
 
 
-def read_manifests(
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """What a channel holds. Nothing of it is held to a digest: it tells what to keep, what to copy and what to show.
+
+    Attributes:
+        slots: What the store says of each record, ascending; those that were forgotten meanwhile are left out.
+        records: Their documents, None where one is damaged.
+        fold_infos, folds: The same of folds, by key.
+        problems: What is wrong with damaged ones, by key.
+    """
+
+    slots: dict[Slot, ObjectInfo]
+    records: dict[Slot, Record | None]
+    fold_infos: dict[str, ObjectInfo]
+    folds: dict[str, Record | None]
+    problems: dict[str, DeltaSyncError]
+
+    def digests(self) -> dict[Slot, str]:
+        """Digests of records, as those that follow them and folds name them."""
+        found = {}
+        for record in (*self.folds.values(), *self.records.values()):
+            if record is not None and record.base is not None:
+                found[slot_of(record.base)] = record.base.sha256
+            if record is not None and record.sha256 is not None:
+                found[Slot(record.version, record.epoch)] = record.sha256
+        return found
+
+
+def line(held: Survey) -> list[Slot]:
+    """The newest version and all that it follows, newest first; see `Holding.versions`."""
+    return Holding(records=held.records, stored_s={}, announced={}).versions()
+
+
+def identities(reader: ChannelReader, held: Survey, slots: Iterable[Slot]) -> dict[Slot, str]:
+    """Digests of these records. What nothing names, above all the newest, is read as a whole."""
+    found = held.digests()
+    for slot in [slot for slot in slots if slot not in found]:
+        with contextlib.suppress(FormatError):
+            stored = reader.slot(slot)
+            if stored is not None:
+                found[slot] = stored.sha256
+    return found
+
+
+def slot_of(version: Version) -> Slot:
+    """The slot of a version."""
+    return Slot(version.version, version.epoch)
+
+
+def survey(
     reader: ChannelReader,
     progress: Progress = quiet,
-    versions: Sequence[int] | None = None,
-    head: Head | None = None,
-) -> dict[int, Manifest]:
-    """Manifests by version, ascending. One that is forgotten meanwhile is left out.
-
-    Those that another one builds on are held to the digest that this one names.
-
-    Args:
-        reader: The channel.
-        progress: Told how far it is.
-        versions: Which; all that the channel holds if None.
-        head: Whose manifest is held to the digest that head names.
-
-    Raises:
-        FormatError: one is damaged.
-    """
-    wanted = reader.versions() if versions is None else sorted(versions)
-    if head is not None:
-        _or_none(functools.partial(reader.read_manifest, sha256=head.manifest_sha256), head.version)
-    read = in_parallel(lambda version: _or_none(reader.read_manifest, version), wanted, "manifests", progress)
-    found = {each[0].version: each for each in read if each is not None}
-    for version in sorted(found, reverse=True):
-        delta = found[version][0].delta if version in found else None
-        if delta is None or delta.base_version not in found:
-            continue
-        named = delta.base_manifest_sha256
-        if found[delta.base_version][1] != named:  # damaged on the way, where the store does not notice
-            again = _or_none(functools.partial(reader.read_manifest, sha256=named), delta.base_version)
-            if again is None:
-                del found[delta.base_version]
-            else:
-                found[delta.base_version] = again
-    return {version: document for version, (document, _) in found.items()}
-
-
-def read_folds(
-    reader: ChannelReader, progress: Progress = quiet, versions: Collection[int] | None = None
-) -> dict[str, Fold]:
-    """Documents of folds, by their keys. One that is forgotten meanwhile is left out.
+    *,
+    wanted: Callable[[Iterable[Slot]], Iterable[Slot]] = list,
+    wanted_fold: Callable[[Span], bool] = lambda _: True,
+) -> Survey:
+    """List records and folds, and read their documents.
 
     Args:
         reader: The channel.
         progress: Told how far it is.
-        versions: Only folds that lead to one of these; all that the channel holds if None.
+        wanted: Picks the slots whose documents are needed out of all that there are, ascending.
+        wanted_fold: Picks the folds.
 
     Raises:
-        FormatError: one is damaged.
+        NotPublishedError: there is no channel.
+        StoreError: the store failed.
     """
-    keys = fold_keys(reader)
-    if versions is not None:
-        keys = [key for key in keys if (span := layout.fold_span(key)) is not None and span[1] in versions]
-    read = functools.partial(read_fold, reader)
-    found = in_parallel(lambda key: _or_none(read, key), keys, "folds", progress)
-    return {key: document for key, document in zip(keys, found, strict=True) if document is not None}
+    reader.channel()
+    listed = dict(reader.slots().slots)
+    slots = {slot: listed[slot] for slot in wanted(listed)}
+    folds = {info.key: info for span, info in reader.folds() if wanted_fold(span)}
+    infos = [*slots.values(), *folds.values()]
+    read = dict(zip(infos, in_parallel(lambda info: _document(reader, info), infos, "records", progress), strict=True))
+    problems = {info.key: found for info, found in read.items() if isinstance(found, DeltaSyncError)}
+    found = {info.key: None if isinstance(each, DeltaSyncError) else each for info, each in read.items()}
+    gone = {key for key, problem in problems.items() if isinstance(problem, MissingVersionError)}
+    return Survey(
+        slots={slot: info for slot, info in slots.items() if info.key not in gone},
+        records={slot: found[slot.key] for slot in slots if slot.key not in gone},
+        fold_infos={key: info for key, info in folds.items() if key not in gone},
+        folds={key: found[key] for key in folds if key not in gone},
+        problems={key: problem for key, problem in problems.items() if key not in gone},
+    )
 
 
-def fold_keys(reader: ChannelReader, prefix: str = layout.FOLDS) -> list[str]:
-    """Keys of the documents of folds that start so. Costs a listing."""
-    return [info.key for info in reader.store.list(prefix) if layout.fold_span(info.key) is not None]
-
-
-def read_fold(reader: ChannelReader, key: str) -> Fold:
-    """The document of a fold.
-
-    Raises:
-        MissingVersionError: it is gone.
-        FormatError, RunMismatchError: it is damaged, or not what its key says.
-    """
+def _document(reader: ChannelReader, info: ObjectInfo) -> Record | DeltaSyncError:
+    """A document, or what is wrong with it."""
     try:
-        document = reader.decode(reader.store.read(key, DOCUMENT_BYTES), Fold, key)
-    except ObjectMissingError:
-        raise MissingVersionError(f"{reader.store.url} has no fold {key} any more.") from None
-    if (document.base_version, document.version) != layout.fold_span(key):
-        raise CorruptDataError(f"{key} describes a fold of versions {document.base_version} to {document.version}.")
-    if document.run_id != (run_id := reader.channel().run_id):
-        raise RunMismatchError(f"{key} belongs to run {document.run_id}, the channel to run {run_id}.")
-    return document
+        return persistently(lambda: reader.document(info))
+    except (MissingVersionError, FormatError) as error:
+        return error
 
 
-def now() -> str:
-    """UTC, ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-
-
-def _or_none(read: Callable[[_Item], _Result], item: _Item) -> _Result | None:
-    """Asked for again after errors that may pass: of many documents one would often fail, and all would be read in vain."""
+def persistently(read: Callable[[], _Result]) -> _Result:
+    """Asked for again after errors that may pass: of many objects one would often fail, and all would be read in vain."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(TransientStoreError, FormatError):
-            return _once(read, item)
-    return _once(read, item)
-
-
-def _once(read: Callable[[_Item], _Result], item: _Item) -> _Result | None:
-    try:
-        return read(item)
-    except MissingVersionError:
-        return None
+            return read()
+    return read()

@@ -1,19 +1,22 @@
-"""Forget versions, and prune the bytes that nothing refers to any more. Both can be run again after a crash at any point."""
+"""Forget versions, and prune the files that nothing names any more. Both can be run again after a crash at any point."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import math
 import time
-import uuid
 from collections.abc import Sequence
 
-from deltasync import layout, manifest, retention
-from deltasync.errors import MissingVersionError, ObjectMissingError
-from deltasync.housekeeping.survey import Progress, now, quiet, read_folds, read_manifests
-from deltasync.manifest import DOCUMENT_BYTES, Forgotten
-from deltasync.reader import ChannelReader
-from deltasync.retention import Forgetting, Keep
+from deltasync.channel import keys
+from deltasync.channel.documents import Record
+from deltasync.channel.keys import Slot
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import FormatError, MissingVersionError
+from deltasync.housekeeping import retention
+from deltasync.housekeeping.retention import Forgetting, Holding, Keep, References
+from deltasync.housekeeping.survey import Progress, Survey, in_parallel, persistently, quiet, survey
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -23,38 +26,56 @@ _STALE_HEARTBEAT_S = 7 * 86400.0
 _BATCH = 500
 
 
-def forget(reader: ChannelReader, keep: Keep, *, dry_run: bool = False, progress: Progress = quiet) -> Forgetting:
-    """Take versions out of the channel. What they referred to is left to `prune`.
+def forget(
+    reader: ChannelReader, keep: Keep, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet
+) -> Forgetting:
+    """Take versions out of the channel. The files that they named are left to `prune`.
 
-    Crash points:
-
-        after the list of what is forgotten   nothing has changed for readers
-        after some folds or manifests         every version that is left can be read, because the newest go first
-        each time                             running it again with the same `keep` finishes it
+    Reads the documents of records and of announced anchors, no payload. The newest go first and one by one, so that at any
+    moment all versions that are left can be read; running it again with the same `keep` finishes what was cut short.
 
     Args:
         reader: The channel.
         keep: What stays, together with what leads to it.
-        dry_run: Only tell what would go.
+        grace_s: What became dispensable less long ago stays too, for readers that go by it.
+        dry_run: Only tell what would go; by this machine's clock, because nothing is written.
         progress: Told how far it is.
 
     Raises:
         MissingVersionError: a version that stays cannot be read. Nothing was forgotten.
-        FormatError: a manifest is damaged. Nothing was forgotten.
+        StoreError: the store failed; some may have been forgotten.
     """
-    store = reader.store
-    head = reader.head()
-    fold_keys = [info.key for info in store.list(layout.FOLDS)]
-    found = retention.forgetting(read_manifests(reader, progress, head=head), fold_keys, head.version, keep)
-    if dry_run or not found.named:
+    since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
+    held = survey(reader, progress, wanted_fold=lambda span: span.base == 0)
+    folds = [info for _, info in reader.folds()]
+    holding = Holding(
+        records=held.records,
+        stored_s={info.key: info.modified_s for info in (*held.slots.values(), *folds)},
+        announced=_announced(reader.store, held),
+        folds=[info.key for info in folds],
+    )
+    found = retention.forgetting(holding, keep, since_s)
+    if dry_run:
         return found
-    document = Forgotten(format=manifest.FORMAT, run_id=head.run_id, versions=found.named, created_at=now())
-    store.create(layout.forgotten(uuid.uuid4().hex), manifest.encode(document))
-    store.delete(*found.folds)
-    for done, version in enumerate(found.versions, start=1):  # one by one: a store may delete many in any order
-        store.delete(layout.manifest(version))
-        progress("forgetting", done, len(found.versions))
-    logger.info("forgot versions=%d folds=%d kept=%d", len(found.versions), len(found.folds), len(found.kept))
+    for done, key in enumerate(found.keys, start=1):  # one by one: a store may delete many in any order
+        reader.store.delete(key)
+        progress("forgetting", done, len(found.keys))
+    if found.keys:
+        logger.info("forgot versions=%d folds=%d kept=%d", len(found.versions), len(found.folds), len(found.kept))
+    return found
+
+
+def _announced(store: Store, held: Survey) -> dict[Slot, float]:
+    """Versions with an announced anchor all of whose files are there -> when it was announced."""
+    anchors = {key: record for key, record in held.folds.items() if record is not None and record.anchor is not None}
+    if not anchors:
+        return {}
+    sizes = {info.key: info.bytes for info in store.list(keys.ANCHORS)}
+    found: dict[Slot, float] = {}
+    for key, record in anchors.items():
+        if all(sizes.get(file.key) == file.bytes for file in record.files):
+            slot, stored_s = Slot(record.version, record.epoch), held.fold_infos[key].modified_s
+            found[slot] = min(stored_s, found.get(slot, stored_s))
     return found
 
 
@@ -63,90 +84,105 @@ class Pruned:
     """What `prune` deleted, or would delete.
 
     Attributes:
-        objects: Data objects.
-        lists: Keys of lists of forgotten versions of which nothing is left.
+        objects: Files that nothing names.
         heartbeats: Keys of heartbeats of replicas that have not been heard of for a week.
-        waiting: Data objects that nothing refers to, which stay because they are too young or being published.
+        waiting: Files that nothing names yet, and that their author may still name.
+        young: Files that were stored less than the time of grace ago, named or not.
     """
 
     objects: list[ObjectInfo]
-    lists: list[str]
     heartbeats: list[str]
     waiting: list[ObjectInfo]
+    young: list[ObjectInfo]
 
 
 def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = False, progress: Progress = quiet) -> Pruned:
-    """Delete the data objects that no manifest and no fold refers to. See `retention.prunable` for which.
+    """Delete the files under `parts/` and `anchors/` that no record and no fold names.
 
-    It looks in this order, so that whatever a publisher, a `forget` or a fold's writer does meanwhile is seen or spared:
+    It looks in this order, so that whatever a publisher, a `forget` or another tool does meanwhile is seen or spared:
 
-        clock       before everything, so that ages come out too small rather than too large
-        objects     before the documents: what is uploaded later is not in the list, so it cannot be deleted
-        head        before the manifests: if a manifest is not there yet, head named an earlier version, and objects
-                    of versions after head are spared
-        manifests, folds
-        forgotten   after the manifests: a manifest that was not there any more had been named in such a list before
+        clock           before everything, so that ages come out too small rather than too large
+        files           before what names them: what is uploaded later is not in the list, so it cannot be deleted
+        records, folds  what an author has not named yet is spared until somebody succeeds it (`References.under_way`)
+        slots           of the files that nothing names: a listing may be behind, a request for a record is not
 
-    Times are the store's own, of an object written now, so that it does not matter what the clocks of machines say.
+    Where a record is damaged, the files of its slot stay: `repair` may put its bytes back. If all files are young, nothing
+    is read at all.
 
     Args:
         reader: The channel.
-        grace_s: How long after a version was forgotten readers may still be reading it; also the least age of what a dead
-            publisher left. Give it more than reading a version and running `forget` take.
+        grace_s: The least age of what goes. Give it more than readers take from planning to having read, and than a writer
+            takes from storing an anchor's file to announcing it.
         dry_run: Only tell what would go; by this machine's clock, because nothing is written.
         progress: Told how far it is.
 
     Raises:
-        FormatError: a document is damaged, so that nobody knows what it refers to. Nothing was deleted.
-        MissingVersionError: head's manifest is missing. Nothing was deleted.
+        StoreError: the store failed; nothing that is named was deleted.
     """
     store = reader.store
+    reader.channel()
+    now_s = _store_time(store, dry_run)
+    files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)]
+    heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
+    old = [info for info in files if retention.is_old(info, now_s, grace_s)]
+    references = _references(reader, old, progress) if old else References({}, {})
+    unnamed = [info for info in old if info.key not in references]
+    waiting = [info for info in unnamed if references.under_way(info.key)]
+    found = sorted(set(unnamed) - set(waiting), key=lambda info: info.key)
     if not dry_run:
-        store.replace(layout.CLOCK, b"Written by deltasync prune to see the store's time.\n")
-    objects = {info.key: info for prefix in layout.DATA for info in store.list(prefix)}
-    heartbeats = list(store.list(layout.REPLICAS))
-    head = reader.head()
-    manifests = read_manifests(reader, progress, head=head)
-    if head.version not in manifests:
-        raise MissingVersionError(
-            f"Head names version {head.version}, which has no manifest now. Nothing was pruned. See `deltasync check`."
-        )
-    references = retention.References(manifests.values(), read_folds(reader, progress).values())
-    listed = {info.key: info.modified_s for info in store.list(layout.FORGOTTEN)}
-    now_s = time.time() if dry_run else listed[layout.CLOCK]
-    forgotten = _read_forgotten(reader, [key for key in listed if key != layout.CLOCK])
-    forgotten_s: dict[int, float] = {}
-    for key, versions in forgotten.items():
-        forgotten_s |= {version: max(listed[key], forgotten_s.get(version, 0.0)) for version in versions}
-
-    stored_s = {key: info.modified_s for key, info in objects.items()}
-    keys = retention.prunable(stored_s, references, head.version, forgotten_s, now_s, grace_s)
-    left = objects.keys() - set(keys)
-    pruned = Pruned(
-        objects=[objects[key] for key in keys],
-        lists=retention.spent(forgotten, manifests.keys(), left),
-        heartbeats=[info.key for info in heartbeats if now_s - info.modified_s > _STALE_HEARTBEAT_S],
-        waiting=[objects[key] for key in sorted(left) if key not in references and layout.data_versions(key)],
-    )
-    if not dry_run:
-        _delete(store, [*keys, *pruned.heartbeats, *pruned.lists], progress)
-        logger.info("pruned objects=%d bytes=%d", len(keys), sum(info.bytes for info in pruned.objects))
-    return pruned
+        _delete(store, [*(info.key for info in found), *heartbeats], progress)
+        logger.info("pruned objects=%d bytes=%d", len(found), sum(info.bytes for info in found))
+    young = sorted(set(files) - set(old), key=lambda info: info.key)
+    return Pruned(objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
 
 
-def _read_forgotten(reader: ChannelReader, keys: Sequence[str]) -> dict[str, list[int]]:
-    """The versions that each list names; without lists that another prune deleted meanwhile."""
+def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Progress) -> References:
+    """What names these files: all that is listed, and where that is nothing, what is there though no listing shows it."""
+    held = survey(reader, progress)
+    references = References(held.records, held.folds)
+    unnamed = [info.key for info in files if info.key not in references]
+    slots = {of for key in unnamed if (of := keys.file_of(key)) is not None}
+    anchored = {of for key in unnamed if key.startswith(keys.ANCHORS) and (of := keys.file_of(key)) is not None}
+    places = {slot.key for slot in slots - held.records.keys()}
+    places |= {keys.fold(0, slot.version, slot.epoch) for slot in anchored} - held.folds.keys()
+    if not places:
+        return references
     found = {}
-    for key in keys:
-        try:
-            document = manifest.decode(reader.store.read(key, DOCUMENT_BYTES), Forgotten, key)
-        except ObjectMissingError:
-            continue
-        found[key] = document.versions
-    return found
+    for key, record in in_parallel(functools.partial(_unlisted, reader), sorted(places), "unlisted records", progress):
+        if key is not None:
+            found[key] = record
+    records = {slot: found[slot.key] for slot in slots if slot.key in found}
+    folds = {key: record for key, record in found.items() if keys.fold_of(key) is not None}
+    return References({**held.records, **records}, {**held.folds, **folds})
 
 
-def _delete(store: Store, keys: Sequence[str], progress: Progress) -> None:
-    for start in range(0, len(keys), _BATCH):
-        store.delete(*keys[start : start + _BATCH])
-        progress("pruning", min(start + _BATCH, len(keys)), len(keys))
+def _unlisted(reader: ChannelReader, key: str) -> tuple[str | None, Record | None]:
+    """(key, document) of a record or fold; the document None if it is damaged, both if it is not there."""
+    try:
+        return key, persistently(lambda: reader.stored(key)).record
+    except MissingVersionError:
+        return None, None
+    except FormatError:
+        return key, None
+
+
+def _delete(store: Store, doomed: Sequence[str], progress: Progress) -> None:
+    for start in range(0, len(doomed), _BATCH):
+        store.delete(*doomed[start : start + _BATCH])
+        progress("pruning", min(start + _BATCH, len(doomed)), len(doomed))
+
+
+def _store_time(store: Store, dry_run: bool) -> float:
+    """The time by the store's clock: that of an object written now, so that no machine's clock can make a file old.
+
+    Where the listing does not show that object yet, it is the time of the newest object that it shows.
+    """
+    if dry_run:
+        return time.time()
+    key = keys.probe(f"{keys.TOOL}00000000")  # one for all: whoever dies before it is deleted leaves no more than one
+    store.put(key, b"Written by deltasync to see the store's time; may be deleted.\n")
+    try:
+        times = [info.modified_s for info in store.list(key)]
+    finally:
+        store.delete(key)
+    return times[0] if times else max((info.modified_s for info in store.list("")), default=0.0)

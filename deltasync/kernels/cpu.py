@@ -261,10 +261,14 @@ def limit_threads(count: int) -> None:
     _most = max(1, count)
 
 
+@functools.cache
 def threading_layer() -> str:
     """How numba runs threads here: `omp`, `tbb`, or `workqueue`, which ends the process if two threads use it at once."""
     _launch()
     return str(_threading_layer())
+
+
+_alone = threading.Lock()  # held while kernels run where two threads may not use them at once
 
 
 class threads:
@@ -274,7 +278,9 @@ class threads:
         self._task_count = task_count
 
     def __enter__(self) -> None:
-        _launch()
+        self._locked = threading_layer() == "workqueue"
+        if self._locked:
+            _alone.acquire()
         self._before = get_num_threads()
         wanted = max(1, self._task_count if _most is None else min(self._task_count, _most))
         self._fewer = wanted < self._before
@@ -284,6 +290,8 @@ class threads:
     def __exit__(self, *_: object) -> None:
         if self._fewer:
             set_num_threads(self._before)
+        if self._locked:
+            _alone.release()
 
 
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from deltasync import housekeeping
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta, Version
 from deltasync.channel.reading import ChannelReader
@@ -16,6 +17,7 @@ from deltasync.channel.record import Stored
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import DeltaSyncError
+from deltasync.housekeeping import Keep
 from deltasync.publish.collect import Weights, requires_of
 from deltasync.publish.log import Log
 
@@ -84,11 +86,12 @@ class Keeper:
         self.announcing = False
 
     def _sweep(self) -> None:
-        from deltasync import housekeeping
-        from deltasync.housekeeping import Keep
-
-        housekeeping.forget(self.reader, Keep(last=self._retention.keep_last, anchors=self._retention.keep_anchors))
-        housekeeping.prune(self.reader, grace_s=self._retention.prune_grace_s)
+        keep, grace_s = (
+            Keep(last=self._retention.keep_last, anchors=self._retention.keep_anchors),
+            self._retention.prune_grace_s,
+        )
+        housekeeping.forget(self.reader, keep, grace_s=grace_s)
+        housekeeping.prune(self.reader, grace_s=grace_s)
 
     @staticmethod
     def _guarded(action: Callable[[], object]) -> bool:

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version
@@ -239,7 +240,7 @@ class Log:
         Raises:
             FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
         """
-        stored = self._fold(None, version, fingerprint, None, anchor=anchor, requires=requires)
+        stored = self._fold(version, fingerprint, None, anchor=anchor, requires=requires)
         with self._lock:
             self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
         self._follow_with_head()
@@ -247,7 +248,7 @@ class Log:
 
     def fold(self, base: Version, version: Version, fingerprint: str, delta: Delta, payload: Encoded | None) -> Stored:
         """Store another way from one version to another; otherwise as `announce`."""
-        return self._fold(base, version, fingerprint, payload, delta=delta)
+        return self._fold(version, fingerprint, payload, base=base, delta=delta)
 
     def close(self) -> None:
         """Bring head up to date and end the thread that does. What is pending stays so: see `settle`."""
@@ -263,35 +264,22 @@ class Log:
         self._fenced = FencedError(f"{what} ({self._store.url}). This publisher must stop; only one may write to a channel.")
         return self._fenced
 
-    def _fold(
-        self,
-        base: Version | None,
-        version: Version,
-        fingerprint: str,
-        payload: Encoded | None,
-        *,
-        delta: Delta | None = None,
-        anchor: Anchor | None = None,
-        requires: list[str] | None = None,
-    ) -> Stored:
+    def _fold(self, version: Version, fingerprint: str, payload: Encoded | None, **fields: Any) -> Stored:
         self._check()
-        key = keys.fold(0 if base is None else base.version, version.version, self.epoch)
+        document = Record(
+            run_id=self.run_id,
+            kind="fold",
+            version=version.version,
+            epoch=version.epoch,
+            sha256=version.sha256,
+            created_at=documents.now(),
+            fingerprint=fingerprint,
+            **fields,
+        )
+        key = keys.fold(0 if document.base is None else document.base.version, version.version, self.epoch)
         with self._lock:
             stored = self._folds.get(key)
             if stored is None:
-                document = Record(
-                    run_id=self.run_id,
-                    kind="fold",
-                    version=version.version,
-                    epoch=version.epoch,
-                    sha256=version.sha256,
-                    base=base,
-                    created_at=documents.now(),
-                    fingerprint=fingerprint,
-                    delta=delta,
-                    anchor=anchor,
-                    requires=requires or [],
-                )
                 stored = self._folds[key] = self._encoded(document, key, payload)
         data = stored.data
         if data is not None:

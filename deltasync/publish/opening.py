@@ -17,11 +17,12 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
+from typing import TypeVar
 
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, Opening, Record, Version, sha256_hex
 from deltasync.channel.keys import Slot
-from deltasync.channel.reading import ChannelReader
+from deltasync.channel.reading import ChannelReader, Listing
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer, require_signer
 from deltasync.config import PublisherSettings
@@ -45,6 +46,8 @@ from deltasync.stores.probe import decides
 logger = logging.getLogger(__name__)
 
 _LOOKS = 3
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +81,21 @@ class _End:
         return Slot(1 if self.version is None else self.version.version + 1, self.epoch)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Listed:
+    """What two listings tell: all slots, and the epochs that have a document."""
+
+    slots: Listing
+    documents: list[str]
+
+    @property
+    def epochs(self) -> set[str]:
+        return {*self.slots.epochs, *self.documents}
+
+    def next_epoch(self, *others: str) -> str:
+        return keys.new_epoch(1 + max(map(keys.epoch_number, {*self.epochs, *others}), default=0))
+
+
 def open_channel(
     reader: ChannelReader, settings: PublisherSettings, resume: bool, signer: Signer | None, lease: Lease | None = None
 ) -> Opened:
@@ -109,22 +127,23 @@ class _Opener:
         self._lease = lease
 
     def open(self, resume: bool) -> Opened:
-        channel = put.retried(self._settings, self._channel)
+        channel = self._retried(self._channel)
         if channel is not None:
             self._check(channel, resume)
-        run_id = uuid.uuid4().hex if channel is None else channel.run_id
-        epoch = put.retried(self._settings, self._new_epoch)
-        seals = self._seals(channel, epoch)
-        claimed_s, end = 0.0, None
-        if seals and channel is not None:
-            end, epoch = self._seal(channel)
-        if not seals or end is not None:
-            self._put_opening(run_id, epoch, None if end is None else end.version)
+        listed = self._retried(self._list)
+        seals = self._seals(channel, listed)
+        run_id, epoch, end, claimed_s = uuid.uuid4().hex, listed.next_epoch(), None, 0.0
+        if channel is not None:
+            run_id = channel.run_id
         if not seals:
+            self._put_opening(run_id, epoch, None)
             claimed_s = boot_s()
             if channel is not None:
                 self._lease.wait(claimed_s)
-                end = put.retried(self._settings, lambda: self._end(channel, below=epoch))
+                end = self._end(channel, self._retried(self._list), below=epoch)
+        elif channel is not None:
+            end, epoch = self._seal(channel, listed)
+            self._put_opening(run_id, epoch, end.version)
         version, stored = (None, None) if end is None else (end.version, end.stored)
         logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, version, "seal" if seals else "lease")
         log = Log(
@@ -140,11 +159,25 @@ class _Opener:
         )
         return Opened(channel, stored, version, log)
 
+    def _retried(self, action: Callable[[], _Result]) -> _Result:
+        """What `action` reads or does. Asked again also if the answer is damaged, which it may be on the way only."""
+        for _ in range(_LOOKS - 1):
+            try:
+                return put.retried(self._settings, action)
+            except UnsupportedFormatError:
+                raise
+            except FormatError as error:
+                logger.warning("%s", error)
+        return put.retried(self._settings, action)
+
     def _channel(self) -> Channel | None:
         try:
             return self._reader.channel()
         except NotPublishedError:
             return None
+
+    def _list(self) -> _Listed:
+        return _Listed(self._reader.slots(), self._reader.epochs())
 
     def _check(self, channel: Channel, resume: bool) -> None:
         if not resume:
@@ -155,16 +188,11 @@ class _Opener:
             raise ChannelInUseError(f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}.")
         require_signer(self._signer, self._reader.signed)
 
-    def _new_epoch(self, *others: str) -> str:
-        known = [*self._reader.slots().epochs, *self._reader.epochs(), *others]
-        return keys.new_epoch(1 + max(map(keys.epoch_number, known), default=0))
-
-    def _seals(self, channel: Channel | None, epoch: str) -> bool:
+    def _seals(self, channel: Channel | None, listed: _Listed) -> bool:
         """Whether the store decides which writer wins."""
         if channel is not None and channel.fencing == "lease":
             return False
-        number = keys.epoch_number(epoch)
-        found = put.retried(self._settings, lambda: decides(self._store, keys.probe(keys.new_epoch(number))))
+        found = self._retried(lambda: decides(self._store, keys.probe(listed.next_epoch())))
         if not found and channel is not None:
             raise ConfigError(
                 f"{self._store.url} was begun where the store decides which publisher may write, and here it does not, so "
@@ -189,13 +217,13 @@ class _Opener:
         )
         key, data = keys.epoch_document(epoch), documents.encode(document)
         documents.decode(data, Opening, key)
-        put.retried(self._settings, lambda: self._store.put(key, data))
+        self._retried(lambda: self._store.put(key, data))
 
-    def _seal(self, channel: Channel) -> tuple[_End, str]:
+    def _seal(self, channel: Channel, listed: _Listed) -> tuple[_End, str]:
         """End the log; where it ended, and the epoch that goes on."""
         while True:
-            end = put.retried(self._settings, lambda: self._end(channel))
-            epoch = put.retried(self._settings, lambda after=end.epoch: self._new_epoch(after))  # type: ignore[misc]
+            end = self._end(channel, listed)
+            epoch = listed.next_epoch(end.epoch)
             # Meanwhile the old writer may go on: then what it stored is the end.
             while (taken := self._put_seal(channel, end, epoch)) is not None:
                 if taken.epoch != end.epoch:
@@ -203,8 +231,8 @@ class _Opener:
                         f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of the two."
                     )
                 end = taken
-            slots = put.retried(self._settings, self._reader.slots).of(end.epoch)
-            if not any(slot > end.next_slot for slot, _ in slots):
+            listed = self._retried(self._list)
+            if not any(slot > end.next_slot for slot, _ in listed.slots.of(end.epoch)):
                 return end, epoch
             logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
 
@@ -223,28 +251,37 @@ class _Opener:
         data = record.encode(seal, slot.key, None, self._signer).data
         assert data is not None
         record.decode(data, slot.key, None if self._signer is None else self._signer.trusted)
-        if put.retried(self._settings, lambda: put.create(self._store, slot.key, data)):
+        if self._retried(lambda: put.create(self._store, slot.key, data)):
             return None
-        return put.retried(self._settings, lambda: self._read(slot))
+        return self._read(slot)
 
-    def _end(self, channel: Channel, below: str | None = None) -> _End:
+    def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:
         """The end of the log, of all epochs, or of those before one."""
-        listing = self._reader.slots()
-        epochs = {*listing.epochs, *self._reader.epochs(), channel.epoch}
-        for epoch in sorted((name for name in epochs if below is None or name < below), reverse=True):
-            log = listing.of(epoch)
-            if log:
+        for epoch in sorted({*listed.epochs, channel.epoch}, reverse=True):
+            if below is not None and epoch >= below:
+                continue
+            if log := listed.slots.of(epoch):
                 return self._read(*log[-1])
-            opening = self._reader.opening(epoch)
-            if opening is not None and opening.continues is not None:
+            opening = self._retried(lambda epoch=epoch: self._reader.opening(epoch))  # type: ignore[misc]
+            if opening is not None and opening.run_id == channel.run_id and opening.continues is not None:
                 return _End(opening.continues, self._record(opening.continues), epoch)
         return _End(None, None, channel.epoch)
 
     def _read(self, slot: Slot, known: ObjectInfo | None = None) -> _End:
         """Where a log ends, by its last slot."""
-        found = _looked(lambda: self._reader.slot(slot, known))
-        if found is None:
-            version = Version(slot.version, slot.epoch, self._digest(slot))
+
+        def read() -> Stored:
+            found = self._reader.slot(slot, known)
+            if found is None:
+                raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
+            return found
+
+        try:
+            found = self._retried(read)
+        except UnsupportedFormatError:
+            raise
+        except FormatError:
+            version = Version(slot.version, slot.epoch, self._retried(lambda: self._digest(slot)))
             logger.warning("Version %s cannot be read. The next version has full weights.", version)
             return _End(version, None, slot.epoch)
         base, following = found.record.base, found.record.next_epoch
@@ -254,8 +291,10 @@ class _Opener:
 
     def _record(self, version: Version) -> Stored | None:
         try:
-            return _looked(lambda: self._reader.record(version))
-        except MissingVersionError as error:
+            return self._retried(lambda: self._reader.record(version))
+        except UnsupportedFormatError:
+            raise
+        except (MissingVersionError, FormatError) as error:
             logger.warning("%s The next version has full weights.", error)
             return None
 
@@ -266,24 +305,3 @@ class _Opener:
             return sha256_hex(self._store.read(slot.key, most))
         except CorruptDataError:
             return sha256_hex(self._store.read_range(slot.key, 0, most))
-
-
-def _looked(action: Callable[[], Stored | None]) -> Stored | None:
-    """What `action` reads, None if it is damaged each time: an answer may be damaged on the way.
-
-    Raises:
-        TransientStoreError: nothing is there, though it was told of.
-        UnsupportedFormatError: a newer writer wrote it.
-    """
-    for _ in range(_LOOKS):
-        try:
-            found = action()
-        except UnsupportedFormatError:
-            raise
-        except FormatError as error:
-            logger.warning("%s", error)
-        else:
-            if found is None:
-                raise TransientStoreError("A record that was listed cannot be read.")
-            return found
-    return None

@@ -52,12 +52,14 @@ class CachedStore:
         store: Where objects come from.
         directory: Created on first use, for this user only.
         limit_bytes: Most bytes of files in it; those read longest ago make room. Larger objects are never kept.
+        shared: Keep what is downloaded, for others. Otherwise only what `keep` is given is there to be found.
     """
 
-    def __init__(self, store: Store, directory: str | Path, limit_bytes: int) -> None:
+    def __init__(self, store: Store, directory: str | Path, limit_bytes: int, shared: bool = True) -> None:
         self._store = store
         self._directory = Path(directory)
         self._limit_bytes = limit_bytes
+        self._shared = shared
         self._off_until = 0.0
         self._warned = False
 
@@ -99,6 +101,8 @@ class CachedStore:
         found = self._load(sha256, check, most_bytes)
         if found is not None:
             return found
+        if not self._shared:
+            return self._download(key, check, most_bytes, known)
         with self._lock(sha256[:2], _DOWNLOAD_S):
             found = self._load(sha256, check, most_bytes)  # whoever held the lock before may have brought it
             if found is not None:
@@ -279,21 +283,19 @@ def _try_lock(file: int) -> bool:
     return True
 
 
-def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers: int) -> Store:
-    """The store as one of several workers should read it.
+def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers: int = 1) -> Store:
+    """The store as the processes of a replica should read it.
 
     Args:
         store: The channel's. `file://` is not cached: the kernel keeps the files of a machine once already; nor is `memory://`.
-        directory: Of the cache; by default one of this user's in the system's temporary directory, if there are workers that
-            would share it.
+        directory: Of the cache; by default one of this user's in the system's temporary directory. There one worker alone
+            finds what was fetched ahead for it, and keeps nothing itself, since nobody would share it.
         limit_bytes: Of the cache; 0 for none.
         workers: How many there are.
     """
     if limit_bytes == 0 or store.url.startswith(("file:", "memory:")):
         return store
     if directory is None:
-        if workers == 1:
-            return store
         directory = str(Path(tempfile.gettempdir(), f"deltasync-{os.getuid()}"))
-        return CachedStore(store, directory, limit_bytes)
+        return CachedStore(store, directory, limit_bytes, shared=workers > 1)
     return CachedStore(store, os.path.realpath(directory), limit_bytes)  # who sets it may have it lead elsewhere

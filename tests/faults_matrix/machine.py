@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+from deltasync.heartbeat import Heartbeat
+from deltasync.reader import ChannelReader
 
 from deltasync import Publisher, Replica, heartbeat, housekeeping, open_store
 from deltasync.config import Retention
 from deltasync.errors import AckTimeoutError, ConfigError, PublishLostError, StageError
-from deltasync.heartbeat import Heartbeat
 from deltasync.publish.encode import JobMaker
-from deltasync.reader import ChannelReader
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
 from tests.faults_matrix import steps

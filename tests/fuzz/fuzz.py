@@ -9,6 +9,7 @@ that coverage is seen in them too.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import random
@@ -70,6 +71,7 @@ def _noted(target: Callable[[bytes], None], path: str) -> Callable[[bytes], None
 def main() -> None:
     name, *options = sys.argv[1:]
     folders = [option.rstrip("/") for option in options if not option.startswith("-")]
+    logging.disable(logging.CRITICAL)
     np.seterr(over="ignore")  # kernels count modulo 2**64
     torch.set_num_threads(1)
     for folder in folders:

@@ -46,6 +46,12 @@ _VALUES: list[Any] = [
     "0" * 16,
     "0" * 64,
     "reference",
+    "zstd",
+    "delta",
+    "anchor",
+    "seal",
+    "fold",
+    "000001-00000001",
     "raw",
     "packed",
     "context",
@@ -125,6 +131,15 @@ def safetensors(data: bytes, mutate: Mutate, rng: random.Random) -> bytes:
     return containers.join(header, b"".join(parts))
 
 
+def record(data: bytes, mutate: Mutate, rng: random.Random) -> bytes:
+    """Change the document, or what lies before it."""
+    header, body, document = containers.split_record(data)
+    if len(header) <= 2 or rng.random() < 0.5:
+        return containers.join_record(header, body, json.loads(json_text(json.dumps(document).encode(), mutate, rng)))
+    before = containers.join({name: entry for name, entry in header.items() if name != ".record"}, body)
+    return containers.join_record(*containers.split(safetensors(before, mutate, rng)), document)
+
+
 def bundled(data: bytes, mutate: Mutate, rng: random.Random) -> bytes:
     """Change, drop, copy or exchange objects."""
     parts = containers.unbundle(data)
@@ -144,7 +159,7 @@ def bundled(data: bytes, mutate: Mutate, rng: random.Random) -> bytes:
 
 def inside(data: bytes, mutate: Mutate, rng: random.Random) -> bytes:
     """Change data by what it is; as bytes now and then, and if it is nothing known."""
-    kinds = [safetensors, json_text, bundled] if rng.random() < 0.85 else []
+    kinds = [record, safetensors, json_text, bundled] if rng.random() < 0.85 else []
     for kind in kinds:
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return kind(data, mutate, rng)

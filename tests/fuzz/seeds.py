@@ -13,16 +13,18 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deltasync import Publisher, codec, fingerprint, housekeeping, layout, manifest
-from deltasync.anchor import metadata
+from deltasync import codec, fingerprint
 from deltasync.bits import bits_of, tensor_of
+from deltasync.channel import anchors, documents, keys
+from deltasync.channel.documents import Opening, Reference, Version
+from deltasync.channel.heartbeat import Heartbeat, write
 from deltasync.codec import blocks
-from deltasync.heartbeat import Heartbeat, write
 from deltasync.kernels import reference
-from deltasync.manifest import Forgotten, Head
-from deltasync.reader import ChannelReader
-from tests.fuzz.containers import bundle
-from tests.fuzz.targets import SPECS, _store, channel_document, old_bits
+from tests.channels import EPOCH, RUN, Made
+from tests.fuzz.containers import bundle, split_record
+from tests.fuzz.targets import SPECS, _holding, old_bits
+
+SECOND = "000002-00000002"
 
 
 def weights(round_: int) -> dict[str, torch.Tensor]:
@@ -38,18 +40,22 @@ def weights(round_: int) -> dict[str, torch.Tensor]:
 
 
 def payloads(name: str) -> Iterator[bytes]:
-    """One change in one block, many, and many in small blocks."""
-    for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1)):
+    """One change in one block, many, many in small blocks, and all, which goes dense."""
+    for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1), (1 << 19, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "BLOCK", block)
             encoder = codec.get(name).encoder()
             for spec in SPECS.values():
                 old_N = old_bits(spec.name)
-                index_K = np.flatnonzero(np.random.default_rng(block).random(old_N.size) < density).astype(np.int32)
-                if not index_K.size:
-                    continue
+                random = np.random.default_rng(block)
+                index_K = np.flatnonzero(random.random(old_N.size) < density).astype(np.int32)
                 new_N = old_N.copy()
                 new_N[index_K] += np.asarray(1, old_N.dtype)
+                if density == 1:
+                    new_N = random.permutation(old_N)
+                    index_K = np.flatnonzero(new_N != old_N).astype(np.int32)
+                if not index_K.size:
+                    continue
                 step_K = new_N[index_K] - old_N[index_K]
                 digest = fingerprint.to_hex(reference.fingerprint(fingerprint.tensor_key(spec.name), new_N))
                 encoder.add(spec, index_K, step_K, new_N, digest)
@@ -59,27 +65,65 @@ def payloads(name: str) -> Iterator[bytes]:
 def weight_files() -> Iterator[bytes]:
     tensors = weights(0)
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), bits_of(t)) for name, t in tensors.items()}
-    yield save(tensors, metadata(digests, list(digests)))
+    for compression in (None, anchors.COMPRESSED):
+        yield from (data for _, data in anchors.weight_files(tensors, digests, 1 << 30, compression))
+
+
+def made(codec_name: str) -> Made:
+    """An anchor and deltas in two epochs, one of them in parts; an announced anchor, a fold, head and heartbeats."""
+    channel = Made(_holding({}), codec_name=codec_name)
+    channel.create(weights(0))
+    written = [channel.anchor(weights(0)).version]
+    for round_ in range(1, 4):
+        written.append(channel.delta(weights(round_), parts=round_ % 3, step=round_).version)
+    channel.announce(written[2])
+    channel.seal(SECOND)
+    channel.open(SECOND, channel.tip)
+    written.append(channel.delta(weights(4)).version)
+    channel.fold(written[0], written[3])
+    channel.head()
+    for number, version in enumerate(written[:2]):
+        write(channel.store, _heartbeat(f"r{number}", version))
+    return channel
+
+
+def _heartbeat(name: str, version: Version) -> Heartbeat:
+    return Heartbeat(
+        replica_id=name,
+        run_id=RUN,
+        version=version.version,
+        epoch=version.epoch,
+        sha256=version.sha256,
+        state="serving",
+        newest_version=4,
+        error="x",
+        time_s=1.0,
+    )
 
 
 def channels() -> Iterator[bytes]:
-    """An anchor and four deltas, a fold, a forgotten version and heartbeats."""
     for name in ("packed", "context", "raw"):
-        store = _store()
-        with Publisher(store, codec=name, dtype="keep", anchor_every=4) as publisher:
-            for round_ in range(6):
-                publisher.publish(weights(round_).items(), step=round_).wait(60)
-        housekeeping.write_fold(ChannelReader(store), 1, 4)
-        run_id = ChannelReader(store).channel().run_id
-        for number in range(2):
-            write(store, Heartbeat(replica_id=f"r{number}", run_id=run_id, version=number, state="serving", time_s=1.0))
+        store = made(name).store
         yield bundle({info.key: store.read(info.key) for info in store.list("")})
 
 
+def referring() -> Made:
+    channel = Made(_holding({}))
+    channel.create(weights(0))
+    channel.refer(weights(0), Reference(repo="a/b", revision="0" * 40, tied={"half": "w"}))
+    return channel
+
+
+def records() -> Iterator[bytes]:
+    for channel in (made("packed"), made("raw"), referring()):
+        for info in channel.store.list(""):
+            if info.key.startswith((keys.VERSIONS, keys.FOLDS)):
+                yield channel.store.read(info.key)
+
+
 def checkpoints() -> Iterator[bytes]:
-    (whole,) = weight_files()
-    yield bundle({"model.safetensors": whole})
     tensors = weights(0)
+    yield bundle({"model.safetensors": save(tensors)})
     first, second = ({name: tensors[name] for name in names} for names in (("w", "half"), ("wide", "scale", "one")))
     index = {"weight_map": dict.fromkeys(first, "model.safetensors") | dict.fromkeys(second, "a.safetensors")}
     yield bundle(
@@ -91,44 +135,39 @@ def checkpoints() -> Iterator[bytes]:
     )
 
 
-def documents() -> Iterator[bytes]:
-    yield b"\0" + channel_document()
-    yield b"\1" + manifest.encode(Head(format=manifest.FORMAT, run_id="run", version=3, manifest_sha256="0" * 64))
+def document() -> Iterator[bytes]:
+    store = made("packed").store
+    yield b"\0" + store.read(keys.CHANNEL)
+    for data in records():
+        yield b"\1" + json.dumps(split_record(data)[2]).encode()
+    head = store.read(keys.HEAD)
     signature = f',"signature":{{"key":"{"1" * 64}","ed25519":"{"2" * 128}"}}}}\n'
-    head = manifest.encode(Head(format=manifest.FORMAT, run_id="run", version=3, manifest_sha256="0" * 64))
-    yield b"\1" + head.removesuffix(b"}\n") + signature.encode()
-    yield b"\4" + manifest.encode(Forgotten(format=manifest.FORMAT, run_id="run", versions=[1, 2], created_at="now"))
-    store = _store()
-    with Publisher(store, dtype="keep", anchor_every=2) as publisher:
-        for round_ in range(4):
-            publisher.publish(weights(round_).items(), step=round_).wait(60)
-    fold = housekeeping.write_fold(ChannelReader(store), 2, 3)
-    yield b"\3" + manifest.encode(fold)
-    for version in range(1, 5):
-        yield b"\2" + store.read(layout.manifest(version))
-    reader = ChannelReader(store)
-    document = json.loads(store.read(layout.manifest(1)))
-    digests = {name: "0" * 16 for name in reader.specs}
-    reference_ = {"repo": "a/b", "revision": "0" * 40, "path": None, "fingerprints": digests, "tied": {"half": "w"}}
-    document |= {"anchor": {"directory": "", "files": [], "reference": reference_}, "requires": ["reference"]}
-    yield b"\2" + json.dumps(document).encode()
+    yield b"\2" + head
+    yield b"\2" + head.removesuffix(b"}\n") + signature.encode()
+    opening = Opening(run_id=RUN, epoch=EPOCH, continues=Version(3, EPOCH, "0" * 64), writer="x", created_at="now")
+    yield b"\3" + documents.encode(opening)
 
 
 def small() -> Iterator[bytes]:
-    beat = {"replica_id": "r", "run_id": "run", "version": 3, "state": "serving", "head_version": 4, "error": "x"}
-    yield b"\0" + json.dumps(beat).encode()
-    status = {"run_id": "run", "version": 3, "state": "serving", "head_version": 4, "error": None, "channel": "file:///x"}
-    yield b"\1" + json.dumps(status).encode()
-    for key in (layout.manifest(3), f"{layout.fold_dir(1, 4)}/fold.json", f"{layout.delta_dir(2, 1)}/x", layout.HEAD):
+    version = Version(3, EPOCH, "0" * 64)
+    store = _holding({})
+    write(store, _heartbeat("r", version))
+    yield b"\0" + store.read(keys.replica("r"))
+    status = {"run_id": RUN, "version": 3, "epoch": EPOCH, "sha256": "0" * 64, "state": "serving", "error": None}
+    yield b"\1" + json.dumps(status | {"channel": "file:///x"}).encode()
+    part = f"{keys.parts_folder(2, EPOCH, 1)}/{keys.part(0, 1)}"
+    for key in (version.key, keys.fold(1, 4, keys.TOOL + "00000000"), part, keys.epoch_document(EPOCH), keys.HEAD):
         yield b"\2" + key.encode()
-    yield b'\3event: ready\n\nevent: changes\ndata: {"cursor": "c", "changes": [{"path": "head.json"}]}\n\n'
+    change = {"path": version.key, "op": "upload", "size": 10, "xetHash": "0" * 64}
+    yield b"\3event: ready\n\nevent: changes\ndata: " + json.dumps({"cursor": "c", "changes": [change]}).encode() + b"\n\n"
     yield b"\4Bearer x"
     yield b"\4Basic eDp5"
     yield b'\5{"version": 7, "timeout_s": 1.5, "parameters_info": []}'
 
 
 SEEDS = {
-    "documents": documents,
+    "documents": document,
+    "records": records,
     "small": small,
     "raw": lambda: payloads("raw"),
     "packed": lambda: payloads("packed"),

@@ -7,12 +7,13 @@ finds.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,17 +22,22 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 
-from deltasync import anchor, checkpoint, codec, heartbeat, housekeeping, layout, manifest, signing
-from deltasync.dashboard.heat import read_changed
-from deltasync.errors import DeltaSyncError, SignatureError
-from deltasync.manifest import Channel, FileRef, Fold, Forgotten, Head, Manifest, Reference
-from deltasync.reader import ChannelReader
-from deltasync.replica import Replica
-from deltasync.signing import Trusted
+from deltasync import codec
+from deltasync.channel import anchors as weight_files
+from deltasync.channel import checkpoint, documents, heartbeat, keys, record, signing
+from deltasync.channel.documents import Anchor, Channel, File, Head, Opening, Record, Reference, Version, sha256_hex
+from deltasync.channel.plan import find_way
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Trusted
+from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
+from deltasync.follow import Replica
 from deltasync.stores import Store
+from deltasync.stores.base import check_key
 from deltasync.stores.events import _events
 from deltasync.stores.object import ObstoreStore
 from deltasync.types import Patch, TensorSpec
+from tests.channels import EPOCH, RUN
 from tests.fuzz import containers
 from tests.fuzz.containers import Parts
 
@@ -46,7 +52,7 @@ SPECS = {
     )
 }
 _TRUSTED = Trusted(["1" * 64])
-_TOTAL = sum(spec.element_count for spec in SPECS.values())
+_TIME = "2025-01-01T00:00:00+00:00"
 
 
 def old_bits(name: str) -> np.ndarray:
@@ -57,27 +63,66 @@ def old_bits(name: str) -> np.ndarray:
     return (values >> np.uint32(16) if spec.item_bytes == 2 else values).astype(spec.bits_dtype)
 
 
-def documents(data: bytes) -> None:
+def document(data: bytes) -> None:
     """The first byte chooses the kind; a channel's table gets the digest that it should have. Nobody has signed any."""
-    kinds = Channel, Head, Manifest, Fold, Forgotten
+    kinds = Channel, Record, Head, Opening
     kind, body = kinds[data[0] % len(kinds)] if data else Head, data[1:]
     if kind is Channel:
         with contextlib.suppress(ValueError, msgspec.MsgspecError, RecursionError, TypeError, LookupError):
             table = msgspec.json.decode(body)
-            digest = manifest.table_sha256(table["tensors"])
+            digest = documents.table_sha256(table["tensors"])
             body = msgspec.json.encode(table | {"tensors_sha256": digest})
+    key = _key_of(body)
     signing.signed_by(body)
     with pytest.raises(SignatureError):
-        _TRUSTED.check("key", body)
+        _TRUSTED.check(key, body)
     with contextlib.suppress(DeltaSyncError):
-        document: Any = manifest.decode(body, kind, "key")
-        assert manifest.decode(manifest.encode(document), kind, "key") == document
-        if isinstance(document, Channel):
-            assert all(0 <= spec.element_count * spec.item_bytes < 1 << 63 for spec in document.specs.values())
-        if isinstance(document, Manifest):
-            document.chain_onward("0" * 64)
-            assert layout.manifest_version(layout.manifest(document.version)) == document.version
-            assert str(document.reference)
+        found: Any = documents.decode(body, kind, key)
+        assert documents.decode(documents.encode(found), kind, key) == found
+        if isinstance(found, Channel):
+            assert all(0 <= spec.element_count * spec.item_bytes < 1 << 63 for spec in found.specs.values())
+            assert record.most_bytes(keys.CHANNEL, found.specs) <= record.most_bytes(keys.FOLDS, found.specs)
+        if isinstance(found, Record):
+            _check_record(found)
+
+
+def _key_of(body: bytes) -> str:
+    """The key that a document is about, so that it is not refused for that."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError, DeltaSyncError):
+        says = json.loads(body)
+        if says.get("kind") == "fold":
+            return keys.fold((says["base"] or {"version": 0})["version"], says["version"], EPOCH)
+        return keys.slot(says["version"], says["epoch"]) if "kind" in says else keys.epoch_document(says["epoch"])
+    return "key"
+
+
+def _check_record(found: Record) -> None:
+    assert found.is_version == (found.kind in ("delta", "anchor"))
+    assert found.created_s is not None and str(found.reference)
+    if found.kind != "fold":
+        assert keys.slot_of(keys.slot(found.version, found.epoch)) == keys.Slot(found.version, found.epoch)
+    for file in found.files:
+        assert check_key(file.key) == file.key
+    if found.base is not None:
+        assert found.base.version < found.version and str(found.base)
+
+
+def records(data: bytes) -> None:
+    """An object as a record at the place that it says it has, with its body's digest put right; then its payload."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        data = containers.join_record(*containers.split_record(data))
+    length = int.from_bytes(data[-8:], "little")
+    key = _key_of(data[-8 - length : -8])
+    with pytest.raises(CorruptDataError):
+        record.decode(data, key, _TRUSTED)
+    with contextlib.suppress(DeltaSyncError):
+        stored = record.decode(data, key, None)
+        assert (stored.size, stored.sha256, stored.data) == (len(data), sha256_hex(data), data)
+        assert record.signed_by(data) is None or b"ed25519" in data
+        _check_record(stored.record)
+        assert stored.payload_bytes >= stored.record.body_bytes
+        reader = ChannelReader(_holding({keys.CHANNEL: channel_document(), key: data}))
+        assert reader.stored(key, stored.sha256).record == stored.record
 
 
 def small(data: bytes) -> None:
@@ -85,20 +130,21 @@ def small(data: bytes) -> None:
     which, body = data[0] % 6 if data else 0, data[1:]
     text = body.decode("utf-8", "replace")
     if which == 0:
-        store = _store()
-        store.replace(layout.replica("r"), body)
-        for beat in heartbeat.read_all(store, "run"):
+        for beat in heartbeat.read_all(_holding({keys.replica("r"): body}), RUN):
             heartbeat.is_live(beat)
+            heartbeat._serves(beat, 1, {1: "0" * 64})
             heartbeat._describe(beat)
     elif which == 1:
-        beat = heartbeat.heartbeat_of("http://localhost", body, "run")
-        heartbeat._serves(beat, 1)
+        beat = heartbeat.heartbeat_of("http://localhost", body, RUN)
+        heartbeat._serves(beat, 1, {1: "0" * 64})
         heartbeat._describe(beat)
     elif which == 2:
-        for parse in (layout.manifest_version, layout.fold_span, layout.data_versions):
+        for parse in (keys.slot_of, keys.fold_of, keys.epoch_of, keys.file_of):
             parse(text)
+        if (slot := keys.slot_of(text)) is not None:
+            assert slot.key == text
         with contextlib.suppress(DeltaSyncError):
-            layout.check_key(text)
+            check_key(text)
             assert re.fullmatch(r"[\x21-\x7e]{1,900}", text)
             assert not text.startswith("/") and not any(part in ("", ".", "..") for part in text.split("/"))
     elif which == 3:
@@ -129,8 +175,6 @@ class _Lines:
 def payload(data: bytes) -> None:
     """A delta's payload of any codec, whole and in parts."""
     with contextlib.suppress(DeltaSyncError):
-        read_changed(_holding(data), FileRef(key="deltas/x", bytes=len(data), sha256="0" * 64))
-    with contextlib.suppress(DeltaSyncError):
         opened = codec.open_payload(data)
         reader = codec.get(opened.codec)
         for wanted in (None, _wanted):
@@ -156,11 +200,24 @@ def _check(patch: Patch) -> None:
 
 
 def anchors(data: bytes) -> None:
-    """A weight file as a channel's first anchor."""
+    """A weight file, compressed or not, by itself and as a channel's first anchor."""
     with contextlib.suppress(DeltaSyncError):
-        anchor.fingerprints(data)
-    files = {layout.CHANNEL: channel_document(), f"{layout.anchor_dir(1)}/model.safetensors": data}
-    _sync(seal(files | {layout.manifest(1): _anchor_manifest(len(data)), layout.HEAD: _head(1)}))
+        for name, bits_N, _ in weight_files.read_weights(data, SPECS):
+            assert (bits_N.size, bits_N.dtype) == (SPECS[name].element_count, SPECS[name].bits_dtype)
+    folder = keys.anchor_folder(1, EPOCH)
+    file = File(key=f"{folder}/model.safetensors", bytes=len(data), sha256=sha256_hex(data))
+    first = Record(
+        run_id=RUN,
+        kind="anchor",
+        version=1,
+        epoch=EPOCH,
+        created_at=_TIME,
+        fingerprint="0" * 16,
+        anchor=Anchor(directory=folder, files=[file]),
+    )
+    stored = record.encode(first, keys.slot(1, EPOCH), None, None)
+    assert stored.data is not None
+    _sync({keys.CHANNEL: channel_document(), file.key: data, stored.key: stored.data})
 
 
 def checkpoints(data: bytes) -> None:
@@ -176,130 +233,108 @@ def checkpoints(data: bytes) -> None:
 
 
 def channels(data: bytes) -> None:
-    """A bundle as a whole channel, with digests put right: followed, checked, copied, exported, watched."""
+    """A bundle as a whole channel, with digests put right: planned in, followed from nothing and from version 1."""
     parts = containers.unbundle(data)
-    if not parts:
-        return
-    store = _sync(seal(parts))
-    which = zlib.crc32(data) % 4
+    if parts:
+        _sync(seal(parts))
+
+
+def _sync(parts: Parts) -> None:
+    """Plan ways, and follow a channel from nothing, and from version 1."""
+    store = _holding(parts)
+    reader = ChannelReader(store)
     with contextlib.suppress(DeltaSyncError):
-        if which == 0:
-            housekeeping.check(ChannelReader(store), read_data=True)
-        elif which == 1:
-            housekeeping.copy(ChannelReader(store), _store())
-        elif which == 2:
-            with tempfile.TemporaryDirectory() as directory:
-                target = Path(directory, "there")
-                try:
-                    housekeeping.export(ChannelReader(store), None, target)
-                finally:
-                    assert set(Path(directory).iterdir()) <= {target}
-        else:
-            from deltasync.dashboard.observe import Observer
-
-            observer = Observer(store)
-            observer.look()
-            observer.read_headers(100)
-            observer.snapshot()
-
-
-def _sync(parts: Parts) -> Store:
-    """Follow a channel from nothing, and from version 1."""
-    store = _store()
-    for key, data in parts.items():
-        with contextlib.suppress(DeltaSyncError):
-            store.replace(key, data)
+        newest = reader.newest()
+        if newest is not None and newest.record.is_version:
+            for have in (None, *reader.versions()):
+                with contextlib.suppress(DeltaSyncError):
+                    way = find_way(reader, have, newest.version)
+                    assert not way or (way[-1].version == newest.version and (way[0].use_anchor or way[0].base == have))
+                    assert all(stored.base == before.version for before, stored in itertools.pairwise(way))
     for versions in ((None,), (1, 2, None)):
         replica = Replica(store)
         for version in versions:
-            before = replica.version, dict(replica.fingerprints)
+            before = replica.identity
             try:
                 replica.sync(version)
+                assert replica.identity is not None
+                promised = {stored.record.fingerprint for stored in leading(reader, parts, replica.identity)}
+                assert f"{sum(replica.fingerprints.values()) % 2**64:016x}" in promised
             except DeltaSyncError:
-                assert replica.version in (before[0], None) or replica.version in replica_versions(parts)
-    return store
+                assert replica.identity in (before, None) or replica.identity.version in named_versions(parts)
 
 
-def replica_versions(parts: Parts) -> set[int]:
-    return {version for key in parts if (version := layout.manifest_version(key)) is not None}
+def leading(reader: ChannelReader, parts: Parts, version: Version) -> Iterator[Stored]:
+    """The version's record, and the folds to it."""
+    for key in parts:
+        if key == version.key or keys.fold_of(key) is not None:
+            with contextlib.suppress(DeltaSyncError):
+                if (stored := reader.stored(key)).version == version:
+                    yield stored
 
 
-def _store() -> Store:
-    return ObstoreStore(f"memory://{uuid.uuid4().hex}", MemoryStore())  # not `memory_store`, which keeps them
+def named_versions(parts: Parts) -> set[int]:
+    """Numbers of the records, and of the ends of folds, whose records need not be there."""
+    found = [keys.slot_of(key) or keys.fold_of(key) for key in parts]
+    return {place.version for place in found if place is not None}
 
 
-def _holding(data: bytes) -> Store:
-    store = _store()
-    store.replace("deltas/x", data)
+def _holding(parts: Parts) -> Store:
+    store = ObstoreStore(f"memory://{uuid.uuid4().hex}", MemoryStore())  # not `memory_store`, which keeps them
+    for key, data in parts.items():
+        with contextlib.suppress(DeltaSyncError):
+            store.put(key, data)
     return store
 
 
 def channel_document() -> bytes:
     table = {name: (spec.dtype, spec.shape) for name, spec in SPECS.items()}
-    return manifest.encode(
-        Channel(
-            format=manifest.FORMAT,
-            run_id="run",
-            created_at="2025-01-01T00:00:00+00:00",
-            dtype="keep",
-            tensors=table,
-            tensors_sha256=manifest.table_sha256(table),
-        )
+    channel = Channel(
+        run_id=RUN,
+        created_at=_TIME,
+        fencing="seal",
+        epoch=EPOCH,
+        dtype="keep",
+        tensors=table,
+        tensors_sha256=documents.table_sha256(table),
     )
-
-
-def _head(version: int) -> bytes:
-    return manifest.encode(Head(format=manifest.FORMAT, run_id="run", version=version, manifest_sha256="0" * 64))
-
-
-def _anchor_manifest(size: int) -> bytes:
-    key = f"{layout.anchor_dir(1)}/model.safetensors"
-    files = [FileRef(key=key, bytes=size, sha256="0" * 64)]
-    return manifest.encode(
-        Manifest(
-            format=manifest.FORMAT,
-            run_id="run",
-            version=1,
-            kind="anchor",
-            step=None,
-            created_at="2025-01-01T00:00:00+00:00",
-            total=_TOTAL,
-            fingerprint="0" * 16,
-            anchor_version=1,
-            anchor=manifest.Anchor(directory=layout.anchor_dir(1), files=files),
-        )
-    )
+    return documents.encode(channel)
 
 
 def seal(parts: Parts) -> Parts:
     """The objects with sizes and digests that agree, wherever a document is whole enough to hold one."""
     sealed = dict(parts)
-    for key in sorted(parts, key=lambda key: (key == layout.HEAD, layout.fold_span(key) is not None, key)):
+    order = sorted(parts, key=lambda key: (key == keys.HEAD, keys.fold_of(key) is not None, key))
+    for key in order:
         with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            document = json.loads(sealed[key])
-            _seal_document(document, sealed)
-            sealed[key] = json.dumps(document).encode()
+            if key.startswith((keys.VERSIONS, keys.FOLDS)):
+                header, body, says = containers.split_record(sealed[key])
+                _seal_record(says, sealed)
+                sealed[key] = containers.join_record(header, body, says)
+            else:
+                says = json.loads(sealed[key])
+                if "tensors" in says:
+                    says["tensors_sha256"] = documents.table_sha256(says["tensors"])
+                elif key == keys.HEAD:
+                    says["sha256"] = sha256_hex(sealed[keys.slot(says["version"], says["epoch"])])
+                sealed[key] = json.dumps(says).encode()
     return sealed
 
 
-def _seal_document(document: dict[str, Any], sealed: Parts) -> None:
-    if "tensors" in document:
-        document["tensors_sha256"] = manifest.table_sha256(document["tensors"])
-    for part in (document, document.get("delta"), document.get("anchor")):
-        if not isinstance(part, dict):
-            continue
-        for file in part.get("files", ()):
-            data = sealed[file["key"]]
-            file |= {"bytes": len(data), "sha256": manifest.sha256_hex(data)}
-        for version, digest in (("version", "manifest_sha256"), ("base_version", "base_manifest_sha256")):
-            if digest in part:
-                part[digest] = manifest.sha256_hex(sealed[layout.manifest(part[version])])
-    for link in document.get("chain", ()):
-        link[1] = manifest.sha256_hex(sealed[layout.manifest(link[0])])
+def _seal_record(says: dict[str, Any], sealed: Parts) -> None:
+    for part in (says.get("delta"), says.get("anchor")):
+        for file in [file for name in ("parts", "files", "companions") for file in (part or {}).get(name, ())]:
+            with contextlib.suppress(LookupError, TypeError):
+                file |= {"bytes": len(sealed[file["key"]]), "sha256": sha256_hex(sealed[file["key"]])}
+    for named in (says.get("base"), says if says.get("kind") == "fold" else None):
+        if named is not None:
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                named["sha256"] = sha256_hex(sealed[keys.slot(named["version"], named["epoch"])])
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "documents": documents,
+    "documents": document,
+    "records": records,
     "small": small,
     "raw": payload,
     "packed": payload,

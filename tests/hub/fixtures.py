@@ -21,10 +21,14 @@ import huggingface_hub
 import pytest
 
 from deltasync.demo.processes import Child
+from deltasync.publish.log import Lease
 from deltasync.stores.hub import HubStore, hub_store
 from tests.hub.hub import WRITE
 
 ROOT = Path(__file__).parents[2]
+
+LEASE = Lease(2.2, 1.0, 1.0)
+"""How publishers of the test's own process succeed each other."""
 
 _numbers = itertools.count()
 
@@ -118,8 +122,9 @@ def hub_server() -> Iterator[HubServer]:
 
 @pytest.fixture
 def hub(hub_server: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """The server, without faults, as the Hub that this process uses."""
+    """The server, without faults, as the Hub that this process uses, whose publishers settle within seconds."""
     hub_server.reset()
+    monkeypatch.setattr("deltasync.publish.opening.Lease", lambda settle_s: LEASE)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub_server.endpoint)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for name in ("HF_TOKEN", "HF_XET_CACHE", "HF_XET_TELEMETRY_ENABLED"):

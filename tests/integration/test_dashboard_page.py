@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from deltasync.heartbeat import Heartbeat
+from deltasync.reader import ChannelReader
 
 from deltasync import Publisher, heartbeat, open_store
 from deltasync.config import Retention
 from deltasync.demo.processes import Child
-from deltasync.heartbeat import Heartbeat
-from deltasync.reader import ChannelReader
 
 pytestmark = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)"

@@ -15,20 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltasync import Replica, errors, fingerprint, signing
+from deltasync import Replica, fingerprint
 from deltasync.bits import bits_of, dtype_name
+from deltasync.channel.plan import find_way
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
+from deltasync.follow import Follower
 from deltasync.kernels import cpu
+from deltasync.live import LiveMemory
+from deltasync.stores import open_store
 from tests import independent_reader
+from tests.golden import make
 from tests.independent_reader import Channel, Damaged
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden"
 VERSIONS = range(1, 7)
-DAMAGED = ("sha256", "stream", "fingerprint")
+SMALL = ["signed/channel", "lease/channel", "ranks/raw", "ranks/packed", "detour/channel", "compressed/channel"]
 
 
-def _expected(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "expected.json").read_text(encoding="utf-8"))
+def _expected(name: str) -> dict[str, Any]:
+    """The rows of each version of a channel."""
+    path = GOLDEN / name
+    while not (path / "expected.json").exists():
+        path = path.parent
+    return json.loads((path / "expected.json").read_text(encoding="utf-8"))
 
 
 def _row(dtype: str, shape: tuple[int, ...], bits: np.ndarray) -> list[Any]:
@@ -41,50 +52,70 @@ def _by_replica(replica: Replica) -> dict[str, list[Any]]:
     return {name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
 
 
-def _independently(channel: Channel, version: int) -> dict[str, list[Any]]:
-    return {name: _row(*found) for name, found in channel.read(version).items()}
+def _independently(channel: Channel, version: int | None, by: str = "") -> dict[str, list[Any]]:
+    return {name: _row(*found) for name, found in channel.read(version, by).items()}
 
 
-@pytest.fixture(scope="module", params=["raw", "packed", "context", "without_chain"])
-def folder(request: pytest.FixtureRequest) -> Path:
-    return GOLDEN / request.param
+def test_make_writes_the_committed_bytes(tmp_path: Path) -> None:
+    make.main(tmp_path)
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    committed = {path.relative_to(GOLDEN): path for path in GOLDEN.rglob("*") if path.suffix in (".json", ".safetensors")}
+    assert written.keys() == committed.keys()
+    assert not [path for path, data in written.items() if data != committed[path].read_bytes()]
 
 
-def test_independent_reader_gives_published_bits_at_every_version(folder: Path) -> None:
-    expected = _expected(GOLDEN)["versions"]
-    channel = Channel(folder)
+@pytest.fixture(scope="module", params=make.CODECS)
+def codec(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_independent_reader_gives_published_bits_at_every_version(codec: str) -> None:
+    expected = _expected(codec)["versions"]
+    channel = Channel(GOLDEN / codec)
     assert [int(version) for version in expected] == list(VERSIONS)
-    assert channel.head == VERSIONS[-1]
+    assert channel.newest()[:2] == (VERSIONS[-1], make.SECOND)
     for version in VERSIONS:
         assert _independently(channel, version) == expected[str(version)], version
 
 
-def test_replica_that_follows_gives_published_bits_at_every_version(folder: Path) -> None:
-    expected = _expected(GOLDEN)["versions"]
-    replica = Replica(f"file://{folder}")
+def test_replica_that_follows_gives_published_bits_at_every_version(codec: str) -> None:
+    expected = _expected(codec)["versions"]
+    replica = Replica(f"file://{GOLDEN / codec}")
     for version in VERSIONS:
         assert replica.sync(version) == version
         assert _by_replica(replica) == expected[str(version)], version
 
 
-def test_replica_that_starts_late_gives_published_bits_at_every_version(folder: Path) -> None:
-    expected = _expected(GOLDEN)["versions"]
+def test_replica_that_starts_late_gives_published_bits_at_every_version(codec: str) -> None:
+    expected = _expected(codec)["versions"]
     for version in VERSIONS:
-        replica = Replica(f"file://{folder}")
+        replica = Replica(f"file://{GOLDEN / codec}")
         replica.sync(version)
         assert _by_replica(replica) == expected[str(version)], version
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_both_readers_give_the_published_bits_of_the_other_channels(name: str) -> None:
+    expected = _expected(name)["versions"]
+    channel, store = Channel(GOLDEN / name), open_store(f"file://{GOLDEN / name}")
+    for version in map(int, expected):
+        replica = Replica(store)
+        assert replica.sync(version) == version
+        assert _independently(channel, version) == _by_replica(replica) == expected[str(version)], version
+    newest = Replica(store)
+    assert newest.sync() == int(list(expected)[-1])
+    assert channel.newest() == dataclasses.astuple(newest.identity)
+    assert _independently(channel, None) == _by_replica(newest) == list(expected.values())[-1]
 
 
 def test_a_channel_that_starts_from_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = GOLDEN / "reference"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
-    expected = _expected(folder)["versions"]
+    expected = _expected("reference")["versions"]
     (snapshot,) = (folder / "hub").glob("*/snapshots/*")
     assert len(list(snapshot.glob("*.safetensors"))) == 2
     channel = Channel(folder / "channel", snapshot)
-    assert [sorted(path.name for path in (folder / "channel").iterdir())] == [
-        ["channel.json", "deltas", "head.json", "manifests"]
-    ]
+    assert not (folder / "channel/anchors").exists()
     replica = Replica(f"file://{folder}/channel")
     for version in (1, 2):
         assert _independently(channel, version) == expected[str(version)]
@@ -93,113 +124,168 @@ def test_a_channel_that_starts_from_a_model_on_the_hub(monkeypatch: pytest.Monke
 
 
 def test_a_signed_channel_is_verified_by_both_readers(tmp_path: Path) -> None:
-    folder = GOLDEN / "signed"
-    expected = _expected(folder)
+    folder, expected = GOLDEN / "signed/channel", _expected("signed")
     keys = expected["keys"]
     (tmp_path / "keys").write_text("\n".join(keys))
-    channel = Channel(folder / "channel", keys=frozenset(keys))
-    replica = Replica(f"file://{folder}/channel", trusted_keys=tmp_path / "keys")
+    channel = Channel(folder, keys=frozenset(keys))
+    replica = Replica(f"file://{folder}", trusted_keys=tmp_path / "keys")
     for version in (1, 2, 3, 4, 5):
         assert _independently(channel, version) == expected["versions"][str(version)]
         assert replica.sync(version) == version
         assert _by_replica(replica) == expected["versions"][str(version)]
-    assert {name: _row(*row) for name, row in channel.read_by_fold(1, 5).items()} == expected["versions"]["5"]
-    assert [signing.signed_by((folder / f"channel/manifests/{v:010}.json").read_bytes()) for v in (2, 3)] == keys
-    without = Channel(folder / "channel")
-    assert _independently(without, 5) == expected["versions"]["5"]
+    assert _independently(channel, 5, "fold") == expected["versions"]["5"]
+    first, second = (channel.record(channel_key)[0]["object"] for channel_key in _records(folder, 2, 3))
+    assert [keys[0] in str(first), keys[1] in str(second)] == [True, True]
 
-    for trusted in keys:
-        (tmp_path / "keys").write_text(trusted)
-        with pytest.raises(errors.SignatureError):
-            Replica(f"file://{folder}/channel", trusted_keys=tmp_path / "keys").sync()
-        with pytest.raises(Damaged, match=r"signed by another key"):
-            Channel(folder / "channel", keys=frozenset([trusted])).read(5)
+    (tmp_path / "keys").write_text(keys[1])
+    with pytest.raises(SignatureError, match=r"channel\.json is signed with the key"):
+        Replica(f"file://{folder}", trusted_keys=tmp_path / "keys").sync()
+    with pytest.raises(Damaged, match=r"signed by another key"):
+        Channel(folder, keys=frozenset(keys[1:]))
+    (tmp_path / "keys").write_text(keys[0])
+    old = Replica(f"file://{folder}", trusted_keys=tmp_path / "keys")
+    assert old.sync(2) == 2
+    with pytest.raises(DeltaSyncError):
+        old.sync(3)
+    with pytest.raises(Damaged, match=r"signed by another key"):
+        Channel(folder, keys=frozenset(keys[:1])).read(3)
+
+
+def _records(folder: Path, *versions: int) -> list[str]:
+    """Keys of the versions' records, not of seals."""
+    paths = [sorted(folder.glob(f"versions/*/{version:010}.*"))[-1] for version in versions]
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 def test_an_altered_signed_document_is_refused_by_both_readers(tmp_path: Path) -> None:
-    keys = _expected(GOLDEN / "signed")["keys"]
+    keys = _expected("signed")["keys"]
     (tmp_path / "keys").write_text("\n".join(keys))
-    manifest = "manifests/0000000004.json"
-    for key in ("channel.json", "head.json", manifest):
-        folder = tmp_path / key.replace("/", "-")
-        shutil.copytree(GOLDEN / "signed/channel", folder)
-        original = (folder / key).read_bytes()
-        for altered in (
-            original.replace(b'"dtype":"keep"', b'"dtype":"keeq"').replace(b'"requires":[]', b'"requires":[] '),
-            re.sub(b'("ed25519":")[0-9a-f]{2}', rb"\g<1>00", original),
-            re.sub(b',"signature":.*', b"}", original),
-            (folder / ("manifests/0000000005.json" if key == manifest else manifest)).read_bytes(),
+    source = GOLDEN / "signed/channel"
+    record, other = _records(source, 4, 5)
+    (fold,) = (str(path.relative_to(source)) for path in source.glob("folds/0000000001-*"))
+    for key in ("channel.json", record, fold):
+        original = (source / key).read_bytes()
+        for number, altered in enumerate(
+            (
+                original.replace(b'"run_id":"run"', b'"run_id":"ran"'),
+                re.sub(b'("ed25519":")[0-9a-f]{2}', rb"\g<1>00", original),
+                re.sub(b',"signature":[^\n]*', b"}", original),
+                (source / other).read_bytes(),
+                original[:100] + bytes([original[100] ^ 1]) + original[101:],
+            )
         ):
             assert altered != original
-            (folder / key).chmod(0o644)
+            folder = tmp_path / f"{key.replace('/', '-')}-{number}"
+            shutil.copytree(source, folder)
             (folder / key).write_bytes(altered)
-            with pytest.raises(errors.SignatureError):
-                Replica(f"file://{folder}", trusted_keys=tmp_path / "keys").sync(4)
             with pytest.raises(Damaged):
-                Channel(folder, keys=frozenset(keys)).document(key)
+                _ = Channel(folder, keys=frozenset(keys)).record(key)
+            reader = ChannelReader(open_store(f"file://{folder}"), tmp_path / "keys")
+            with pytest.raises(CorruptDataError):
+                reader.stored(key)
 
 
-@pytest.mark.parametrize("codec", ["raw", "packed", "context"])
 def test_a_fold_gives_the_published_bits_to_both_readers(codec: str) -> None:
-    expected = _expected(GOLDEN)["versions"][str(VERSIONS[-1])]
-    found = Channel(GOLDEN / codec).read_by_fold(1, VERSIONS[-1])
-    assert {name: _row(*row) for name, row in found.items()} == expected
+    expected = _expected(codec)["versions"][str(VERSIONS[-1])]
+    assert _independently(Channel(GOLDEN / codec), VERSIONS[-1], "fold") == expected
 
-    replica = Replica(f"file://{GOLDEN / codec}")
-    replica.sync(1)
-    follower, reader = replica._follower, replica._reader
-    assert follower is not None
-    (fold,) = reader._list_folds(reader.head())
-    follower.confirm(
-        follower.commit(follower.stage(dataclasses.replace(fold, manifest_sha256=reader.head().manifest_sha256)))
-    )
-    assert replica.version == VERSIONS[-1]
-    assert _by_replica(replica) == expected
-
-
-def test_manifests_name_their_chain_except_in_the_old_channel() -> None:
-    assert [Channel(GOLDEN / name).links() for name in ("raw", "packed", "context", "without_chain")] == [11, 11, 11, 0]
+    reader = ChannelReader(open_store(f"file://{GOLDEN / codec}"))
+    memory, tensors = LiveMemory.on_host(reader.specs)
+    memory.audit()
+    follower = Follower(reader, memory)
+    newest = reader.newest()
+    (key,) = (info.key for span, info in reader.folds() if span.base == 1)
+    assert newest is not None
+    fold, first = reader.stored(key), reader.record(reader.numbered(1).version)
+    for way in ([first], [fold]):
+        follower.confirm(follower.commit(follower.stage(way)))
+    assert follower.version == newest.version
+    found = {name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
+    assert found == expected
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_version_is_refused_by_both_readers(case: str) -> None:
-    folder = GOLDEN / "damaged" / case
-    expected = _expected(folder)
-    refused = expected["refused"]
-
+@pytest.mark.parametrize(
+    ("case", "independently", "by_replica"),
+    [
+        ("record", "body of", "has another body than its document says"),
+        ("part", "length or sha256", "does not have the sha256"),
+        ("stream", "end of a stream|slot|stream too short|state", "malformed block"),
+        ("plane", "zstd|Unknown frame|header", "is no zstandard frame"),
+        ("fingerprint", "fingerprint of w", "did not give the published bits"),
+        ("requires", "requires", "requires telepathy"),
+        ("changed", "changed", "changes more elements than its record says"),
+        ("bound", "bound", "more than the channel's tensors take"),
+    ],
+)
+def test_a_damaged_version_is_refused_by_both_readers(
+    case: str, independently: str, by_replica: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, expected = GOLDEN / "damaged" / case, _expected("damaged")["versions"]["1"]
     replica = Replica(f"file://{folder}")
-    replica.sync(refused - 1)
-    with pytest.raises(getattr(errors, expected["error"])):
-        replica.sync()
-    assert replica.version == refused - 1
-    assert _by_replica(replica) == expected["versions"][str(refused - 1)]
+    assert replica.sync(1) == 1
+    said = ""
+    try:
+        assert replica.sync() == 1
+    except DeltaSyncError as error:
+        said = str(error)
+    assert replica.version == 1
+    assert _by_replica(replica) == expected
+    assert re.search(by_replica, said + caplog.text)
 
     channel = Channel(folder)
-    assert _independently(channel, refused - 1) == expected["versions"][str(refused - 1)]
-    with pytest.raises(Damaged, match="end of a stream|slot|stream too short" if case == "stream" else case):
-        channel.read(refused)
+    assert _independently(channel, 1) == expected
+    with pytest.raises(Damaged, match=independently):
+        channel.read(2)
 
 
-def test_golden_channels_cover_the_format() -> None:
+def test_there_is_a_damaged_channel_for_each_case() -> None:
+    assert {path.name for path in (GOLDEN / "damaged").iterdir() if path.is_dir()} == make.DAMAGED.keys()
+
+
+def test_golden_channels_cover_the_format(codec: str) -> None:
     """What `make.py` means to write is there, so that a later run of it cannot lose it unnoticed."""
-    for codec in ("raw", "packed", "context"):
-        channel = Channel(GOLDEN / codec)
-        manifests = {manifest["version"]: manifest for manifest in channel.chain()}
-        assert {dtype for dtype, _ in channel.table.values()} == independent_reader.DTYPES.keys()
-        assert {(), (0, 4)} <= {shape for _, shape in channel.table.values()}
-        assert [version for version in VERSIONS if manifests[version]["anchor"]] == [1, 5]
-        assert manifests[1]["delta"] is None and manifests[5]["delta"] is not None
-        assert len(manifests[1]["anchor"]["files"]) > 1
-        assert manifests[3]["delta"]["files"] == [] and manifests[3]["delta"]["changed"] == 0
-        patches = {}
-        for version in (2, 4, 5, 6):
-            metadata, _ = channel.file(manifests[version]["delta"]["files"][0])
-            patches[version] = json.loads(metadata["patches"])
-        assert list(patches[4]) != [name for name in channel.table if name in patches[4]]  # another order than the table's
-        if codec != "raw":
-            dense = {name for name, row in patches[5].items() if row.get("dense")}
-            assert dense == {"model.layers.0.q_proj.weight", "e5m2"}
-            assert len({row.get("group") for row in patches[4].values()}) > 2
+    folder = GOLDEN / codec
+    channel = Channel(folder)
+    records = dict(zip(VERSIONS, (channel.record(key)[0] for key in _records(folder, *VERSIONS)), strict=True))
+    assert {dtype for dtype, _ in channel.table.values()} == independent_reader.DTYPES.keys()
+    assert {(), (0, 4)} <= {shape for _, shape in channel.table.values()}
+    assert [record["kind"] for record in records.values()] == ["anchor", *["delta"] * 5]
+    assert len(records[1]["anchor"]["files"]) > 1
+    assert records[3]["delta"]["changed"] == 0
+    assert [len(records[version]["delta"]["parts"]) for version in VERSIONS[1:]] == [0, 0, 2, 0, 0]
+    seal, _ = channel.record(independent_reader.slot(6, make.EPOCH))
+    assert (seal["kind"], seal["next_epoch"]) == ("seal", make.SECOND)
+    (announced,) = folder.glob("folds/0000000000-*")
+    assert channel.record(str(announced.relative_to(folder)))[0]["anchor"]["files"]
+
+    assert list(patches(records[4])) != [name for name in channel.table if name in patches(records[4])]  # another order
+    if codec != "raw":
+        marks = {name: row["dense"] for name, row in patches(records[5]).items() if "dense" in row}
+        assert marks.keys() == {"model.embed.weight", "model.layers.0.q_proj.weight", "e5m2"}
+        assert marks["e5m2"] is True and len(marks["model.embed.weight"]) == 2
+        metadata, _ = independent_reader.safetensors(channel.file(records[4]["delta"]["parts"][0]))
+        assert len({row.get("group") for row in json.loads(metadata["patches"]).values()}) > 2
+
+
+def patches(record: independent_reader.Record) -> dict[str, Any]:
+    return json.loads(independent_reader.safetensors(record["object"])[0]["patches"])
+
+
+def test_other_channels_cover_the_format() -> None:
+    (announced,) = (GOLDEN / "compressed/channel").glob("folds/*")
+    compressed = Channel(GOLDEN / "compressed/channel")
+    record, _ = compressed.record(str(announced.relative_to(compressed.folder)))
+    metadata, _ = independent_reader.safetensors(compressed.file(record["anchor"]["files"][0]))
+    assert record["requires"] == ["zstd"] and json.loads(metadata["deltasync.planes"])
+    ranks = Channel(GOLDEN / "ranks/packed")
+    record, _ = ranks.record(*_records(ranks.folder, 2))
+    assert [patches(record)["w"]["blocks"], len(record["delta"]["parts"])] == [[0, 1], 2]
+    lease = Channel(GOLDEN / "lease/channel")
+    assert [epoch for epoch, number in lease.slots() if number == 3] == [make.EPOCH, make.SECOND]
+    reader = ChannelReader(open_store(f"file://{GOLDEN}/detour/channel"))
+    newest = reader.newest()
+    assert newest is not None
+    assert [stored.record.kind for stored in find_way(reader, None, newest.version)] == ["fold", "fold", "delta"]
 
 
 def test_fingerprint_example_of_the_page_holds() -> None:
@@ -212,8 +298,18 @@ def test_fingerprint_example_of_the_page_holds() -> None:
     assert fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key(name), bits)) == digits
 
 
-def test_independent_reader_imports_nothing_but_numpy_and_the_standard_library() -> None:
+def test_planes_example_of_the_page_holds() -> None:
+    page = (TESTS.parent / "docs/format.md").read_text(encoding="utf-8")
+    example = re.search(r"1,000 elements 1\.0 .*`([0-9a-f]+)` and\s+`([0-9a-f]+)`", page)
+    assert example is not None
+    frames = [bytes.fromhex(frame) for frame in example.groups()]
+    entry = "U8", (22,), b"".join(frames)
+    bits = independent_reader.planes(entry, [len(frame) for frame in frames], "bfloat16", (1000,))
+    assert bits.tolist() == [0x3F80] * 1000
+
+
+def test_independent_reader_imports_nothing_but_numpy_zstandard_and_the_standard_library() -> None:
     tree = ast.parse((TESTS / "independent_reader.py").read_text(encoding="utf-8"))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names | {"numpy"}
+    assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names | {"numpy", "zstandard"}

@@ -1,4 +1,4 @@
-"""forget, prune, check, fold, export and cp on real channels; each also by its command."""
+"""forget, prune, check, fold, export and cp on channels of records; each also by its command."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deltasync import Publisher, Replica, codec, fingerprint, housekeeping, layout, manifest, open_store
+from deltasync import codec, fingerprint, housekeeping
 from deltasync.bits import bits_of
+from deltasync.channel import documents, keys, record
+from deltasync.channel.documents import Delta, Version
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.channel.signing import Signer, new_key
 from deltasync.cli import main
 from deltasync.cli.progress import progress_bars, ranges
 from deltasync.errors import (
@@ -27,18 +31,17 @@ from deltasync.errors import (
     CorruptDataError,
     DeltaSyncError,
     FingerprintMismatchError,
-    FormatError,
     MissingVersionError,
     NotPublishedError,
     ObjectExistsError,
     RunMismatchError,
     StoreError,
 )
+from deltasync.follow import Replica
+from deltasync.housekeeping import Keep, folds
 from deltasync.kernels import cpu
-from deltasync.manifest import Fold, Head, Manifest
-from deltasync.reader import ChannelReader
-from deltasync.retention import Keep
-from deltasync.stores import ObjectInfo, Store
+from deltasync.stores import ObjectInfo, Store, open_store
+from tests.channels import EPOCH, Made, filled, states_of
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore, flipped, truncated
 
@@ -48,6 +51,7 @@ with warnings.catch_warnings():
 
 Weights = dict[str, torch.Tensor]
 DAY_S = 86400.0
+STATES = states_of(1200)
 
 
 class AgedStore(FaultyStore):
@@ -63,40 +67,35 @@ class AgedStore(FaultyStore):
         for info in self.inner.list(""):
             self._age_s[info.key] = self._age_s.get(info.key, 0.0) + age_s
 
-    def replace(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
         self._age_s.pop(key, None)
-        super().replace(key, data)
+        super().put(key, data, guard=guard)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for info in super().list(prefix):
             yield dataclasses.replace(info, modified_s=info.modified_s + self.ahead_s - self._age_s.get(info.key, 0.0))
 
 
-def _states(element_count: int) -> list[Weights]:
-    random = torch.Generator().manual_seed(0)
-    states = [{"w": torch.randn(element_count, generator=random).to(torch.bfloat16), "ids": torch.arange(9)}]
-    for _ in range(11):
-        w, ids = (tensor.clone() for tensor in states[-1].values())
-        w.view(torch.int16)[torch.randint(0, element_count, (20,), generator=random)] += 1
-        ids[0] += 1
-        states.append({"w": w, "ids": ids})
-    return states
+class LaggingStore(FaultyStore):
+    """A faulty store whose listings do not show the last `behind` objects that were put."""
+
+    def __init__(self, inner: Store, behind: int) -> None:
+        super().__init__(inner)
+        self.behind = behind
+        self._put: list[str] = []
+
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        super().put(key, data, guard=guard)
+        self._put = [each for each in self._put if each != key] + [key]
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        hidden = self._put[len(self._put) - self.behind :]
+        yield from (info for info in super().list(prefix) if info.key not in hidden)
 
 
-STATES = _states(1200)
-LARGE = _states(360_000)  # ten deltas are the cheaper way than an anchor
-
-
-def _publish(publisher: Publisher, version: int, states: list[Weights] = STATES) -> None:
-    assert publisher.publish(states[version - 1].items(), step=10 * version).wait(60).version == version
-
-
-def _fill(store: Store, newest: int = 10, states: list[Weights] = STATES) -> None:
-    """Versions 1 to `newest`, with anchors at 1, 5 and 9."""
-    files = {"config.json": b"{}", "tokenizer.json": b"[]"}
-    with Publisher(store, anchor_every=4, model_files=files) as publisher:
-        for version in range(1, newest + 1):
-            _publish(publisher, version, states)
+def _fill(store: Store, newest: int = 10) -> tuple[Made, list[Version]]:
+    """Versions 1 to `newest`: anchors of 5 and 9 are announced, payloads of even versions are parts, a seal follows 6."""
+    return filled(store, STATES[:newest], anchors=(5, 9), parts=range(2, 99, 2), seals=(6,))
 
 
 def _reader(store: Store) -> ChannelReader:
@@ -104,7 +103,12 @@ def _reader(store: Store) -> ChannelReader:
 
 
 def _data(store: Store) -> list[str]:
-    return [info.key for prefix in layout.DATA for info in store.list(prefix)]
+    return [info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix)]
+
+
+def _versions(store: Store) -> list[int]:
+    held = housekeeping.survey(_reader(store))
+    return [slot.version for slot, found in held.records.items() if found is not None and found.is_version]
 
 
 def _assert_readable(store: Store, *versions: int) -> None:
@@ -114,12 +118,31 @@ def _assert_readable(store: Store, *versions: int) -> None:
         assert_same_bits(replica.state_dict(), STATES[version - 1])
 
 
-def _forget(store: Store, **keep: int) -> None:
-    housekeeping.forget(_reader(store), Keep(**keep))
+def _forget(store: Store, grace_s: float = 0.0, **keep: int) -> housekeeping.Forgetting:
+    return housekeeping.forget(_reader(store), Keep(**keep), grace_s=grace_s)
 
 
 def _prune(store: Store, grace_s: float = 0.0) -> housekeeping.Pruned:
     return housekeeping.prune(_reader(store), grace_s=grace_s)
+
+
+def _check(store: Store) -> housekeeping.Report:
+    return housekeeping.check(_reader(store), read_data=True)
+
+
+def _key_of(store: Store, version: int) -> str:
+    """Of the record of a version."""
+    return _reader(store).numbered(version).key
+
+
+def _part_of(store: Store, version: int) -> str:
+    delta = _reader(store).numbered(version).record.delta
+    assert delta is not None
+    return delta.parts[0].key
+
+
+def _anchor_of(version: int) -> str:
+    return f"{keys.anchor_folder(version, EPOCH)}/model.safetensors"
 
 
 def _deltasync(*arguments: object) -> Result:
@@ -140,276 +163,256 @@ def store(memory_url: str) -> AgedStore:
 def test_what_is_kept_stays_readable_and_nothing_else_stays(channel_url: str) -> None:
     store = open_store(channel_url)
     _fill(store)
-    found = housekeeping.forget(_reader(store), Keep(last=1, anchors=2))
-    assert found.kept == [5, 9, 10]
-    assert _reader(store).versions() == [5, 9, 10]
+    found = _forget(store, last=1, anchors=2)
+    assert [slot.version for slot in found.kept] == [5, 9, 10]
+    assert _versions(store) == [5, 9, 10]
     _assert_readable(store, 5, 9, 10)
-    assert len(_data(store)) == 9 + 3 * 3  # bytes stay until they are pruned
+    assert len(_data(store)) == 5 * 2 + 3 * 2  # files stay until they are pruned
     pruned = _prune(store)
-    assert len(pruned.objects) == 3 + 6 and not pruned.waiting
-    assert len(_data(store)) == 3 + 2 * 3
+    assert len(pruned.objects) == 4 * 2 + 2 and not pruned.waiting
+    assert len(_data(store)) == 2 + 2 * 2
     _assert_readable(store, 5, 9, 10)
     with pytest.raises(MissingVersionError):
         _assert_readable(store, 6)
     assert not _prune(store).objects
+    assert [info.key for info in store.list("versions/") if "0000000007.000001" in info.key]  # the seal
 
 
 def test_a_dry_run_changes_nothing(store: AgedStore) -> None:
+    left = f"{keys.parts_folder(2, EPOCH, 1)}/000-00001.safetensors"
+    store.inner.put(left, b"left")
+    store.age(DAY_S)
     before = list(store.inner.list(""))
-    assert housekeeping.forget(_reader(store), Keep(last=1), dry_run=True).versions == list(range(8, 0, -1))
-    store.inner.create("deltas/0000000003.1/part", b"left")
-    found = housekeeping.prune(_reader(store), grace_s=0, dry_run=True)
-    assert [info.key for info in found.objects] == ["deltas/0000000003.1/part"]
-    store.inner.delete("deltas/0000000003.1/part")
+    found = housekeeping.forget(_reader(store), Keep(last=1), dry_run=True)
+    assert [slot.version for slot in found.versions] == list(range(1, 9))
+    pruned = housekeeping.prune(_reader(store), dry_run=True)
+    assert [info.key for info in pruned.objects] == [left]
     assert list(store.inner.list("")) == before
-    assert not {operation for operation, _ in store.calls} & {"create", "replace", "delete"}
+    assert not {operation for operation, _ in store.calls} & {"create", "put", "delete"}
 
 
-def test_forgetting_nothing_writes_nothing(store: AgedStore) -> None:
-    assert not housekeeping.forget(_reader(store), Keep(last=10)).versions
-    assert not {operation for operation, _ in store.calls} & {"create", "replace", "delete"}
+def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    filled(store.inner, states_of(300_000, 6), anchors=(4,), parts=(2,))
+    weights = {info.key: info.bytes for info in store.list("versions/")}
+    assert (
+        max(weights.values()) < 1 << 14 < min(info.bytes for info in store.list("anchors/0000000001") if "model" in info.key)
+    )
+    store.calls.clear()
+    _forget(store, last=1)
+    assert len([key for operation, key in store.calls if operation == "read"]) == 1 + 6 + 1  # channel, records, the fold
+    store.calls.clear()
+    assert len(_prune(store, grace_s=3600).young) == 6
+    assert [key for operation, key in store.calls if operation == "read"] == ["channel.json"]
+    store.calls.clear()
+    _prune(store)
+    assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(
-    ("operation", "key"),
-    [
-        ("create", "forgotten/"),
-        ("delete", "folds/"),
-        *[("delete", layout.manifest(version)) for version in (8, 5, 3, 1)],
-    ],
-)
-def test_forget_can_be_cut_short_anywhere(store: AgedStore, operation: str, key: str, after: bool) -> None:
+@pytest.mark.parametrize("place", ["folds/", *(f"versions/0000000/000000000{version}." for version in (8, 5, 3, 1))])
+def test_forget_can_be_cut_short_anywhere(store: AgedStore, place: str, after: bool) -> None:
     housekeeping.write_fold(_reader(store), 2, 6)
-    store.fail_at(operation, key, after=after, error=StoreError)
+    store.fail_at("delete", place, after=after, error=StoreError)
     with pytest.raises(StoreError):
         _forget(store, last=1, anchors=1)
-    if operation == "create":
-        assert _reader(store).versions() == list(range(1, 11))
     assert _prune(store, grace_s=3600).objects == []
-    _assert_readable(store, *_reader(store).versions())
-    assert housekeeping.check(_reader(store), read_data=True).problems == []
+    _assert_readable(store, *_versions(store))
+    assert _check(store).problems == []
     _forget(store, last=1, anchors=1)
-    assert _reader(store).versions() == [9, 10]
+    assert _versions(store) == [9, 10]
     _prune(store)
-    assert len(_data(store)) == 2 + 3
-    assert [info.key for info in store.list(layout.FORGOTTEN)] == ["forgotten/clock"]
+    assert len(_data(store)) == 2 + 2
     _assert_readable(store, 9, 10)
 
 
-@pytest.mark.parametrize("key", ["anchors/0000000001/model", "deltas/0000000004", "deltas/0000000007", "forgotten/"])
-def test_prune_can_be_cut_short_anywhere(store: AgedStore, key: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["parts/0000000004", "parts/0000000008", "anchors/0000000001", "anchors/0000000005", "probe/"]
+)
+def test_prune_can_be_cut_short_anywhere(store: AgedStore, place: str) -> None:
     _forget(store, last=1, anchors=1)
-    store.fail_at("delete", key, error=StoreError)
+    store.fail_at("delete", place, error=StoreError)
     with pytest.raises(StoreError):
         _prune(store)
     _assert_readable(store, 9, 10)
     _prune(store)
-    assert len(_data(store)) == 2 + 3
-    assert [info.key for info in store.list(layout.FORGOTTEN)] == ["forgotten/clock"]
+    assert len(_data(store)) == 2 + 2
+    assert not list(store.list("probe/"))
 
 
-def test_what_was_forgotten_just_now_is_spared_however_old_it_is(store: AgedStore) -> None:
+def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: AgedStore) -> None:
     store.age(DAY_S)
+    made = Made(store.inner, epoch=_reader(store).numbered(10).record.epoch, tip=_reader(store).numbered(10).version)
+    made.specs, made.bits = _reader(store).specs, {made.tip.sha256: STATES[9]}  # type: ignore[union-attr]
+    made.announce(made.tip)  # type: ignore[arg-type]
+    _forget(store, 3600, last=1)
+    assert _versions(store) == [9, 10]  # until now, 9 was needed
+    store.age(3601)
+    _forget(store, 3600, last=1)
+    assert _versions(store) == [10]
+    _assert_readable(store, 10)
+
+
+def test_files_of_forgotten_versions_go_when_they_are_old(store: AgedStore) -> None:
     _forget(store, last=1, anchors=1)
     pruned = _prune(store, grace_s=3600)
-    assert not pruned.objects and len(pruned.waiting) == 13
+    assert not pruned.objects and len(pruned.young) == 16
     store.age(3601)
-    assert len(_prune(store, grace_s=3600).objects) == 13
+    assert len(_prune(store, grace_s=3600).objects) == 12
 
 
-def test_forgetting_again_counts_from_the_last_time(store: AgedStore) -> None:
-    store.fail_at("delete", layout.manifest(5), error=StoreError)
-    with pytest.raises(StoreError):
-        _forget(store, last=1)
-    store.age(DAY_S)  # until now, 1 to 5 could be planned on
-    _forget(store, last=1)
-    pruned = {info.key for info in _prune(store, grace_s=3600).objects}
-    assert pruned == {f"{layout.delta_dir(version)}/{layout.delta_part(1, 1)}" for version in (6, 7, 8)}
-
-
-def test_what_dead_publishers_left_goes_when_it_is_old(store: AgedStore) -> None:
-    left = ["deltas/0000000004.1/part", "anchors/0000000009.1/config.json", "folds/0000000002-0000000004/part"]
-    ahead = ["deltas/0000000011/part", "anchors/0000000012/model.safetensors"]
-    for key in (*left, *ahead):
-        store.create(key, b"left")
+def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: AgedStore) -> None:
+    epoch, later = _reader(store).numbered(10).record.epoch, keys.new_epoch(7)
+    tool = keys.anchor_folder(9, keys.new_author())
+    left = [f"{keys.parts_folder(4, EPOCH, 1)}/x", f"{keys.anchor_folder(6, EPOCH)}/x", f"{tool}/x"]
+    ahead = [f"{keys.parts_folder(11, epoch)}/x", f"{keys.anchor_folder(10, epoch)}/x", f"{keys.parts_folder(11, later)}/x"]
+    for key in (*left, *ahead, "parts/notes.txt", "anchors/elsewhere/x"):
+        store.inner.put(key, b"left")
     assert not _prune(store, grace_s=3600).objects
     store.age(3601)
-    assert sorted(info.key for info in _prune(store, grace_s=3600).objects) == sorted(left)
-    assert {info.key for info in _prune(store, grace_s=0).waiting} == set(ahead)
+    pruned = _prune(store, grace_s=3600)
+    assert {info.key for info in pruned.objects} == set(left)
+    assert {info.key for info in pruned.waiting} == set(ahead)
 
 
 @pytest.mark.parametrize("ahead_s", [-DAY_S, DAY_S])
 def test_it_does_not_matter_what_the_clock_of_this_machine_says(memory_url: str, ahead_s: float) -> None:
     store = AgedStore(open_store(memory_url), ahead_s)
     _fill(store, 3)
-    store.create("deltas/0000000002.1/part", b"left")
+    store.put(f"{keys.parts_folder(2, EPOCH, 1)}/x", b"left")
     assert not _prune(store, grace_s=3600).objects
     store.age(3601)
     assert len(_prune(store, grace_s=3600).objects) == 1
 
 
 def test_heartbeats_of_replicas_that_are_long_gone(store: AgedStore) -> None:
-    store.replace(layout.replica("old"), b"{}")
+    store.put(keys.replica("old"), b"{}")
     store.age(7 * DAY_S + 1)
-    store.replace(layout.replica("new"), b"{}")
-    assert _prune(store).heartbeats == [layout.replica("old")]
-    assert [info.key for info in store.list(layout.REPLICAS)] == [layout.replica("new")]
+    store.put(keys.replica("new"), b"{}")
+    assert _prune(store).heartbeats == [keys.replica("old")]
+    assert [info.key for info in store.list(keys.REPLICAS)] == [keys.replica("new")]
 
 
-@pytest.mark.parametrize("key", [layout.manifest(3), "folds/0000000002-0000000006/fold.json", layout.forgotten("x")])
-def test_nothing_is_pruned_while_a_document_is_damaged(store: AgedStore, key: str) -> None:
-    store.replace(key, b"{")
-    store.create("deltas/0000000004.1/part", b"left")
-    with pytest.raises(FormatError):
-        _prune(store)
-    assert store.read("deltas/0000000004.1/part") == b"left"
+@pytest.mark.parametrize("version", [4, 10])
+def test_the_files_of_a_damaged_record_are_not_pruned(store: AgedStore, version: int) -> None:
+    key, part = _key_of(store, version), _part_of(store, version)
+    whole = store.read(key)
+    store.put(key, truncated(whole))
+    store.put(f"{keys.parts_folder(2, EPOCH, 1)}/x", b"left")
+    assert [info.key for info in _prune(store).objects] == [f"{keys.parts_folder(2, EPOCH, 1)}/x"]
+    assert store.read(part)
+    store.put(key, whole)
+    assert _check(store).problems == []
 
 
-def test_nothing_is_pruned_while_the_manifest_of_head_is_missing(store: AgedStore) -> None:
-    store.delete(layout.manifest(10))
-    with pytest.raises(MissingVersionError, match="Nothing was pruned"):
-        _prune(store)
-    assert len(_data(store)) == 9 + 3 * 3
+def test_the_files_of_a_damaged_fold_are_not_pruned(store: AgedStore) -> None:
+    (key,) = [info.key for _, info in _reader(store).folds() if "-0000000005" in info.key]
+    store.put(key, b"")
+    assert not _prune(store).objects
+
+
+@pytest.mark.parametrize("behind", range(1, 30))
+def test_nothing_that_is_named_goes_while_listings_are_behind(memory_url: str, behind: int) -> None:
+    store = LaggingStore(open_store(memory_url), 0)
+    _fill(store)
+    store.behind = behind
+    housekeeping.prune(_reader(store), grace_s=0)
+    try:
+        _forget(store, last=5)
+    except (MissingVersionError, NotPublishedError) as error:
+        assert "Nothing was forgotten" in str(error)
+    housekeeping.prune(_reader(store), grace_s=0)
+    store.behind = 0
+    assert _check(store).problems == []
+    _assert_readable(store, 6, 7, 8, 9, 10)
 
 
 STEPS_OF_PRUNE = [
     ("list", "anchors/"),
-    ("list", "deltas/"),
-    ("read", "head.json"),
-    ("list", "manifests/"),
-    ("read", "manifests/0000000004"),
-    ("list", "forgotten/"),
-    ("delete", ""),
+    ("list", "parts/"),
+    ("list", "versions/"),
+    ("read", "versions/0000000/0000000004"),
+    ("list", "folds/"),
+    ("delete", "parts/"),
 ]
+LEFT = f"{keys.parts_folder(4, EPOCH, 1)}/x"
 
 
 @pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
-def test_a_version_that_is_published_during_a_prune_is_untouched(store: AgedStore, operation: str, key: str) -> None:
-    store.create("deltas/0000000004.1/part", b"left")
-    gate = store.hold_at(operation, key)
-    with ThreadPoolExecutor(1) as pool, Publisher(store.inner, anchor_every=2, resume=True) as publisher:
-        pruning = pool.submit(_prune, store)
-        assert gate.entered.wait(30)
-        for version in (11, 12):
-            _publish(publisher, version)
-        gate.opened.set()
-        assert [info.key for info in pruning.result(60).objects] == ["deltas/0000000004.1/part"]
-    _assert_readable(store, 10, 11, 12)
-    assert housekeeping.check(_reader(store), read_data=True).problems == []
-
-
-@pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
-@pytest.mark.parametrize("step", ["payload", "manifest"])
-def test_a_version_that_is_half_uploaded_during_a_prune_is_untouched(
-    store: AgedStore, operation: str, key: str, step: str
+@pytest.mark.parametrize("opens", [False, True], ids=["goes on", "opens"])
+def test_a_version_that_is_published_during_a_prune_is_untouched(
+    memory_url: str, operation: str, key: str, opens: bool
 ) -> None:
-    store.create("deltas/0000000004.1/part", b"left")
-    uploading = FaultyStore(store.inner)
-    with ThreadPoolExecutor(1) as pool, Publisher(uploading, resume=True) as publisher:
-        upload = uploading.hold_at("create", "manifests/") if step == "payload" else uploading.hold_at("replace")
-        gate = store.hold_at(operation, key)
-        receipt = publisher.publish(STATES[10].items())
-        assert upload.entered.wait(30)
+    store = AgedStore(open_store(memory_url))
+    channel, versions = _fill(store)
+    store.put(LEFT, b"left")
+    weights = channel.store_anchor(STATES[9], 10)  # half an anchor of 10, and half of 11, are there
+    gate = store.hold_at(operation, key)
+    with ThreadPoolExecutor(1) as pool:
         pruning = pool.submit(_prune, store)
         assert gate.entered.wait(30)
-        upload.opened.set()
-        receipt.wait(60)
+        channel.store = store.inner
+        channel._fold(None, versions[9], STATES[9], None, anchor=weights)
+        if opens:
+            channel.seal(keys.new_epoch(9))
+        for state in STATES[10:12]:
+            channel.delta(state, parts=2)
+        channel.head()
         gate.opened.set()
-        pruning.result(60)
-    _assert_readable(store, 10, 11)
+        assert [info.key for info in pruning.result(60).objects] == [LEFT]
+    _assert_readable(store, 10, 11, 12)
+    assert _check(store).problems == []
 
 
 @pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE)
 def test_a_fold_that_is_written_during_a_prune_is_untouched(store: AgedStore, operation: str, key: str) -> None:
-    store.create("deltas/0000000004.1/part", b"left")
+    store.put(LEFT, b"left")
     gate = store.hold_at(operation, key)
     with ThreadPoolExecutor(1) as pool:
         pruning = pool.submit(_prune, store)
         assert gate.entered.wait(30)
         housekeeping.write_fold(_reader(store.inner), 2, 6)
         gate.opened.set()
-        assert [info.key for info in pruning.result(60).objects] == ["deltas/0000000004.1/part"]
-    report = housekeeping.check(_reader(store), read_data=True)
+        assert [info.key for info in pruning.result(60).objects] == [LEFT]
+    report = _check(store)
     assert (report.folds, report.problems) == (1, [])
 
 
-@pytest.mark.parametrize(("operation", "key"), STEPS_OF_PRUNE[:-1])
-def test_what_is_forgotten_during_a_prune_is_spared(store: AgedStore, operation: str, key: str) -> None:
-    store.age(DAY_S)
-    gate = store.hold_at(operation, key)
-    with ThreadPoolExecutor(1) as pool:
-        pruning = pool.submit(_prune, store, 3600)
-        assert gate.entered.wait(30)
-        _forget(store.inner, last=1, anchors=1)
-        gate.opened.set()
-        assert pruning.result(60).objects == []
-    _assert_readable(store, 9, 10)
-
-
-@pytest.mark.parametrize("key", ["deltas/0000000003", "deltas/0000000007", "manifests/0000000004"])
-def test_a_reader_in_progress_completes(memory_url: str, key: str) -> None:
-    """It planned on deltas 2 to 10. Their bytes are there until the grace is over; manifests that are gone are passed by."""
-    store = open_store(memory_url)
-    _fill(store, states=LARGE)
+@pytest.mark.parametrize("place", ["parts/0000000004", "versions/0000000/0000000005", "versions/0000000/0000000009"])
+def test_a_reader_in_progress_completes(memory_url: str, place: str) -> None:
+    """It planned on versions that are forgotten then. It takes another way, or finishes until the grace is over."""
+    store, large = open_store(memory_url), states_of(360_000, 10)
+    channel, versions = filled(store, large, parts=range(2, 11, 2))
     behind = FaultyStore(store)
     replica = Replica(behind)
     replica.sync(1)
-    gate = behind.hold_at("read", key)
+    gate = behind.hold_at("read", place)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(replica.sync)
         assert gate.entered.wait(30)
-        _forget(store, last=1, anchors=1)
+        channel.announce(versions[8])
+        _forget(store, last=1)
+        assert _versions(store) == [9, 10]
         assert not _prune(store, grace_s=3600).objects
         gate.opened.set()
         assert reading.result(60) == 10
-    assert_same_bits(replica.state_dict(), LARGE[9])
-
-
-def test_a_version_that_was_staged_before_commits_after(store: AgedStore) -> None:
-    """All manifests read, all bytes still to be fetched: whoever has planned so can finish until the grace is over."""
-    reader = _reader(store)
-    housekeeping.read_manifests(reader)
-    plan = reader.plan(None, reader.head(), 4)
-    _forget(store, last=1)
-    _prune(store, grace_s=3600)
-    assert [len(list(reader.patches(step))) for step in plan] == [2, 2, 2, 2]
+    assert_same_bits(replica.state_dict(), large[9])
 
 
 # check
 
 
-def _repoint(store: Store, version: int, **changes: object) -> None:
-    """Rewrite a manifest, and those after it and head so that digests agree."""
-    reader = _reader(store)
-    head = reader.head()
-    sha256 = ""
-    for number in range(version, head.version + 1):
-        document = reader.manifest(number)
-        if number == version:
-            document = dataclasses.replace(document, **changes)
-        else:
-            assert document.delta is not None
-            delta = dataclasses.replace(document.delta, base_manifest_sha256=sha256)
-            document = dataclasses.replace(document, delta=delta, chain=[])
-        data = manifest.encode(document)
-        sha256 = manifest.sha256_hex(data)
-        store.replace(layout.manifest(number), data)
-    store.replace(layout.HEAD, manifest.encode(dataclasses.replace(head, manifest_sha256=sha256)))
-
-
 def _change(store: Store, key: str, change: Callable[[bytes], bytes]) -> None:
-    store.replace(key, change(store.read(key)))
+    store.put(key, change(store.read(key)))
 
 
-def _edit(store: Store, key: str, kind: type[Head] | type[Manifest] | type[Fold], **changes: object) -> None:
-    _change(store, key, lambda data: manifest.encode(dataclasses.replace(manifest.decode(data, kind, key), **changes)))
-
-
-def _wrong_chain(store: Store) -> None:
-    first, *rest = _reader(store).manifest(8).chain
-    assert rest
-    _repoint(store, 8, chain=[msgspec.structs.replace(first, delta_bytes=1), *rest])
+def _edit(store: Store, key: str, **changes: object) -> Stored:
+    """Store a record anew with other fields and without its payload."""
+    found = record.decode(store.read(key), key, None).record
+    stored = record.encode(dataclasses.replace(found, **changes), key, None, None)  # type: ignore[arg-type]
+    assert stored.data is not None
+    store.put(key, stored.data)
+    return stored
 
 
 def _wrong_fold(store: Store) -> None:
@@ -418,60 +421,55 @@ def _wrong_fold(store: Store) -> None:
     old, new = (bits_of(STATES[version - 1]["w"]) for version in (2, 6))
     index_K, step_K = cpu.diff(old, new)
     encoder = codec.get("packed").encoder()
-    digest = fingerprint.to_hex(cpu.fingerprint(fingerprint.tensor_key("w"), new))
-    encoder.add(reader.specs["w"], index_K[1:], step_K[1:], new, digest)
-    payload = encoder.finish(6, 2).to_bytes()
-    housekeeping.store_fold(reader, 2, 6, codec_name="packed", changed=index_K.size - 1, payload=payload)
+    encoder.add(reader.specs["w"], index_K[1:], step_K[1:], new, f"{cpu.fingerprint(fingerprint.tensor_key('w'), new):016x}")
+    two, six = reader.numbered(2).version, reader.numbered(6)
+    delta = Delta(codec="packed", changed=index_K.size - 1)
+    made = folds.encode_fold(reader, two, six.version, delta, encoder.finish(6, 2), {"w": 0, "ids": 0}, None)
+    assert made.data is not None
+    right = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
+    payload = encoder.finish(6, 2)
+    folds.store(reader, record.encode(right, made.key, payload, None))
 
 
-PART = layout.delta_part(1, 1)
+def _fold_key(store: Store, base: int, version: int) -> str:
+    (key,) = [info.key for span, info in _reader(store).folds() if (span.base, span.version) == (base, version)]
+    return key
+
+
+def _wrong_bits(store: Store) -> None:
+    """The newest version names another fingerprint than its bits have."""
+    stored = _edit(store, _key_of(store, 10), fingerprint="0" * 16)
+    head = documents.decode(store.read(keys.HEAD), documents.Head, keys.HEAD)
+    store.put(keys.HEAD, documents.encode(dataclasses.replace(head, sha256=stored.sha256)))
+
+
+def _edit_head(store: Store, **changes: object) -> None:
+    head = documents.decode(store.read(keys.HEAD), documents.Head, keys.HEAD)
+    store.put(keys.HEAD, documents.encode(dataclasses.replace(head, **changes)))  # type: ignore[arg-type]
+
+
 DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
     # what is done, exit code, exit code with --read-data, what is said
-    "a payload is missing": (lambda s: s.delete(f"deltas/0000000003/{PART}"), 5, 5, "manifests/0000000003.json refers to"),
-    "a weight file is missing": (lambda s: s.delete("anchors/0000000005/model.safetensors"), 5, 5, "not in the store"),
-    "a payload is short": (lambda s: _change(s, f"deltas/0000000003/{PART}", truncated), 4, 4, "bytes"),
-    "a payload is altered": (lambda s: _change(s, f"deltas/0000000003/{PART}", flipped), 0, 4, "does not have the sha256"),
-    "an anchor is altered": (lambda s: _change(s, "anchors/0000000005/model.safetensors", flipped), 0, 4, "sha256"),
-    "a fold is altered": (lambda s: _change(s, f"folds/0000000001-0000000006/{PART}", flipped), 0, 4, "sha256"),
-    "a fold is missing": (lambda s: s.delete(f"folds/0000000001-0000000006/{PART}"), 5, 5, "fold.json refers to"),
+    "a part is missing": (lambda s: s.delete(_part_of(s, 4)), 5, 5, "which versions/0000000/0000000004"),
+    "a weight file is missing": (lambda s: s.delete(_anchor_of(5)), 5, 5, "not in the store"),
+    "a part is short": (lambda s: _change(s, _part_of(s, 4), truncated), 4, 4, "bytes"),
+    "a part is altered": (lambda s: _change(s, _part_of(s, 4), flipped), 0, 4, "does not have the sha256"),
+    "an anchor is altered": (lambda s: _change(s, _anchor_of(5), flipped), 0, 4, "sha256"),
+    "a config is altered": (lambda s: s.put(f"{keys.anchor_folder(5, EPOCH)}/config.json", b"[]"), 0, 4, "sha256"),
+    "a fold is altered": (lambda s: _change(s, _fold_key(s, 1, 6), flipped), 4, 4, "body"),
     "a fold does not give the bits": (_wrong_fold, 0, 9, "Version 6 did not give the published bits in w"),
-    "a fold is of other manifests": (
-        lambda s: _edit(s, "folds/0000000001-0000000006/fold.json", Fold, base_manifest_sha256="0" * 64),
-        4,
-        4,
-        "manifests/0000000001.json does not have the sha256",
-    ),
-    "a manifest is damaged": (
-        lambda s: s.replace(layout.manifest(7), b"{"),
-        5,
-        5,
-        "manifests/0000000007.json is not a JSON",
-    ),
-    "a manifest is missing": (
-        lambda s: s.delete(layout.manifest(7)),
-        5,
-        5,
-        "Version 8 has no anchor and builds on version 7",
-    ),
-    "a manifest was rewritten": (
-        lambda s: _edit(s, layout.manifest(3), Manifest, step=7),
-        4,
-        4,
-        "manifests/0000000003.json",
-    ),
-    "a manifest is of another run": (lambda s: _edit(s, layout.manifest(1), Manifest, run_id="x"), 5, 5, "belongs to run x"),
-    "a chain is wrong": (_wrong_chain, 4, 4, "manifests/0000000008.json names another chain"),
-    "a version does not give the bits": (lambda s: _repoint(s, 10, fingerprint="0" * 16), 0, 9, "Version 10 did not give"),
-    "head is damaged": (lambda s: s.replace(layout.HEAD, b"{"), 4, 4, "head.json is not a JSON object"),
-    "head is missing": (lambda s: s.delete(layout.HEAD), 5, 5, "no complete version"),
-    "head names another manifest": (
-        lambda s: _edit(s, layout.HEAD, Head, manifest_sha256="0" * 64),
-        4,
-        4,
-        "0000000010.json",
-    ),
-    "head names no version": (lambda s: _edit(s, layout.HEAD, Head, version=11), 5, 5, "version 11, which has no manifest"),
-    "head is of another run": (lambda s: _edit(s, layout.HEAD, Head, run_id="x"), 5, 5, "head.json belongs to run x"),
+    "a fold is of another version": (lambda s: _edit(s, _fold_key(s, 1, 6), sha256="0" * 64), 4, 4, "another version 6"),
+    "a record is damaged": (lambda s: _change(s, _key_of(s, 7), flipped), 4, 4, "versions/0000000/0000000007"),
+    "a record is missing": (lambda s: s.delete(_key_of(s, 7)), 5, 5, "Version 8 builds on version 7"),
+    "a record was rewritten": (lambda s: _edit(s, _key_of(s, 3), step=7), 4, 4, "versions/0000000/0000000003"),
+    "a record is of another run": (lambda s: _edit(s, _key_of(s, 1), run_id="x"), 4, 4, "belongs to run x"),
+    "a version does not give the bits": (_wrong_bits, 0, 9, "Version 10 did not give"),
+    "a seal is damaged": (lambda s: _change(s, keys.slot(7, EPOCH), flipped), 4, 4, "versions/0000000/0000000007.000001"),
+    "an epoch's document is damaged": (lambda s: s.put(next(iter(s.list(keys.EPOCHS))).key, b"{"), 4, 4, "epochs/000002"),
+    "head is damaged": (lambda s: s.put(keys.HEAD, b"{"), 4, 4, "head.json is not a JSON object"),
+    "head names another record": (lambda s: _edit_head(s, sha256="0" * 64), 4, 4, "head.json names another record"),
+    "head names no version": (lambda s: _edit_head(s, version=11), 5, 5, "0000000011"),
+    "head is of another run": (lambda s: _edit_head(s, run_id="x"), 4, 4, "head.json belongs to run x"),
 }
 
 
@@ -493,12 +491,13 @@ def copied(sound: Path, memory_url: str) -> Store:
 
 
 def test_a_sound_channel_has_no_problems(copied: Store) -> None:
-    report = housekeeping.check(_reader(copied), read_data=True)
+    report = _check(copied)
     assert report.problems == [] and report.exit_code == 0
-    assert (report.head, report.versions, report.anchors, report.folds) == (10, 10, 3, 2)
-    assert (report.garbage_objects, report.publishing, report.unproven) == (0, 0, [])
+    assert (report.newest, report.versions, report.anchors, report.folds) == (_reader(copied).numbered(10).version, 10, 3, 2)
+    assert (report.garbage_objects, report.publishing, report.unproven, report.unreachable) == (0, 0, [], [])
     assert report.proven == list(range(1, 11))
-    assert report.data_bytes == sum(info.bytes for prefix in layout.DATA for info in copied.list(prefix))
+    folders = (keys.VERSIONS, keys.FOLDS, keys.PARTS, keys.ANCHORS)
+    assert report.data_bytes == sum(info.bytes for prefix in folders for info in copied.list(prefix))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -507,7 +506,7 @@ def test_check_finds_what_is_wrong(copied: Store, damage: str) -> None:
     harm(copied)
     report = housekeeping.check(_reader(copied))
     assert report.exit_code == exit_code, report.problems
-    with_data = housekeeping.check(_reader(copied), read_data=True)
+    with_data = _check(copied)
     assert with_data.exit_code == exit_code_with_data, with_data.problems
     assert any(said in str(problem) for problem in with_data.problems)
     assert len({str(problem) for problem in with_data.problems}) == len(with_data.problems) <= 2
@@ -516,36 +515,43 @@ def test_check_finds_what_is_wrong(copied: Store, damage: str) -> None:
 @pytest.mark.parametrize("damage", [name for name, found in DAMAGE.items() if name.startswith("a ") and found[2] < 9])
 def test_what_is_not_damaged_is_still_proven(copied: Store, damage: str) -> None:
     DAMAGE[damage][0](copied)
-    report = housekeeping.check(_reader(copied), read_data=True)
+    report = _check(copied)
     assert report.proven is not None and {9, 10} <= set(report.proven)
     assert len(report.proven) >= 5
 
 
-def test_check_without_data_reads_no_data_and_is_told_of_garbage(store: AgedStore) -> None:
-    store.create("deltas/0000000004.1/part", b"left")
-    store.calls.clear()
+def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: AgedStore) -> None:
+    store.inner.put(LEFT, b"left")
     report = housekeeping.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
-    assert not [key for operation, key in store.calls if operation == "read" and key.startswith(layout.DATA)]
-    assert len(store.calls) == 2 + 10 + 3  # channel, head, manifests; listings of manifests, of folds and of everything
+    assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
+    # channel, head twice, an epoch, 10 versions and a seal, 2 folds; listings of records, folds and everything
+    assert len(store.calls) == 1 + 2 + 1 + 11 + 2 + 3
 
 
-def test_a_version_after_head_is_being_published(store: AgedStore) -> None:
-    uploading = FaultyStore(store.inner)
-    with Publisher(uploading, resume=True) as publisher:
-        gate = uploading.hold_at("replace")
-        publisher.publish(STATES[10].items())
-        assert gate.entered.wait(30)
-        report = housekeeping.check(_reader(store), read_data=True)
-        gate.opened.set()
-    assert (report.publishing, report.exit_code, report.proven) == (1, 0, list(range(1, 12)))
+def test_files_of_the_next_version_are_being_published(store: AgedStore) -> None:
+    epoch = _reader(store).numbered(10).record.epoch
+    store.put(f"{keys.parts_folder(11, epoch)}/x", b"part")
+    report = _check(store)
+    assert (report.publishing, report.garbage_objects, report.exit_code) == (1, 0, 0)
 
 
-def test_anchors_whose_base_was_forgotten_are_no_problem(store: AgedStore) -> None:
+def test_versions_whose_base_was_forgotten_are_no_problem(store: AgedStore) -> None:
     _forget(store, last=1, anchors=2)
     _prune(store)
-    report = housekeeping.check(_reader(store), read_data=True)
+    report = _check(store)
     assert (report.problems, report.proven) == ([], [5, 9, 10])
+
+
+def test_versions_that_a_suspended_writer_left_are_proven_too(memory_url: str) -> None:
+    store = open_store(memory_url)
+    channel, versions = filled(store, STATES[:6])
+    channel.epoch, channel.tip = keys.new_epoch(2), versions[3]
+    channel.delta(STATES[6])
+    channel.delta(STATES[7])
+    report = _check(store)
+    assert (report.problems, report.proven) == ([], [1, 2, 3, 4, 5, 5, 6, 6])
+    assert report.newest == channel.tip
 
 
 # fold
@@ -554,58 +560,66 @@ def test_anchors_whose_base_was_forgotten_are_no_problem(store: AgedStore) -> No
 @pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
 @pytest.mark.parametrize(("base", "version"), [(1, 2), (2, 8), (1, 10), (5, 9)])
 def test_a_fold_gives_the_bits(store: AgedStore, codec_name: str, base: int, version: int) -> None:
-    fold = housekeeping.write_fold(_reader(store), base, version, codec_name=codec_name)
-    assert (fold.base_version, fold.version, fold.codec) == (base, version, codec_name)
+    stored = housekeeping.write_fold(_reader(store), base, version, codec_name=codec_name)
+    delta, span = stored.record.delta, keys.fold_of(stored.key)
+    assert delta is not None and span is not None
+    assert (span.base, span.version, delta.codec) == (base, version, codec_name) and span.author.startswith(keys.TOOL)
     old, new = (torch.cat([t.view(-1).to(torch.float64) for t in STATES[v - 1].values()]) for v in (base, version))
-    assert fold.changed == int((old != new).sum())
-    assert housekeeping.check(_reader(store), read_data=True).problems == []
-    # Its payload is written before its document.
-    created = [key for operation, key in store.calls if operation == "create"]
-    assert created == [fold.files[0].key, layout.fold_document(layout.fold_dir(base, version))]
+    assert delta.changed == int((old != new).sum())
+    assert _check(store).problems == []
+    assert [key for operation, key in store.calls if operation == "put"] == [stored.key]  # its payload is in it
 
 
 def test_replicas_far_behind_take_it(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
-    _fill(store, states=LARGE)
-    housekeeping.write_fold(_reader(store), 1, 9)
+    large = states_of(360_000, 11)
+    filled(store, large, parts=range(2, 12))
+    fold = housekeeping.write_fold(_reader(store), 1, 10)
     replica = Replica(store)
     replica.sync(1)
     store.calls.clear()
     replica.sync()
-    assert_same_bits(replica.state_dict(), LARGE[9])
-    read = {key.split("/")[0] for operation, key in store.calls if operation == "read" and key.startswith(layout.DATA)}
-    assert read == {"folds", "deltas"}
+    assert_same_bits(replica.state_dict(), large[10])
+    read = {
+        key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/", "folds/"))
+    }
+    assert {key.split("/")[0] for key in read} == {"parts", "folds"} and fold.key in read
+    assert all("0000000011" in key for key in read if key.startswith("parts/"))
 
 
 def test_a_fold_of_dense_changes_and_one_of_none(memory_url: str) -> None:
     random = torch.Generator().manual_seed(1)
     noise = [{"w": torch.randint(0, 1 << 15, (500,), generator=random, dtype=torch.int16)} for _ in range(3)]
-    with Publisher(memory_url, anchor_every=99) as publisher:
-        for weights in [*noise, noise[0]]:
-            publisher.publish(weights.items()).wait(60)
+    filled(open_store(memory_url), [*noise, noise[0]])
     reader = _reader(open_store(memory_url))
-    assert housekeeping.write_fold(reader, 1, 3).changed == int((noise[0]["w"] != noise[2]["w"]).sum())
-    nothing = housekeeping.write_fold(reader, 1, 4)
-    assert (nothing.changed, nothing.files) == (0, [])
-    assert housekeeping.check(reader, read_data=True).problems == []
+    dense = housekeeping.write_fold(reader, 1, 3).record.delta
+    assert dense is not None and dense.changed == int((noise[0]["w"] != noise[2]["w"]).sum())
+    nothing = housekeeping.write_fold(reader, 1, 4).record.delta
+    assert nothing is not None and (nothing.changed, nothing.parts) == (0, [])
+    assert _check(open_store(memory_url)).problems == []
 
 
 def test_a_fold_that_is_there_is_not_written_again(store: AgedStore) -> None:
     first = housekeeping.write_fold(_reader(store), 2, 6)
     store.calls.clear()
-    assert housekeeping.write_fold(_reader(store), 2, 6, codec_name="raw") == first
-    assert not [call for call in store.calls if call[0] == "create"]
+    assert housekeeping.write_fold(_reader(store), 2, 6, codec_name="raw").sha256 == first.sha256
+    assert not [call for call in store.calls if call[0] == "put"]
+    _change(store.inner, first.key, flipped)
+    assert housekeeping.write_fold(_reader(store), 2, 6).key != first.key
 
 
-def test_what_a_dead_writer_left_of_a_fold_is_not_used(store: AgedStore) -> None:
-    store.fail_at("create", layout.fold_document(layout.fold_dir(2, 6)), error=StoreError)
-    with pytest.raises(StoreError):
+def test_a_fold_that_would_not_give_the_bits_is_not_stored(store: AgedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = type(codec.get("packed").encoder())
+    add = encoder.add
+
+    def lossy(self: object, spec: object, index_K: object, step_K: object, new: object, digest: str, start: int = 0) -> None:
+        left_out = int(index_K.size > 1)  # type: ignore[attr-defined]
+        add(self, spec, index_K[left_out:], step_K[left_out:], new, digest, start)  # type: ignore[arg-type, index]
+
+    monkeypatch.setattr(encoder, "add", lossy)
+    with pytest.raises(CorruptDataError, match="would not give the bits of w"):
         housekeeping.write_fold(_reader(store), 2, 6)
-    assert housekeeping.check(_reader(store)).garbage_objects == 1
-    fold = housekeeping.write_fold(_reader(store), 2, 6)
-    assert fold.files[0].key.startswith("folds/0000000002-0000000006.1/")
-    assert [info.key for info in _prune(store).objects] == [f"folds/0000000002-0000000006/{PART}"]
-    assert housekeeping.check(_reader(store), read_data=True).problems == []
+    assert not [call for call in store.calls if call[0] == "put"]
 
 
 @pytest.mark.parametrize(
@@ -641,33 +655,52 @@ def _tiny() -> transformers.PreTrainedModel:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 4096], ids=["one file", "sharded"])
-def test_an_export_is_a_checkpoint_that_transformers_loads(tmp_path: Path, memory_url: str, shard_bytes: int) -> None:
+def test_an_export_is_a_checkpoint_that_transformers_loads(
+    tmp_path: Path, memory_url: str, shard_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _tiny()
     model.config.save_pretrained(tmp_path / "config")
     states = []
-    with Publisher(memory_url, model_files=tmp_path / "config", anchor_every=2) as publisher:
-        for _ in range(4):
-            states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-            publisher.publish(states[-1].items()).wait(60)
-            with torch.no_grad():
-                model.lm_head.weight[0] += 1
+    for _ in range(4):
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        with torch.no_grad():
+            model.lm_head.weight[0] += 1
+    config = (tmp_path / "config" / "config.json").read_bytes()
+    put_file = Made.put_file
+    monkeypatch.setattr(
+        Made, "put_file", lambda made, key, data: put_file(made, key, config if key.endswith("config.json") else data)
+    )
+    filled(open_store(memory_url), states, anchors=(3,))
     reader = _reader(open_store(memory_url))
     for asked, version in ((2, 2), (None, 4)):
         directory = tmp_path / "out" / str(version)
-        assert housekeeping.export(reader, asked, directory, shard_bytes=shard_bytes) == version
+        assert housekeeping.export(reader, asked, directory, shard_bytes=shard_bytes).version == version
         loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         assert_same_bits(loaded.state_dict(), states[version - 1])
         assert (directory / "model.safetensors.index.json").exists() == (shard_bytes == 4096)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["2", "4"]
 
 
-def test_an_export_takes_config_and_tokenizer_from_another_anchor_if_need_be(tmp_path: Path, memory_url: str) -> None:
-    with Publisher(memory_url) as publisher:
-        _publish(publisher, 1)
-    with Publisher(memory_url, resume=True, anchor_every=1, model_files={"config.json": b"{}"}) as publisher:
-        _publish(publisher, 2)
-    housekeeping.export(_reader(open_store(memory_url)), 1, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+@pytest.mark.parametrize("damaged", [5, 9])
+def test_an_export_takes_config_and_tokenizer_from_another_anchor_if_need_be(
+    store: AgedStore, tmp_path: Path, damaged: int
+) -> None:
+    epoch = _reader(store).numbered(damaged).record.epoch
+    store.put(f"{keys.anchor_folder(damaged, epoch)}/config.json", b"[]")
+    housekeeping.export(_reader(store), damaged + 1, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
+
+
+def test_what_could_run_code_is_not_exported(memory_url: str, tmp_path: Path) -> None:
+    store = open_store(memory_url)
+    channel, versions = filled(store, STATES[:2])
+    weights = channel.store_anchor(STATES[1], 2)
+    more = [channel.put_file(f"{weights.directory}/{name}", b"x") for name in ("model.pkl", "tokenizer/vocab.txt")]
+    weights = dataclasses.replace(weights, companions=[*weights.companions, *more])
+    channel._fold(None, versions[1], STATES[1], None, anchor=weights)
+    housekeeping.export(_reader(store), None, tmp_path / "out")
+    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
+    assert found == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
 
 
 def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) -> None:
@@ -682,15 +715,10 @@ def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) 
     assert (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
 
 
-def test_an_export_that_fails_leaves_nothing(store: AgedStore, tmp_path: Path, memory_url: str) -> None:
-    odd = open_store(f"{memory_url}-odd")
-    with Publisher(odd, model_files={"a": b"a file", "a/b": b"a file in it"}) as publisher:  # which only an object store has
-        _publish(publisher, 1)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        housekeeping.export(_reader(odd), 1, tmp_path / "out")
-    _change(store.inner, "anchors/0000000005/model.safetensors", flipped)
-    with pytest.raises(CorruptDataError):
-        housekeeping.export(_reader(store), 6, tmp_path / "out")
+def test_an_export_that_fails_leaves_nothing(store: AgedStore, tmp_path: Path) -> None:
+    store.delete(_key_of(store, 7))
+    with pytest.raises(MissingVersionError):
+        housekeeping.export(_reader(store), 8, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         housekeeping.export(_reader(store), 9, tmp_path / "file" / "out")
@@ -705,35 +733,31 @@ def test_a_copy_is_the_channel(sound: Path, channel_url: str) -> None:
     copied = housekeeping.copy(_reader(source), target)
     assert list(target.list("")) == list(source.list(""))
     assert all(target.read(info.key) == source.read(info.key) for info in source.list(""))
-    assert (copied.version, copied.objects, copied.skipped) == (10, len(list(source.list(""))) - 1, 0)
+    assert (copied.version, copied.skipped) == (_reader(source).numbered(10).version, 0)
+    assert copied.objects == len(list(source.list(""))) - 1
     again = housekeeping.copy(_reader(source), target)
     assert (again.objects, again.bytes, again.skipped) == (0, 0, copied.objects)
-    assert housekeeping.check(_reader(target), read_data=True).problems == []
+    assert _check(target).problems == []
 
 
-def test_a_copy_leaves_garbage_heartbeats_and_unfinished_versions_behind(store: AgedStore, tmp_path: Path) -> None:
-    for key in ("deltas/0000000004.1/part", "folds/0000000002-0000000003/part", layout.replica("a"), layout.forgotten("b")):
-        store.create(key, b"{}")
-    uploading = FaultyStore(store.inner)
+def test_a_copy_leaves_garbage_and_heartbeats_behind(store: AgedStore, tmp_path: Path) -> None:
+    for key in (LEFT, keys.replica("a"), keys.probe(EPOCH), f"{keys.parts_folder(11, EPOCH)}/x", "notes.txt"):
+        store.put(key, b"{}")
     target = open_store(f"file://{tmp_path}/copy")
-    with Publisher(uploading, resume=True) as publisher:
-        gate = uploading.hold_at("replace")
-        publisher.publish(STATES[10].items())
-        assert gate.entered.wait(30)
-        housekeeping.copy(_reader(store), target)
-        gate.opened.set()
-    report = housekeeping.check(_reader(target), read_data=True)
-    assert (report.head, report.garbage_objects, report.publishing, report.problems) == (10, 0, 0, [])
+    housekeeping.copy(_reader(store), target)
+    report = _check(target)
+    assert (report.garbage_objects, report.publishing, report.problems) == (0, 0, [])
     assert {info.key.split("/")[0] for info in target.list("")} == {
         "channel.json",
         "head.json",
-        "manifests",
-        "anchors",
-        "deltas",
+        *("versions", "parts", "anchors", "folds", "epochs"),
     }
 
 
-CUTS = ("channel", "anchors/0000000005", "deltas/0000000004", "manifests/0000000006", "folds/", "head")
+CUTS = (
+    *("parts/0000000006", "anchors/0000000005", "versions/0000000/0000000006", "versions/0000000/0000000009", "folds/"),
+    *("epochs/", "channel", "head"),
+)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -744,70 +768,80 @@ CUTS = ("channel", "anchors/0000000005", "deltas/0000000004", "manifests/0000000
 def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
     memory_url: str, key: str, after: bool, newer: bool
 ) -> None:
+    """If it was copied before, what lies between is forgotten since: the anchor's announcement must come first."""
     source, target = open_store(memory_url), FaultyStore(open_store(f"{memory_url}-copy"))
-    _fill(source, 3 if newer else 10)
-    before = None
     if newer:
+        channel, versions = filled(source, STATES[:3])
         housekeeping.copy(_reader(source), target)
-        before = 3
-        with Publisher(source, resume=True, anchor_every=4) as publisher:
-            for version in range(4, 11):
-                _publish(publisher, version)
-    housekeeping.write_fold(_reader(source), 2, 6)
-    target.fail_at("replace" if key == "head" else "create", key, after=after, error=StoreError)
+        for number, state in enumerate(STATES[3:10], start=4):
+            if number == 7:
+                channel.seal(keys.new_epoch(2))
+                channel.put_file(keys.epoch_document(channel.epoch), b"{}")
+            stored = channel.delta(state, parts=2 * (number % 2 == 0))
+            versions.append(stored.version)
+            if number in (5, 9):
+                channel.announce(stored.version)
+        channel.head()
+        _forget(source, last=6)
+    else:
+        _fill(source)
+        housekeeping.write_fold(_reader(source), 2, 6)
+    target.fail_at("put", key, after=after, error=StoreError)
     with pytest.raises(StoreError):
         housekeeping.copy(_reader(source), target)
-    if key == "head" and after:
-        _assert_readable(target, 10)
-    elif before is None:
+    if newer:
+        assert (Replica(target).sync() or 0) >= 3
+        assert _check(target).unreachable == []
+    elif key != "head" and not (key == "channel" and after):
         with pytest.raises(NotPublishedError):
             Replica(target).sync()
     else:
-        assert Replica(target).sync() == before
-        assert housekeeping.check(_reader(target), read_data=True).problems == []
+        assert Replica(target).sync() == 10
     housekeeping.copy(_reader(source), target)
-    _assert_readable(target, 1, 6, 10)
-    assert housekeeping.check(_reader(target), read_data=True).problems == []
+    _assert_readable(target, 5, 6, 10)
+    assert [problem for problem in _check(target).problems if "epochs/" not in str(problem)] == []
 
 
-def test_a_copy_of_a_channel_that_grows_meanwhile(store: AgedStore, memory_url: str) -> None:
-    target = open_store(f"{memory_url}-copy")
-    gate = store.hold_at("list", "manifests/")
-    with ThreadPoolExecutor(1) as pool, Publisher(store.inner, resume=True, anchor_every=4) as publisher:
+def test_a_copy_of_a_channel_that_grows_meanwhile(memory_url: str) -> None:
+    store, target = FaultyStore(open_store(memory_url)), open_store(f"{memory_url}-copy")
+    channel, _ = _fill(store)
+    gate = store.hold_at("read", "versions/0000000/0000000004")
+    with ThreadPoolExecutor(1) as pool:
         copying = pool.submit(housekeeping.copy, _reader(store), target)
         assert gate.entered.wait(30)
-        _publish(publisher, 11)
+        channel.store = store.inner
+        channel.delta(STATES[10], parts=1)
+        channel.head()
         gate.opened.set()
-        assert copying.result(60).version == 10
-    _assert_readable(target, 10)
-    assert _reader(target).versions() == list(range(1, 11))
+        copied = copying.result(60).version
+    assert copied is not None and copied.version == 10
+    assert Replica(target).sync() == 10 and _versions(target) == list(range(1, 11))
     assert housekeeping.copy(_reader(store), target).objects == 2
     _assert_readable(target, 10, 11)
 
 
 def test_a_copy_while_versions_are_forgotten(store: AgedStore, memory_url: str) -> None:
     target = open_store(f"{memory_url}-copy")
-    gate = store.hold_at("read", layout.manifest(3))
+    gate = store.hold_at("read", _part_of(store, 4))
     with ThreadPoolExecutor(1) as pool:
         copying = pool.submit(housekeeping.copy, _reader(store), target)
         assert gate.entered.wait(30)
-        while ("read", layout.manifest(10)) not in store.calls:  # by then 4 was read long ago
-            time.sleep(0.01)
         _forget(store.inner, last=1, anchors=1)
         gate.opened.set()
-        with pytest.raises(MissingVersionError, match="run it again"):
-            copying.result(60)
-    assert not list(target.list(""))
-    housekeeping.copy(_reader(store), target)
-    assert housekeeping.check(_reader(target), read_data=True).proven == [9, 10]
+        problems = copying.result(60).problems
+    assert problems and all(isinstance(problem, MissingVersionError) for problem in problems)
+    _assert_readable(target, 9, 10)
+    assert set(_check(target).proven or []) == set(_versions(target)) >= {9, 10}
 
 
-def test_copies_that_are_refused(store: AgedStore, memory_url: str) -> None:
+def test_copies_that_are_refused(memory_url: str) -> None:
+    store = open_store(memory_url)
+    channel, _ = _fill(store)
     with pytest.raises(ConfigError, match="both source and target"):
         housekeeping.copy(_reader(store), store)
     other = open_store(f"{memory_url}-other")
-    with Publisher(other) as publisher:
-        _publish(publisher, 1)
+    filled(other, STATES[:1])
+    _edit_channel(other, run_id="other")
     before = list(other.list(""))
     with pytest.raises(RunMismatchError, match="Nothing was copied"):
         housekeeping.copy(_reader(store), other)
@@ -817,56 +851,61 @@ def test_copies_that_are_refused(store: AgedStore, memory_url: str) -> None:
 
     ahead = open_store(f"{memory_url}-ahead")
     housekeeping.copy(_reader(store), ahead)
-    with Publisher(ahead, resume=True) as publisher:
-        _publish(publisher, 11)
+    channel.store = ahead
+    channel.delta(STATES[10])
     with pytest.raises(ChannelInUseError, match="ahead of"):
         housekeeping.copy(_reader(store), ahead)
-    with Publisher(store.inner, resume=True) as publisher:
-        publisher.publish(STATES[11].items()).wait(60)
-    with pytest.raises(ChannelInUseError, match="another version 11"):
+    ahead.delete(_key_of(ahead, 11))
+    channel.tip = _reader(ahead).numbered(10).version
+    channel.seal(keys.new_epoch(3))
+    channel.delta(STATES[10])
+    with pytest.raises(ChannelInUseError, match="somebody published there"):
         housekeeping.copy(_reader(store), ahead)
 
 
-@pytest.mark.parametrize("key", [f"deltas/0000000003/{PART}", layout.manifest(3), "anchors/0000000005/config.json"])
-def test_other_bytes_in_the_target_are_left_and_told(store: AgedStore, memory_url: str, key: str) -> None:
-    target = open_store(f"{memory_url}-copy")
-    target.create(key, b"other")
-    with pytest.raises(ObjectExistsError, match="other bytes"):
-        housekeeping.copy(_reader(store), target)
-    assert target.read(key) == b"other"
-    with pytest.raises(NotPublishedError):
-        _reader(target).head()
+def _edit_channel(store: Store, **changes: object) -> None:
+    channel = documents.decode(store.read(keys.CHANNEL), documents.Channel, keys.CHANNEL)
+    store.put(keys.CHANNEL, documents.encode(dataclasses.replace(channel, **changes)))  # type: ignore[arg-type]
+
+
+def test_other_bytes_in_the_target_are_left_and_told(store: AgedStore, memory_url: str) -> None:
+    for number, key in enumerate((_part_of(store, 4), _key_of(store, 3), _anchor_of(5))):
+        target = open_store(f"{memory_url}-copy-{number}")
+        target.put(key, b"other")
+        with pytest.raises(ObjectExistsError, match="other bytes"):
+            housekeeping.copy(_reader(store), target)
+        assert target.read(key) == b"other"
+        with pytest.raises(NotPublishedError):
+            _reader(target).channel()
 
 
 @pytest.mark.parametrize(
-    ("harm", "error"),
+    "harm",
     [
-        (lambda s: _change(s, f"deltas/0000000003/{PART}", flipped), CorruptDataError),
-        (lambda s: _edit(s, layout.manifest(3), Manifest, step=7), CorruptDataError),
-        (lambda s: s.delete(f"deltas/0000000003/{PART}"), MissingVersionError),
-        (lambda s: s.replace(layout.manifest(3), b"{"), CorruptDataError),
+        lambda s: _change(s, _part_of(s, 4), flipped),
+        lambda s: _edit(s, _key_of(s, 3), step=7),
+        lambda s: s.delete(_part_of(s, 4)),
+        lambda s: s.put(_key_of(s, 3), b"{"),
     ],
-    ids=["payload altered", "manifest rewritten", "payload missing", "manifest damaged"],
+    ids=["part altered", "record rewritten", "part missing", "record damaged"],
 )
-def test_damage_is_not_copied(
-    store: AgedStore, memory_url: str, harm: Callable[[Store], None], error: type[DeltaSyncError]
-) -> None:
+def test_damage_is_told_and_not_copied(store: AgedStore, memory_url: str, harm: Callable[[Store], None]) -> None:
     harm(store)
     target = open_store(f"{memory_url}-copy")
-    with pytest.raises(error):
-        housekeeping.copy(_reader(store), target)
-    with pytest.raises(NotPublishedError):
-        _reader(target).head()
+    (problem,) = housekeeping.copy(_reader(store), target).problems
+    assert "0000000003" in str(problem) or "0000000004" in str(problem)
+    assert Replica(target).sync() == 10
+    assert {5, 6, 7, 8, 9, 10} <= set(_check(target).proven or [])
 
 
 def test_an_error_ends_a_copy_at_once(store: AgedStore, memory_url: str) -> None:
     target = FaultyStore(open_store(f"{memory_url}-copy"))
-    target.fail_at("create", "anchors/0000000001", times=FOREVER, error=StoreError)
-    slow = target.hold_at("create", "deltas/")
+    target.fail_at("put", "parts/0000000002", times=FOREVER, error=StoreError)
+    slow = target.hold_at("put", "parts/0000000006")
     threading.Timer(0.3, slow.opened.set).start()
     with pytest.raises(StoreError):
         housekeeping.copy(_reader(store), target)
-    assert len([key for operation, key in target.calls if operation == "create"]) < 12
+    assert len([key for operation, key in target.calls if operation == "put"]) < 12
     time.sleep(0.1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltasync-housekeeping")]
 
@@ -875,7 +914,7 @@ def test_an_error_ends_a_copy_at_once(store: AgedStore, memory_url: str) -> None
 
 
 @pytest.mark.parametrize(
-    "command", ["check", "forget", "prune", "fold", "export", "cp", "log", "show", "serve", "bench codec"]
+    "command", ["check", "repair", "forget", "prune", "fold", "export", "cp", "log", "show", "serve", "bench codec"]
 )
 def test_every_help_names_the_exit_codes(command: str) -> None:
     shown = _deltasync(*command.split(), "--help")
@@ -891,13 +930,20 @@ def url(sound: Path, tmp_path: Path) -> str:
 
 
 def test_forget_and_prune_as_commands(url: str) -> None:
-    planned = _deltasync("forget", url, "--keep-last", 1, "--keep-step-every", 50, "--dry-run")
+    options = ("--keep-last", 1, "--keep-step-every", 50)
+    assert (
+        "kept          10 versions: 1-10; 1 of them lead to others; 7 of them were needed less than 3600 s ago"
+        in _deltasync("forget", url, *options).stdout
+    )
+    options = (*options, "--grace", "0")
+    planned = _deltasync("forget", url, *options, "--dry-run")
     assert "would forget  7 versions: 1-4, 6-8, and 1 fold" in planned.stdout
-    assert "would keep    3 versions: 5, 9-10" in planned.stdout
-    forgot = json.loads(_deltasync("forget", url, "--keep-last", 1, "--keep-step-every", 50, "--json").stdout)
+    assert "would keep    3 versions: 5, 9-10; 1 of them lead to others" in planned.stdout
+    forgot = json.loads(_deltasync("forget", url, *options, "--json").stdout)
     assert (forgot["kept"], forgot["forgotten"], len(forgot["folds"])) == ([5, 9, 10], [1, 2, 3, 4, 6, 7, 8], 1)
+    assert forgot["deleted"][0].startswith("versions/0000000/0000000008.000002-")
     spared = _deltasync("prune", url).stdout
-    assert "deleted       0 objects, 0 bytes" in spared and "spared        10 objects" in spared
+    assert "deleted       0 objects, 0 bytes" in spared and "not looked at 16 objects" in spared
     assert "would delete  10 objects" in _deltasync("prune", url, "--grace", "0", "--dry-run").stdout
     pruned = json.loads(_deltasync("prune", url, "--grace", "0s", "--json").stdout)
     assert len(pruned["objects"]) == 10 and pruned["bytes"] > 2400 and pruned["waiting_objects"] == 0
@@ -910,47 +956,98 @@ def test_check_as_a_command(url: str) -> None:
     assert sound.exit_code == 0
     assert "holds         10 versions, 3 anchors, 2 folds" in sound.stdout
     assert "proven        the bits of 10 versions" in sound.stdout
+    assert "proven        nothing" in _deltasync("check", url).stdout
     store = open_store(url)
-    store.delete(f"deltas/0000000003/{PART}")
-    _change(store, f"deltas/0000000007/{PART}", truncated)
+    store.delete(_part_of(store, 4))
+    _change(store, _part_of(store, 10), truncated)
     damaged = _deltasync("check", url)
     assert damaged.exit_code == 5
-    assert f"MissingVersionError: deltas/0000000003/{PART}, which manifests/0000000003.json refers to" in damaged.stdout
-    assert "problems      2" in damaged.stdout
-    assert "not proven    the bits of 4 versions: 3-4, 7-8" in _deltasync("check", url, "--read-data").stdout
+    assert f"MissingVersionError: {_part_of(store, 4)}, which {_key_of(store, 4)} names" in damaged.stdout
+    assert "problems      2" in damaged.stdout and "not reachable 4, 10" in damaged.stdout
+    assert "not proven    the bits of 2 versions: 4, 10" in _deltasync("check", url, "--read-data").stdout
     as_json = _deltasync("check", url, "--json")
     assert as_json.exit_code == 5
-    assert [problem["exit_code"] for problem in json.loads(as_json.stdout)["problems"]] == [5, 4]
+    assert sorted(problem["exit_code"] for problem in json.loads(as_json.stdout)["problems"]) == [4, 5]
+    assert json.loads(as_json.stdout)["newest"]["sha256"] == _reader(store).numbered(10).sha256
 
 
 def test_fold_log_and_show_as_commands(url: str) -> None:
     assert "fold 2-6: " in _deltasync("fold", url, 2, 6, "--codec", "context").stdout
-    assert json.loads(_deltasync("fold", url, 2, 6, "--json").stdout)["codec"] == "context"
+    again = json.loads(_deltasync("fold", url, 2, 6, "--json").stdout)
+    assert (again["delta"]["codec"], again["base"]["version"]) == ("context", 2)
     rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
-    assert [row["version"] for row in rows if row["kind"] != "fold"] == list(range(1, 11))
+    assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
+    assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]
     assert [(row["base_version"], row["version"]) for row in rows if row["kind"] == "fold"] == [(1, 6), (2, 6), (5, 9)]
+    reader = _reader(open_store(url))
+    assert all(row["sha256"] == reader.numbered(row["version"]).sha256 for row in rows)
     shown = _deltasync("log", url).stdout
     assert "9 deltas " in shown and "3 anchors " in shown and "3 folds " in shown and "2-6" in shown
+    assert reader.numbered(10).sha256[:12] in shown
     assert "1 deltas " in _deltasync("log", url, "--last", 1).stdout
     assert _deltasync("show", url, 6).stdout.count("fold   ") == 2
-    assert json.loads(_deltasync("show", url, 6, "--json").stdout)["chain"][-1][0] == 5
+    document = json.loads(_deltasync("show", url, 6, "--json").stdout)
+    assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
+    for what, said in ((again["key"], "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
+        assert said in _deltasync("show", url, what).stdout
+    assert f"anchor           {_fold_key(reader.store, 0, 9)}" in _deltasync("show", url, 9).stdout
+
+
+def test_log_goes_on_past_a_damaged_record(url: str) -> None:
+    store = open_store(url)
+    _change(store, _key_of(store, 6), truncated)
+    done = _deltasync("log", url, "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert "versions/0000000/0000000006" in done.stderr
+
+
+def test_what_is_signed_is_shown_so(memory_url: str, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    new_key(tmp_path / "key", "test")
+    url = f"file://{tmp_path}/signed"
+    filled(open_store(url), STATES[:4], anchors=(3,), signer=Signer(tmp_path / "key"))
+    public = Signer(tmp_path / "key").public
+    assert f"signed by        {public} (not checked)" in _deltasync("show", url).stdout
+    trusted = ("--trusted-keys", tmp_path / "key.pub")
+    assert _deltasync("show", url, *trusted).stdout.count("(not checked)") == 0
+    refused = _deltasync("fold", url, 1, 3)
+    assert refused.exit_code == 3 and "signing_key" in refused.stderr
+    assert _deltasync("fold", url, 1, 3, "--signing-key", tmp_path / "key").exit_code == 0
+    for command in ("check", "log", "cp"):
+        more = (f"file://{tmp_path}/copy",) if command == "cp" else ()
+        assert _deltasync(command, url, *more, *trusted).exit_code == 0
 
 
 def test_export_as_a_command(url: str, tmp_path: Path) -> None:
     done = _deltasync("export", url, "latest", tmp_path / "out")
-    assert done.stdout.startswith(f"version 10 in {tmp_path / 'out'}: 3 files")
+    assert done.stdout.startswith(
+        f"version 10 ({_reader(open_store(url)).numbered(10).sha256[:12]}) in {tmp_path / 'out'}: 2 files"
+    )
     assert json.loads(_deltasync("export", url, 3, tmp_path / "three", "--json").stdout)["version"] == 3
-    bare = f"file://{tmp_path}/bare"
-    with Publisher(bare) as publisher:
-        _publish(publisher, 1)
-    assert "holds no config.json" in _deltasync("export", bare, 1, tmp_path / "bare-out").stderr
+    for info in open_store(url).list(keys.ANCHORS):
+        if info.key.endswith("config.json"):
+            open_store(url).delete(info.key)
+    assert "holds no config.json" in _deltasync("export", url, 1, tmp_path / "bare-out").stderr
 
 
 def test_cp_as_a_command(url: str, tmp_path: Path) -> None:
     target = f"file://{tmp_path}/copy"
-    assert f"{target} is at version 10: copied " in _deltasync("cp", url, target).stdout
-    assert json.loads(_deltasync("cp", url, target, "--json").stdout)["objects"] == 0
+    assert f"{target} is at version 10 (" in _deltasync("cp", url, target).stdout
+    again = json.loads(_deltasync("cp", url, target, "--json").stdout)
+    assert (again["objects"], again["version"]["version"], again["problems"]) == (0, 10, [])
     assert "objects there already" in _deltasync("cp", url, target).stdout
+    store = open_store(url)
+    store.delete(_part_of(store, 4))
+    damaged = _deltasync("cp", url, f"file://{tmp_path}/other")
+    assert damaged.exit_code == 5 and "not copied: parts/0000000004" in damaged.stderr
+
+
+def test_follow_as_a_command(url: str) -> None:
+    found = json.loads(_deltasync("follow", url, "--once", "--json").stdout)
+    stored = _reader(open_store(url)).numbered(10)
+    assert (found["version"], found["sha256"], found["fingerprint"]) == (10, stored.sha256, stored.record.fingerprint)
+    assert f"version 10 ({stored.sha256[:12]})" in _deltasync("follow", url, "--once").stdout
 
 
 @pytest.mark.parametrize(
@@ -958,7 +1055,8 @@ def test_cp_as_a_command(url: str, tmp_path: Path) -> None:
     [
         (["forget", "URL"], 2, "Say what to keep"),
         (["forget", "URL", "--keep-last", "0"], 2, "x>=1"),
-        (["forget", "memory://no-channel", "--keep-last", "1"], 5, "holds no channel yet"),
+        (["forget", "URL", "--keep-last", "1", "--grace", "soon"], 2, "not a duration"),
+        (["forget", "memory://no-channel", "--keep-last", "1", "--dry-run"], 5, "holds no channel yet"),
         (["prune", "URL", "--grace", "soon"], 2, "not a duration"),
         (["fold", "URL", "6", "2"], 3, "to a later one"),
         (["fold", "URL", "2", "60"], 5, "not published yet, or forgotten"),
@@ -967,6 +1065,10 @@ def test_cp_as_a_command(url: str, tmp_path: Path) -> None:
         (["export", "URL", "60", "x"], 5, "Version 60 is not published"),
         (["cp", "URL", "URL"], 3, "both source and target"),
         (["check", "memory://no-channel"], 5, "holds no channel yet"),
+        (["repair", "memory://no-channel"], 5, "Only a copy of the channel"),
+        (["repair", "URL", "--from", "/nowhere"], 3, "neither the URL"),
+        (["show", "URL", "head.json"], 3, "neither a version"),
+        (["show", "URL", keys.slot(77, EPOCH)], 5, "has no versions/0000000/0000000077"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[str], exit_code: int, said: str) -> None:
@@ -976,16 +1078,18 @@ def test_bad_input_gets_one_sentence_and_an_exit_code(url: str, arguments: list[
 
 
 def test_a_foreign_writer_may_put_files_elsewhere(store: AgedStore) -> None:
-    """Readers take keys from manifests, so that is what is checked; and `prune` leaves what it does not know."""
-    document = _reader(store).manifest(10)
-    assert document.delta is not None
-    (file,) = document.delta.files
-    store.create("elsewhere/payload", store.read(file.key))
-    store.create("deltas/elsewhere/payload", b"not ours")
-    delta = dataclasses.replace(document.delta, files=[dataclasses.replace(file, key="elsewhere/payload")])
-    _repoint(store, 10, delta=delta)
-    assert [info.key for info in _prune(store).objects] == [file.key]
-    report = housekeeping.check(_reader(store), read_data=True)
+    """Readers take keys from records, so that is what is checked; and `prune` leaves what it does not know."""
+    store.put("elsewhere/payload", store.read(_part_of(store, 10)))
+    store.put("parts/elsewhere/payload", b"not ours")
+    stored = _reader(store).numbered(10)
+    assert stored.record.delta is not None
+    part = dataclasses.replace(stored.record.delta.parts[0], key="elsewhere/payload")
+    left = stored.record.delta.parts[0].key
+    parts = [part, *stored.record.delta.parts[1:]]
+    _edit(store, stored.key, delta=dataclasses.replace(stored.record.delta, parts=parts))
+    store.delete(keys.HEAD)
+    assert [info.key for info in _prune(store).objects] == [left]
+    report = _check(store)
     assert (report.problems, report.garbage_objects) == ([], 0)
     _assert_readable(store, 10)
 
@@ -1016,17 +1120,18 @@ def test_progress_is_told(store: AgedStore) -> None:
         told.append((what, done, total))
 
     housekeeping.check(_reader(store), read_data=True, progress=tell)
-    housekeeping.forget(_reader(store), Keep(last=1), progress=tell)
+    housekeeping.forget(_reader(store), Keep(last=1), grace_s=0, progress=tell)
     housekeeping.prune(_reader(store), grace_s=0, progress=tell)
     assert {what: (done, total) for what, done, total in told} == {
-        "manifests": (2, 2),
+        "records": (4, 4),
         "replaying": (10, 10),
-        "forgetting": (8, 8),
-        "pruning": (14, 14),
+        "forgetting": (9, 9),
+        "unlisted records": (8, 8),
+        "pruning": (12, 12),
     }
 
 
 def test_wrong_bits_are_an_apply_error(copied: Store) -> None:
     _wrong_fold(copied)
-    (problem,) = housekeeping.check(_reader(copied), read_data=True).problems
+    (problem,) = _check(copied).problems
     assert isinstance(problem, FingerprintMismatchError)

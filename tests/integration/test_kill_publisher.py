@@ -16,7 +16,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -27,11 +27,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deltasync import Publisher, Replica, housekeeping, layout, manifest, open_store
+from deltasync import Publisher, Replica, housekeeping, open_store
+from deltasync.channel import keys
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
 from deltasync.config import Retention
-from deltasync.errors import HeadConflictError, NotPublishedError
-from deltasync.manifest import Manifest
-from deltasync.reader import ChannelReader
+from deltasync.errors import FencedError, MissingVersionError, NotPublishedError
 from deltasync.stores.local import LocalStore
 from tests.conftest import assert_same_bits
 from tests.processes import PATIENCE_S, PROCESSES, in_a_process
@@ -59,15 +60,16 @@ class KillingStore(LocalStore):
         super().__init__(str(root))
         self.passed: list[Point] = []
         self._kill = kill
-        self._doing = ("", "")
+        self._doing = threading.local()
+        self._lock = threading.Lock()
 
     def create(self, key: str, data: bytes) -> None:
         with self._step("create", key):
             super().create(key, data)
 
-    def replace(self, key: str, data: bytes) -> None:
-        with self._step("replace", key):
-            super().replace(key, data)
+    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+        with self._step("put", key):
+            super().put(key, data, guard=guard)
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -78,19 +80,21 @@ class KillingStore(LocalStore):
     def _temporary(self, key: str, data: bytes) -> Iterator[tuple[int, str, str]]:
         """The object is written and synced under another name when this yields."""
         with super()._temporary(key, data) as names:
-            self._at("during", *self._doing)
+            self._at("during", *self._doing.what)
             yield names
 
     @contextlib.contextmanager
     def _step(self, operation: str, key: str) -> Iterator[None]:
-        self._doing = operation, re.sub(r"/[0-9a-f]{32}\b", "/uuid", key)
+        self._doing.what = what = operation, re.sub(r"[0-9]{6}-[0-9a-f]{8}", "epoch", key)
         yield
-        self._at("after", *self._doing)
+        self._at("after", *what)
 
     def _at(self, moment: str, operation: str, key: str) -> None:
         point = Point(moment, operation, key, 1)
-        point = dataclasses.replace(point, number=1 + sum(dataclasses.replace(p, number=1) == point for p in self.passed))
-        self.passed.append(point)
+        with self._lock:
+            number = 1 + sum(dataclasses.replace(passed, number=1) == point for passed in self.passed)
+            point = dataclasses.replace(point, number=number)
+            self.passed.append(point)
         if point == self._kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -132,11 +136,15 @@ class Trainer:
         warned = Warned()
         logging.getLogger("deltasync").addHandler(warned)
         store = KillingStore(root, kill)
-        with mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1), self.open(store) as publisher:
+        with (
+            mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1),
+            mock.patch("deltasync.publish.encode.INLINE_BYTES", 0),
+            self.open(store) as publisher,
+        ):
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
                 for thread in (publisher._uploader._pool, publisher._keeper._pool):  # type: ignore[union-attr]
-                    thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
+                    thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time, but for head
         passed.send((store.passed, warned.messages))
 
 
@@ -162,8 +170,12 @@ def process(trainer: Trainer, root: Path, kill: Point | None = None) -> tuple[li
     return told or ([], [])
 
 
-def manifests(root: Path) -> dict[int, bytes]:
-    return {int(path.stem): path.read_bytes() for path in sorted((root / "manifests").glob("*.json"))}
+def records(root: Path) -> dict[int, Stored]:
+    """The versions that lead to the newest one."""
+    reader = ChannelReader(open_store(f"file://{root}"))
+    if not (root / keys.CHANNEL).exists():
+        return {}
+    return {version.version: reader.record(version) for version in reversed(list(reader.versions()))}
 
 
 class Following:
@@ -207,49 +219,48 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
     if template.exists():
         shutil.copytree(template, root)
     with Following(root) as following:
-        before = manifests(root)
+        before = records(root)
         process(killed, root, kill)
-        after = manifests(root)
-        assert all(after[version] == data for version, data in before.items() if version in after)
+        after = records(root)
+        assert all(after[version] == stored for version, stored in before.items() if version in after)
         assert_sound(root, after)
         restarted_s = time.monotonic()
         passed, warned = process(resumed, root)
-        newest = max(manifests(root))
+        end = records(root)
+        newest = max(end)
         while newest not in following.served and time.monotonic() < restarted_s + PATIENCE_S:
             time.sleep(0.005)
         took_s = time.monotonic() - restarted_s
-    end = manifests(root)
-    published = sum(p.moment == "after" and p.operation == "create" and p.key.startswith("manifests/") for p in passed)
-    reference_too = resumed.by_reference and not after
-    assert published == len(resumed.steps) + reference_too, f"killed {kill}; then {list(map(str, passed))}, {warned}"
+    published = len(resumed.steps) + (resumed.by_reference and not after)
     # None skipped, none used again: those that were there are as they were, or forgotten, and the others come right after.
-    assert newest == max(after, default=0) + published
-    assert all(end[version] == data for version, data in after.items() if version in end)
-    kept = [version for version in range(1, newest + 1) if version in end]
+    assert newest == max(after, default=0) + published, f"killed {kill}; then {list(map(str, passed))}, {warned}"
+    assert all(end[version] == stored for version, stored in after.items() if version in end)
+    kept = sorted(end)
     assert kept == list(range(newest - len(kept) + 1, newest + 1))
     assert len(kept) == newest or resumed.sweeps
     assert_sound(root, end)
     head = ChannelReader(open_store(f"file://{root}")).head()
-    assert head.version == newest
+    assert head is not None and head.newest == end[newest].version
     assert following.served[newest] == resumed.steps[-1]
     return took_s, warned
 
 
-def assert_sound(root: Path, found: dict[int, bytes]) -> None:
-    """Nothing is damaged or missing, and every version that head leads to has the bits of its step."""
-    reader = ChannelReader(open_store(f"file://{root}"))
-    if not (root / layout.HEAD).exists():
+def assert_sound(root: Path, found: dict[int, Stored]) -> None:
+    """Nothing is damaged or missing, and every version has the bits of its step."""
+    if not found:
         return
-    report = housekeeping.check(reader, read_data=True)
-    assert [str(problem) for problem in report.problems] == []
-    for version, data in found.items():
-        if version <= reader.head().version:
-            document = manifest.decode(data, Manifest, "key")
-            replica = Replica(reader.store)
+    reader = ChannelReader(open_store(f"file://{root}"))
+    assert [str(problem) for problem in housekeeping.check(reader, read_data=True).problems] == []
+    for version, stored in found.items():
+        replica = Replica(reader.store)
+        try:
             replica.sync(version)
-            step = 0 if document.reference is not None else document.step
-            assert step is not None
-            assert_same_bits(replica.state_dict(), weights(step))
+        except MissingVersionError:  # what it builds on was forgotten, and it is about to be
+            assert version < max(found)
+            continue
+        step = 0 if stored.record.reference is not None else stored.record.step
+        assert step is not None
+        assert_same_bits(replica.state_dict(), weights(step))
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +279,7 @@ def template(base: Path, name: str) -> Path:
         return root
     process(Trainer((1, 2, 3), sweeps=name == "sweeps"), root)
     if name == "a head that lags":
-        process(Trainer((4,)), root, Point("during", "replace", layout.HEAD, 1))
+        process(Trainer((4,)), root, Point("during", "put", keys.HEAD, 1))
     return root
 
 
@@ -278,7 +289,7 @@ CASES = {
     "a head that lags": (Trainer((5,)), Trainer((6,))),
     "sweeps": (Trainer((4, 5), sweeps=True), Trainer((6, 7), sweeps=True)),
 }
-LEAST_POINTS = {"a new channel": 14, "a new channel by reference": 18, "a head that lags": 8, "sweeps": 34}
+LEAST_POINTS = {"a new channel": 14, "a new channel by reference": 14, "a head that lags": 8, "sweeps": 34}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -289,6 +300,8 @@ def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> Non
     if start.exists():
         shutil.copytree(start, rehearsal)
     points, _ = process(killed, rehearsal)
+    # How often head is put depends on how quick its thread is.
+    points = [point for point in points if point.key != keys.HEAD or point.number == 1]
     assert len(points) >= LEAST_POINTS[name], [str(point) for point in points]
     with ThreadPoolExecutor(2) as pool:
         runs = {
@@ -300,13 +313,18 @@ def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> Non
 
 
 def contend(root: Path, step: int, start: Barrier, told: Connection) -> None:
-    publisher = Trainer(()).open(LocalStore(str(root)))
+    try:
+        publisher = Trainer(()).open(LocalStore(str(root)))
+    except FencedError as error:
+        start.wait(PATIENCE_S)
+        told.send((None, str(error)))
+        return
     start.wait(PATIENCE_S)
     try:
         version = publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S).version
         publisher.close()
         told.send((version, None))
-    except HeadConflictError as error:
+    except FencedError as error:
         told.send((None, str(error)))
 
 
@@ -327,9 +345,8 @@ def test_of_two_processes_that_resume_a_run_one_publishes(base: Path) -> None:
             child.join(PATIENCE_S)
         winners = [step for step, (published, _) in zip(steps, told, strict=True) if published == version]
         (error,) = [error for _, error in told if error is not None]
-        told_by = f"Another publisher wrote version {version}", f"Another publisher moved head to version {version}"
-        assert len(winners) == 1 and error.startswith(told_by)
+        assert len(winners) == 1 and error.startswith("Another publisher open")
         replica = Replica(f"file://{root}")
         assert replica.sync() == version
         assert_same_bits(replica.state_dict(), weights(winners[0]))
-        assert_sound(root, manifests(root))
+        assert_sound(root, records(root))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltasync import Publisher, heartbeat, layout, manifest
+from deltasync import Publisher
+from deltasync.channel import documents, heartbeat, keys
+from deltasync.channel.documents import Head
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from deltasync.manifest import Head
+from deltasync.follow.course import LOOK_S
+from tests.faults import flipped
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
 
 pytestmark = pytest.mark.vllm
@@ -81,8 +84,10 @@ def test_a_heartbeat_tells_the_served_version(server: Server) -> None:
     server.step()
     version = server.publish()
     assert server.publisher is not None and server.publisher.run_id is not None
-    found = heartbeat.wait_for(server.store, server.publisher.run_id, version, "all", PATIENCE_S)
-    assert [(beat.replica_id, beat.version, beat.state) for beat in found] == [("test-server", version, "serving")]
+    found = heartbeat.wait_for(server.store, server.publisher.run_id, version, server.publisher.published, "all", PATIENCE_S)
+    (beat,) = found
+    assert (beat.replica_id, beat.version, beat.state) == ("test-server", version, "serving")
+    assert beat.sha256 == server.publisher.published[version] == server.status()["sha256"]
 
 
 def test_a_version_without_changes_is_committed(server: Server) -> None:
@@ -95,72 +100,47 @@ def test_a_tensor_that_changed_completely_is_committed(server: Server) -> None:
     server.assert_serves(server.publish())
 
 
-def test_a_damaged_payload_leaves_the_old_version_served_until_it_is_repaired(server: Server) -> None:
+def test_a_damaged_record_leaves_the_old_version_served_until_it_is_repaired(server: Server) -> None:
     before = {name: tensor.clone() for name, tensor in server.weights.items()}
     version = server.status()["version"]
     server.step()
-    head = server.store.read(layout.HEAD)
-    folder = Path(server.channel.removeprefix("file://"), layout.delta_dir(version + 1))
-
-    # The replica polls all the time, so the damage must be there before head names the version.
-    data = damaged = b""
-
-    def publish_damaged() -> None:
-        nonlocal data, damaged
-        store = server.store
-        original = type(store).replace
-
-        def replace(self: Any, key: str, body: bytes) -> None:
-            nonlocal data, damaged
-            if key == layout.HEAD:
-                path = folder / layout.delta_part(1, 1)
-                data = path.read_bytes()
-                damaged = data[:-1] + bytes([data[-1] ^ 1])
-                path.write_bytes(damaged)
-            original(self, key, body)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(store), "replace", replace)
-            server.publish()
-
-    publish_damaged()
+    with server.publishing_as(lambda _, data: flipped(data)) as repair:
+        server.publish()
     status = server.wait(lambda status: status["state"] == "failed")
-    assert "sha256" in status["error"]
+    assert "has another body than its document says" in status["error"]
     assert status["version"] == version
     assert get_json(f"{server.url}/deltasync/digest")["sha256"] == digests(before)
     assert len(complete(server.url, 5)) == 5
-    (folder / layout.delta_part(1, 1)).write_bytes(data)
+    repair()
     server.assert_serves(version + 1)
-    assert server.store.read(layout.HEAD) != head
 
 
-def test_a_head_of_another_run_or_of_nothing_is_refused(server: Server) -> None:
+def test_a_head_of_another_run_or_of_nothing_leads_nowhere(server: Server) -> None:
     store = server.store
-    good = store.read(layout.HEAD)
-    head = manifest.decode(good, Head, layout.HEAD)
-    version = head.version
-    for bad, said in (
-        (dataclasses.replace(head, run_id="another", version=version + 1), "belongs to run another"),
-        (dataclasses.replace(head, version=version + 100), "has no manifest of version"),
-        (dataclasses.replace(head, version=version - 1), "Keeping it"),
+    head = documents.decode(store.read(keys.HEAD), Head, keys.HEAD)
+    for bad in (
+        dataclasses.replace(head, run_id="another", version=head.version + 1),
+        dataclasses.replace(head, version=head.version + 100),
+        dataclasses.replace(head, version=head.version - 1),
     ):
-        store.replace(layout.HEAD, manifest.encode(bad))
-        status = server.wait(lambda status, said=said: said in (status["error"] or ""))  # type: ignore[misc]
-        assert (status["state"], status["version"]) == ("failed", version)
-    store.replace(layout.HEAD, good)
-    server.wait(lambda status: status["state"] == "serving" and status["error"] is None)
-    server.assert_serves(version)
+        store.put(keys.HEAD, documents.encode(bad))
+        looked = time.monotonic()
+        while time.monotonic() - looked < 1.2 * LOOK_S:  # it looks at head meanwhile
+            status = server.status()
+            assert (status["state"], status["version"], status["error"]) == ("serving", head.version, None)
+            time.sleep(0.2)
+    server.step()
+    server.assert_serves(server.publish())
 
 
 def test_bits_that_are_not_the_published_ones_are_rolled_back_and_the_next_anchor_heals(server: Server) -> None:
-    # A manifest that promises a fingerprint which its own delta does not give: the only fault that reaches the weights.
+    # A record that promises a fingerprint which its own delta does not give: the only fault that reaches the weights.
     before = {name: tensor.clone() for name, tensor in server.weights.items()}
-    store = server.store
-    head = manifest.decode(store.read(layout.HEAD), Head, layout.HEAD)
+    version = server.status()["version"]
     server.step()
     status = server.publish_wrong_bits()
-    assert status["version"] == head.version
-    assert get_json(f"{server.url}/deltasync/digest") == {"version": head.version, "sha256": digests(before)}
+    assert status["version"] == version
+    assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
     assert len(complete(server.url, 5)) == 5
     server.publish_anchor()
     assert server.status()["commits"][-1]["anchor"]

@@ -158,7 +158,7 @@ def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, 
         failed = server.wait(lambda status: status["state"] == "failed")
         assert "vLLM did not load policy-v" in failed["error"]
         assert "64" in failed["error"]
-        assert (failed["version"], failed["head_version"]) == (status["version"], version)
+        assert (failed["version"], failed["newest_version"]) == (status["version"], version)
         assert greedy(server, "policy") == before
     config["r"] = LORA.r
     with Publisher(

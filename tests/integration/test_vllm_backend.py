@@ -16,8 +16,8 @@ import pytest
 from safetensors.torch import save_file
 from transformers import Qwen2Config
 
-from deltasync import layout
 from deltasync.bits import cast
+from tests.faults import flipped
 from tests.integration.vllm_server import Server, complete, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -178,15 +178,14 @@ def test_a_bad_channel_is_refused(server: Server) -> None:
     server.json(path, {"init_info": {"channel": server.channel}})
 
 
-def test_a_damaged_payload_leaves_the_old_bits_until_it_is_repaired(server: Server, checkpoint: Path) -> None:
+def test_a_damaged_record_leaves_the_old_bits_until_it_is_repaired(server: Server, checkpoint: Path) -> None:
     before, tokens = live_bits(server), greedy(server)
     server.step()
-    path = Path(server.channel.removeprefix("file://"), layout.delta_dir(server.publish()), layout.delta_part(1, 1))
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "sha256" in refused_push(server, {})
+    with server.publishing_as(lambda _, data: flipped(data)) as repair:
+        server.publish()
+    assert "has another body" in refused_push(server, {})
     assert (live_bits(server), greedy(server)) == (before, tokens)
-    path.write_bytes(data)
+    repair()
     push(server, None)
     assert_live(server, checkpoint, server.weights)
 

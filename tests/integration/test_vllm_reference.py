@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deltasync import Publisher, layout
+from deltasync import Publisher
+from deltasync.channel import keys
 from tests.faults import FaultyStore
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
 
@@ -37,7 +38,7 @@ def test_it_says_which_tensors_differ_and_loads_the_checkpoint_once_it_is_there(
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     server.weights[CHANGED][3, 5] = tensors[CHANGED][3, 5].float()
     store = FaultyStore(server.store)
-    gate = store.hold_at("replace", layout.HEAD)
+    gate = store.hold_at("create", keys.VERSIONS)
     server.publisher = Publisher(store, initial=base)
     receipt = server.publisher.publish(server.weights.items())
     assert gate.entered.wait(PATIENCE_S)

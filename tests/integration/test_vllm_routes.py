@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import struct
 import subprocess
 import threading
 import urllib.error
@@ -16,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from deltasync import Publisher, layout, manifest, signing
+from deltasync import Publisher
+from deltasync.channel import documents, record, signing
+from deltasync.channel.signing import Signer
 from deltasync.demo.processes import get_json
-from deltasync.manifest import Head
-from deltasync.signing import Signer
-from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
+from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_model, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -93,7 +94,7 @@ def test_sync_says_when_time_is_up_and_what_is_wrong_with_a_request(server: Serv
     status, reply = post(server, "/deltasync/sync", version=version + 100, timeout_s=0.2)
     assert status == 504
     assert f"Version {version + 100} is not served after 0.2 s" in reply["error"]
-    assert (reply["version"], reply["head_version"], reply["state"]) == (version, version, "serving")
+    assert (reply["version"], reply["newest_version"], reply["state"]) == (version, version, "serving")
     status, reply = post(server, "/deltasync/sync", version="newest")
     assert status == 422
     assert "version" in reply["error"]
@@ -110,7 +111,7 @@ def test_a_trainer_of_pipeline_rl_can_ask_for_an_update(server: Server) -> None:
 
 
 def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, folder: Path) -> None:
-    assert set(get_json(f"{server.url}/deltasync/status")) == {"state", "version", "head_version"}
+    assert set(get_json(f"{server.url}/deltasync/status")) == {"state", "version", "newest_version"}
     for path, data in (
         ("/deltasync/", None),
         ("/deltasync/digest", None),
@@ -126,15 +127,17 @@ def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, f
 
 
 def test_what_is_not_signed_is_refused_and_the_version_stays(server: Server, folder: Path) -> None:
-    good, status = server.store.read(layout.HEAD), server.status()
+    status = server.status()
     assert status["trusted_keys"] == [Signer(folder / "key").public]
-    server.store.replace(layout.HEAD, manifest.encode(manifest.decode(good, Head, layout.HEAD)))
-    status = server.wait(lambda status: status["state"] == "failed")
-    assert "SignatureError: head.json is not signed" in status["error"]
-    server.assert_serves(status["version"])
-    server.store.replace(layout.HEAD, good)
+    served = {name: tensor.clone() for name, tensor in server.weights.items()}
     server.step()
-    server.assert_serves(server.publish())
+    with server.publishing_as(lambda _, data: data.replace(b'"coalesced":1', b'"coalesced":2')) as repair:
+        server.publish()
+    failed = server.wait(lambda status: status["state"] == "failed")
+    assert "was altered" in failed["error"] and failed["version"] == status["version"]
+    assert server.json("/deltasync/digest")["sha256"] == digests(served)
+    repair()
+    server.assert_serves(status["version"] + 1)
     private = (folder / "key").read_text().splitlines()[1]
     assert private not in (folder / "server.log").read_text(errors="replace")
 
@@ -146,7 +149,7 @@ def test_metrics_stand_beside_vllms_own(server: Server) -> None:
     server.wait(lambda status: status["state"] == "serving" and status["commits"][-1]["version"] == version)
     status, found = server.status(), samples(server)
     commits = status["commits"]
-    assert found["deltasync_served_version"] == found["deltasync_head_version"] == version
+    assert found["deltasync_served_version"] == found["deltasync_newest_version"] == version
     assert found['deltasync_commits_total{kind="delta"}'] == len(commits)
     assert found['deltasync_commits_total{kind="anchor"}'] == found['deltasync_commits_total{kind="fold"}'] == 0
     assert found["deltasync_payload_bytes_total"] == sum(commit["payload_bytes"] for commit in commits)
@@ -220,16 +223,21 @@ def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, t
     assert page.count("<circle") == 3 * len(commits) > 0
     assert re.search(r'<section id="error"[^>]* hidden', page)
 
-    good = server.store.read(layout.HEAD)
-    head = manifest.decode(good, Head, layout.HEAD)
-    other = manifest.encode(dataclasses.replace(head, run_id="<b>another</b>"))
-    server.store.replace(layout.HEAD, Signer(folder / "key").seal(layout.HEAD, other))
+    def of_another_format(key: str, data: bytes) -> bytes:
+        honest = record.decode(data, key, None).record
+        document = documents.encode(dataclasses.replace(honest, format="<b>another</b>"))
+        document = Signer(folder / "key").seal(key, document)
+        return data[: honest.body_bytes] + document + struct.pack("<Q", len(document))
+
+    server.step()
+    with server.publishing_as(of_another_format) as repair:
+        version = server.publish()
     server.wait(lambda status: status["state"] == "failed")
     page = browse("failed", "--dump-dom")
     assert shown(page)["state"] == "failed"
-    assert "belongs to run &lt;b&gt;another&lt;/b&gt;" in shown(page)["error"]
+    assert "has format '&lt;b&gt;another&lt;/b&gt;'" in shown(page)["error"]
     browse("picture", f"--screenshot={tmp_path}/page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
-    server.store.replace(layout.HEAD, good)
-    server.wait(lambda status: status["state"] == "serving")
-    assert samples(server)['deltasync_errors_total{class="RunMismatchError"}'] >= 1
+    repair()
+    server.assert_serves(version)
+    assert samples(server)['deltasync_errors_total{class="MissingVersionError"}'] >= 1

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -23,6 +24,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from deltasync import Publisher
 from deltasync.bits import bits_of, cast
+from deltasync.channel import keys
+from deltasync.channel.documents import Record
+from deltasync.channel.record import Stored
+from deltasync.codec.base import Encoded
 from deltasync.demo import model as demo_model
 from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import free_port
@@ -149,9 +154,35 @@ class Server:
     def publishing_a_wrong_fingerprint(self) -> Iterator[None]:
         """Versions published meanwhile promise a fingerprint of the model that their own delta does not give."""
         assert self.publisher is not None
-        self.publisher._fingerprints["no such tensor"] = 1
-        yield
-        del self.publisher._fingerprints["no such tensor"]
+        log = self.publisher._log
+        append = log.append
+
+        def lying_append(record: Record, payload: Encoded | None) -> Stored:
+            assert record.fingerprint is not None
+            wrong = f"{int(record.fingerprint, 16) ^ 1:016x}"
+            return append(dataclasses.replace(record, fingerprint=wrong), payload)
+
+        with mock.patch.object(log, "append", lying_append):
+            yield
+
+    @contextlib.contextmanager
+    def publishing_as(self, change: Callable[[str, bytes], bytes]) -> Iterator[Callable[[], None]]:
+        """Records published meanwhile are stored as `change` makes them; yields what puts the right bytes in their place."""
+        honest: dict[str, bytes] = {}
+        kind = type(self.store)
+        create = kind.create
+
+        def changing_create(store: Any, key: str, data: bytes) -> None:
+            if key.startswith(keys.VERSIONS):
+                honest[key], data = data, change(key, data)
+            create(store, key, data)
+
+        def repair() -> None:
+            for key, data in honest.items():
+                self.store.put(key, data)
+
+        with mock.patch.object(kind, "create", changing_create):
+            yield repair
 
     def publish_anchor(self) -> None:
         """Publish a version with full weights, after a first one, and see it served."""
@@ -177,9 +208,7 @@ class Server:
 
 def tells_of_wrong_bits(error: str | None) -> bool:
     """Of the commit that was rolled back, or of every later look at the version."""
-    return any(
-        told in (error or "") for told in ("did not give the published bits", "does not give the bits that it promises")
-    )
+    return "did not give the published bits" in (error or "")
 
 
 def digests(weights: Weights) -> dict[str, str]:

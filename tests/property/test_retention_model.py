@@ -10,10 +10,15 @@ import torch
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 
-from deltasync import Publisher, Replica, housekeeping, layout, open_store
+from deltasync import housekeeping
+from deltasync.channel import keys
+from deltasync.channel.documents import Version
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
-from deltasync.reader import ChannelReader
-from deltasync.retention import Keep
+from deltasync.follow import Replica
+from deltasync.housekeeping import Keep
+from deltasync.stores import open_store
+from tests.channels import Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -25,33 +30,22 @@ _counts = st.none() | st.integers(1, 6)
 _keeps = st.fixed_dictionaries(
     {"last": st.integers(1, 6), "anchors": _counts, "step_every": _counts}
 ) | st.fixed_dictionaries({"last": st.none(), "anchors": st.integers(1, 3), "step_every": _counts})
-_versions = st.integers(1, 14)
-_left_behind = st.builds(
-    lambda folder, version, span, attempt, name: {
-        "delta": f"{layout.delta_dir(version, attempt)}/{name}",
-        "anchor": f"{layout.anchor_dir(version, attempt)}/{name}",
-        "fold": f"{layout.fold_dir(version, version + span, attempt)}/{name}",
-    }[folder],
-    st.sampled_from(["delta", "anchor", "fold"]),
-    _versions,
-    st.integers(1, 5),
-    st.integers(0, 2),
-    st.sampled_from([layout.delta_part(1, 1), "model.safetensors", "config.json"]),
+_left_behind = st.tuples(
+    st.sampled_from([keys.parts_folder, keys.anchor_folder]), st.integers(1, 14), st.integers(1, 3), st.booleans()
 )
-_places = st.sampled_from([("list", ""), ("list", "folds/"), ("read", "manifests/"), ("read", "head"), ("delete", "")])
-_places_of_forget = _versions.map(lambda v: ("delete", layout.manifest(v))) | st.sampled_from(
-    [("create", "forgotten/"), ("delete", "folds/")]
+_places = st.sampled_from(
+    [
+        *[("list", prefix) for prefix in ("versions/", "folds/", "anchors/", "parts/")],
+        *[("read", prefix) for prefix in ("versions/", "folds/")],
+        *[("delete", prefix) for prefix in ("versions/", "folds/", "anchors/", "parts/", "probe/")],
+    ]
 )
-_places_of_prune = st.builds(
-    lambda folder, v: ("delete", folder(v)), st.sampled_from([layout.delta_dir, layout.anchor_dir]), _versions
-)
-_places_of_prune |= st.sampled_from(
-    [("replace", "forgotten/"), ("list", "forgotten/"), ("delete", "folds/"), ("delete", "forgotten/")]
-)
+_crashes = st.none() | st.tuples(_places, st.booleans())
 _actions = st.one_of(
-    st.tuples(st.just("publish"), st.integers(1, 3)),
-    st.tuples(st.just("forget"), _keeps, st.none() | st.tuples(_places | _places_of_forget, st.booleans())),
-    st.tuples(st.just("prune"), st.none() | st.tuples(_places | _places_of_prune, st.booleans())),
+    st.tuples(st.just("publish"), st.integers(1, 3), st.booleans(), st.sampled_from(["", "announce", "anchor"])),
+    st.tuples(st.just("reopen")),
+    st.tuples(st.just("forget"), _keeps, _crashes),
+    st.tuples(st.just("prune"), _crashes),
     st.tuples(st.just("leave"), _left_behind),
     st.tuples(st.just("fold"), st.integers(0, 20), st.integers(0, 20)),
 )
@@ -61,7 +55,7 @@ class Model:
     """What must be there, worked out another way than `retention` does: each version rests on the one before it."""
 
     def __init__(self) -> None:
-        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        self.versions: dict[int, Version] = {}
         self.anchors: list[int] = []
         self.steps: dict[int, int | None] = {}
         self.stored: set[int] = set()
@@ -80,37 +74,47 @@ class Model:
 
 
 class Life:
-    """A channel, its publisher and its model."""
+    """A channel, what writes it, and its model."""
 
-    def __init__(self, anchor_every: int, codec: str) -> None:
+    def __init__(self, codec: str) -> None:
         self.store = FaultyStore(open_store(f"memory://{uuid.uuid4().hex}"))
-        self.publisher = Publisher(
-            self.store.inner, anchor_every=anchor_every, codec=codec, model_files={"config.json": b"{}"}
-        )
+        self.channel = Made(self.store.inner, codec_name=codec)
         self.model = Model()
         self.weights = {"w": torch.zeros(_ELEMENTS, dtype=torch.bfloat16)}
+        self.channel.create(self.weights)
         self.random = np.random.default_rng(0)
-        self.publish(1)
+        self.publish(1, False, "anchor")
 
     @property
     def reader(self) -> ChannelReader:
         return ChannelReader(self.store)
 
-    def publish(self, count: int) -> None:
+    def publish(self, count: int, parts: bool, kind: str) -> None:
         for _ in range(count):
             where = self.random.integers(0, _ELEMENTS, 3)
             self.weights["w"].view(torch.int16)[where] = torch.from_numpy(self.random.integers(-99, 99, 3, np.int16))
             step = None if self.random.random() < 0.2 else int(self.random.integers(0, 20))
-            receipt = self.publisher.publish(self.weights.items(), step=step).wait(60)
-            self.model.states[receipt.version] = {"w": self.weights["w"].clone()}
-            self.model.steps[receipt.version] = step
-            self.model.anchors += [receipt.version] if receipt.kind == "anchor" else []
-            self.model.stored.add(receipt.version)
+            make = self.channel.anchor if kind == "anchor" else lambda *a: self.channel.delta(a[0], int(parts), a[1])
+            version = make(self.weights, step).version
+            if kind == "announce":
+                self.channel.announce(version)
+            self.model.versions[version.version] = version
+            self.model.steps[version.version] = step
+            self.model.anchors += [version.version] if kind else []
+            self.model.stored.add(version.version)
+        self.channel.head()
+
+    def reopen(self) -> None:
+        self.channel.seal(keys.new_epoch(keys.epoch_number(self.channel.epoch) + 1))
 
     def forget(self, keep: dict[str, int | None], crash: Crash | None) -> None:
         self.model.forget(**keep)
-        self._crashing(crash, lambda: housekeeping.forget(self.reader, Keep(**keep)))
-        assert self.reader.versions() == sorted(self.model.stored)
+        self._crashing(crash, lambda: housekeeping.forget(self.reader, Keep(**keep), grace_s=0))
+        assert self.versions() == sorted(self.model.stored)
+
+    def versions(self) -> list[int]:
+        held = housekeeping.survey(self.reader)
+        return [slot.version for slot, record in held.records.items() if record is not None and record.is_version]
 
     def prune(self, crash: Crash | None) -> None:
         self._crashing(crash, lambda: housekeeping.prune(self.reader, grace_s=0))
@@ -130,13 +134,11 @@ class Life:
             action()
         self.store.heal()
 
-    def leave(self, key: str) -> None:
-        """What a dead publisher or a fold's dead writer left; never in a folder that is an anchor."""
-        versions = layout.data_versions(key)
-        ahead = len(versions) == 2 and versions[1] > self.publisher.version  # nobody folds what is not published
-        anchored = key.startswith(f"{layout.anchor_dir(versions[0])}/") and versions[0] in self.model.stored
-        if not ahead and not anchored and key not in {info.key for info in self.store.list(key)}:
-            self.store.create(key, b"left")
+    def leave(self, left: tuple[Callable[[int, str, int], str], int, int, bool]) -> None:
+        """What a dead publisher or tool left: an attempt that was given up, or an anchor that was not announced."""
+        folder, version, attempt, tool = left
+        author = keys.new_author() if tool else self.channel.epoch
+        self.store.inner.put(f"{folder(version, author, attempt)}/left.safetensors", b"left")
 
     def fold(self, base: int, version: int) -> None:
         stored = sorted(self.model.stored)
@@ -147,39 +149,38 @@ class Life:
     def check(self) -> None:
         """Every version that is to stay has its bits, one after the other and from nothing."""
         walker = Replica(self.store)
-        for version in sorted(self.model.stored):
-            late = Replica(self.store)
-            for replica in (walker, late):
-                assert replica.sync(version) == version
-                assert_same_bits(replica.state_dict(), self.model.states[version])
+        for number in sorted(self.model.stored):
+            for replica in (walker, Replica(self.store)):
+                assert replica.sync(number) == number
+                assert replica.identity == self.model.versions[number]
+                assert_same_bits(replica.state_dict(), self.channel.bits[self.model.versions[number].sha256])
 
     def end(self) -> None:
+        """By then there was another writer, so that nobody waits for the files of those before."""
+        self.reopen()
+        self.publish(1, False, "")
         housekeeping.prune(self.reader, grace_s=0)
-        referred, folders = set(), set()
-        for version in self.reader.versions():
-            document = self.reader.manifest(version)
-            referred |= {file.key for part in (document.delta, document.anchor) if part for file in part.files}
-            folders |= {document.anchor.directory} if document.anchor else set()
-        for key, fold in housekeeping.read_folds(self.reader).items():
-            referred |= {key, *(file.key for file in fold.files)}
-        head = self.reader.head().version
-        for info in (info for prefix in layout.DATA for info in self.store.list(prefix)):
-            of = info.key in referred or info.key.rpartition("/")[0] in folders
-            assert of or max(layout.data_versions(info.key)) > head, info.key
+        held = housekeeping.survey(self.reader)
+        found = [record for record in (*held.records.values(), *held.folds.values()) if record is not None]
+        named = {file.key for record in found for file in record.files}
+        left = {info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in self.store.list(prefix)}
+        last = self.channel.tip
+        assert last is not None
+        ahead = {key for key in left if (of := keys.file_of(key)) and of.epoch == last.epoch and of.version > last.version}
+        assert left - ahead == named
         report = housekeeping.check(self.reader, read_data=True)
         assert report.problems == []
         assert report.proven == sorted(self.model.stored)
-        assert [info.key for info in self.store.list(layout.FORGOTTEN)] == ["forgotten/clock"]
+        assert not list(self.store.list("probe/"))
 
 
 @settings(max_examples=100)
-@given(st.integers(1, 5), st.sampled_from(["packed", "context"]), st.lists(_actions, min_size=1, max_size=14))
-def test_what_is_kept_stays_and_what_is_not_goes(anchor_every: int, codec: str, actions: list[tuple]) -> None:
-    life = Life(anchor_every, codec)
-    with life.publisher:
-        for name, *arguments in actions:
-            getattr(life, name)(*arguments)
-            if name in ("forget", "prune"):
-                life.check()
-        life.check()
-        life.end()
+@given(st.sampled_from(["packed", "context"]), st.lists(_actions, min_size=1, max_size=14))
+def test_what_is_kept_stays_and_what_is_not_goes(codec: str, actions: list[tuple]) -> None:
+    life = Life(codec)
+    for name, *arguments in actions:
+        getattr(life, name)(*arguments)
+        if name in ("forget", "prune"):
+            life.check()
+    life.check()
+    life.end()

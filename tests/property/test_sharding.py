@@ -15,9 +15,9 @@ from deltasync import codec, fingerprint
 from deltasync.bits import tensor_of
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.ranks.peers import Range
 from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.sharded import TensorRange, range_of
+from deltasync.ranks.peers import Range
 from deltasync.types import TensorSpec
 from tests import strategies
 
@@ -82,13 +82,33 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
     assert sums == alone.fingerprints
 
 
+@given(st.lists(st.sampled_from(["forth", "back", "undone"]), max_size=30), strategies.model_pairs(), st.data())
+def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, data: st.DataObject) -> None:
+    specs, old, new = model
+    whole = {name: (0, spec.element_count) for name, spec in specs.items()}
+    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
+    snapshot = shadow.snapshot()
+    left = data.draw(st.permutations(list(specs)))
+    for move in moves:
+        shadow.advance(stream(specs, old if move == "back" else new, whole), "keep", 0)
+        if move == "undone":
+            shadow.retreat()
+        if left and data.draw(st.booleans()):
+            name = left.pop()
+            assert snapshot.take(name).tobytes() == old[name].tobytes()
+    for name in left:
+        assert snapshot.take(name).tobytes() == old[name].tobytes()
+    assert not snapshot.is_open
+
+
 @given(data=st.data(), model=strategies.model_pairs())
 def test_a_stream_that_is_undone_leaves_what_was_there(data: st.DataObject, model: tuple) -> None:
     specs, old, new = model
     ranges = data.draw(cuts(specs, 3))[1]
     shadow = Shadow.of(stream(specs, old, ranges), "keep", 1)
     before = dict(shadow.fingerprints)
-    shadow.retreat(shadow.advance(stream(specs, new, ranges), "keep", 1), before)
+    shadow.advance(stream(specs, new, ranges), "keep", 1)
+    shadow.retreat()
     assert shadow.fingerprints == before
     assert all(shadow.bits[name].tobytes() == old[name][slice(*ranges[name])].tobytes() for name in specs)
 
@@ -135,5 +155,6 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
 
     with mock.patch.object(cpu, "add", add_once), pytest.raises(MemoryError):
         shadow.advance(stream(specs, {name: np.ones(8, np.uint16) for name in whole}, whole), "keep", 0)
+    shadow.retreat()
     assert shadow.fingerprints == before
     assert not any(bits.any() for bits in shadow.bits.values())

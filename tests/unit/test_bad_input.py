@@ -1,3 +1,5 @@
+"""Readers before bytes that are damaged, cut, missing, or wrong in themselves: no wrong bits, and the right ones later."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, layout, manifest, open_store
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import keys, record
+from deltasync.channel.documents import sha256_hex
+from deltasync.channel.record import Stored
 from deltasync.errors import (
     ApplyError,
     CorruptDataError,
     DeltaSyncError,
     FingerprintMismatchError,
     FormatError,
-    HeadRewindError,
     MissingVersionError,
     NotPublishedError,
     RunMismatchError,
@@ -25,8 +29,7 @@ from deltasync.errors import (
     TransientStoreError,
     UnsupportedFormatError,
 )
-from deltasync.manifest import Manifest
-from deltasync.stores import Store
+from tests.channels import Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
 
@@ -38,20 +41,15 @@ FIRST: Weights = {
     "scale": torch.tensor([1.0, 2.0], dtype=torch.float8_e5m2),
 }
 DAMAGES = pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (truncated, CorruptDataError),
-        (flipped, CorruptDataError),
-        (lambda data: b"", CorruptDataError),
-        (lambda data: data + b"\0", CorruptDataError),
-        (None, MissingVersionError),
-    ],
+    "change",
+    [truncated, flipped, lambda data: b"", lambda data: data + b"\0", None],
     ids=["truncated", "bit flipped", "empty", "longer", "missing"],
 )
+REFUSED = (CorruptDataError, MissingVersionError)
 
 
 def _second() -> Weights:
-    """One element of `a` by one step, one of `b` by a step that escapes, and all of `scale`."""
+    """One element of `a` by one ulp, one of `b` by a difference that escapes, and all of `scale`."""
     weights = {name: tensor.clone() for name, tensor in FIRST.items()}
     weights["a.weight"].view(torch.int16)[2, 3] += 1
     weights["b.weight"].view(torch.int16)[5, 9] += 3000
@@ -61,10 +59,13 @@ def _second() -> Weights:
 
 @dataclasses.dataclass
 class Scene:
-    """A channel at version 2, read through a store that can lie, and a replica at version 1."""
+    """A channel at version 2, whose payload is in a part, read through a store that can lie, and a replica at version 1."""
 
     store: FaultyStore
     replica: Replica
+    channel: Made
+    first: Stored
+    second: Stored
 
     def assert_at(self, version: int) -> None:
         assert self.replica.version == version
@@ -73,13 +74,14 @@ class Scene:
 
 def _scene(url: str, codec: str = "packed") -> Scene:
     store = FaultyStore(open_store(url))
+    channel = Made(store.inner, codec_name=codec)
+    channel.create(FIRST)
+    first = channel.anchor(FIRST)
     replica = Replica(store)
-    with Publisher(store.inner, codec=codec, dtype="keep") as publisher:
-        publisher.publish(FIRST.items()).wait(60)
-        replica.sync()
-        receipt = publisher.publish(_second().items()).wait(60)
-    assert receipt.kind == "delta"  # so that nothing leads around it
-    return Scene(store, replica)
+    replica.sync()
+    second = channel.delta(_second(), parts=1, inline=False)
+    channel.head()
+    return Scene(store, replica, channel, first, second)
 
 
 @pytest.fixture
@@ -95,12 +97,10 @@ def _lie(store: FaultyStore, key_prefix: str, change: Callable[[bytes], bytes] |
 
 
 @DAMAGES
-def test_a_damaged_payload_changes_nothing(
-    scene: Scene, change: Callable[[bytes], bytes] | None, expected: type[Exception]
-) -> None:
-    _lie(scene.store, "deltas/", change)
+def test_a_damaged_part_changes_nothing(scene: Scene, change: Callable[[bytes], bytes] | None) -> None:
+    _lie(scene.store, keys.PARTS, change)
     for _ in range(2):
-        with pytest.raises(expected, match="deltas/"):
+        with pytest.raises(REFUSED, match=keys.PARTS):
             scene.replica.sync()
         scene.assert_at(1)
     scene.store.heal()
@@ -110,11 +110,11 @@ def test_a_damaged_payload_changes_nothing(
 
 @DAMAGES
 def test_a_damaged_anchor_gives_no_version_and_later_the_right_one(
-    scene: Scene, change: Callable[[bytes], bytes] | None, expected: type[Exception]
+    scene: Scene, change: Callable[[bytes], bytes] | None
 ) -> None:
-    _lie(scene.store, "anchors/", change)
+    _lie(scene.store, keys.ANCHORS, change)
     replica = Replica(scene.store)
-    with pytest.raises(expected, match="anchors/"):
+    with pytest.raises(REFUSED, match=keys.ANCHORS):
         replica.sync()
     assert replica.version is None
     with pytest.raises(NotPublishedError):
@@ -125,73 +125,60 @@ def test_a_damaged_anchor_gives_no_version_and_later_the_right_one(
 
 
 @DAMAGES
-def test_a_damaged_manifest_changes_nothing(
-    scene: Scene, change: Callable[[bytes], bytes] | None, expected: type[Exception]
-) -> None:
-    _lie(scene.store, layout.manifest(2), change)
-    with pytest.raises(expected, match=layout.manifest(2)):
-        scene.replica.sync()
+def test_a_damaged_record_changes_nothing(scene: Scene, change: Callable[[bytes], bytes] | None) -> None:
+    _lie(scene.store, scene.second.key, change)
+    assert scene.replica.sync() == 1, "the newest that can be read"
     scene.assert_at(1)
     scene.store.heal()
     scene.replica.sync()
     scene.assert_at(2)
 
 
-@pytest.mark.parametrize("key", [layout.HEAD, layout.CHANNEL])
 @pytest.mark.parametrize("change", [truncated, lambda data: b"", lambda data: b"[]"], ids=["truncated", "empty", "other"])
-def test_a_damaged_head_or_channel_is_corrupt(scene: Scene, key: str, change: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_channel_is_corrupt_and_a_damaged_head_is_not_missed(
+    scene: Scene, change: Callable[[bytes], bytes]
+) -> None:
     # json needs no last byte but the newline, so cut more than that
-    scene.store.tamper(key, lambda data: change(data.rstrip()))
-    replica = scene.replica if key == layout.HEAD else Replica(scene.store)
-    with pytest.raises(CorruptDataError, match=key):
-        replica.sync()
-    scene.assert_at(1)
+    scene.store.tamper(keys.CHANNEL, lambda data: change(data.rstrip()))
+    with pytest.raises(CorruptDataError, match=keys.CHANNEL):
+        Replica(scene.store).sync()
+    scene.store.heal()
+    scene.store.tamper(keys.HEAD, lambda data: change(data.rstrip()))
+    assert Replica(scene.store).sync() == 2
+    assert scene.replica.sync() == 2
+    scene.assert_at(2)
 
 
-def _replace_json(store: Store, key: str, **fields: Any) -> None:
-    store.replace(key, json.dumps(json.loads(store.read(key)) | fields).encode())
+def _replaced(scene: Scene, stored: Stored, **fields: Any) -> Stored:
+    """Put another document into a slot; what follows does not follow it any more."""
+    payload = None
+    assert not stored.record.delta or not stored.record.body_bytes > 500
+    changed = record.encode(dataclasses.replace(stored.record, **fields), stored.key, payload, None)
+    assert changed.data is not None
+    scene.store.inner.put(stored.key, changed.data)
+    if stored.record.version == scene.second.record.version:
+        scene.channel.tip = changed.version
+        scene.channel.head()
+    return changed
 
 
-def _sign_manifest(store: Store, version: int = 2) -> None:
-    """Let head name the manifest as it is now."""
-    digest = manifest.sha256_hex(store.read(layout.manifest(version)))
-    _replace_json(store, layout.HEAD, version=version, manifest_sha256=digest)
+def test_a_head_that_points_to_nothing_costs_a_listing(scene: Scene) -> None:
+    scene.channel.head(dataclasses.replace(scene.channel.tip, version=7))
+    assert Replica(scene.store).sync() == 2
+    scene.replica.sync()
+    scene.assert_at(2)
 
 
-def test_a_manifest_that_is_valid_but_not_what_head_names_is_corrupt(scene: Scene) -> None:
-    _replace_json(scene.store.inner, layout.manifest(2), step=99)
-    with pytest.raises(CorruptDataError, match="sha256"):
-        scene.replica.sync()
-    scene.assert_at(1)
+def test_a_record_in_another_versions_slot_is_passed_over(scene: Scene) -> None:
+    assert scene.second.data is not None
+    scene.store.inner.put(keys.slot(3, scene.channel.epoch), scene.second.data)
+    scene.replica.sync()
+    scene.assert_at(2)
 
 
-def test_a_head_that_points_to_nothing(scene: Scene) -> None:
-    _replace_json(scene.store.inner, layout.HEAD, version=7)
-    with pytest.raises(MissingVersionError, match="version 7"):
-        scene.replica.sync()
-    scene.assert_at(1)
-
-
-def test_a_manifest_stored_under_another_versions_key_is_corrupt(scene: Scene) -> None:
-    scene.store.inner.create(layout.manifest(3), scene.store.inner.read(layout.manifest(2)))
-    _sign_manifest(scene.store.inner, 3)
-    with pytest.raises(CorruptDataError, match="describes version 2"):
-        scene.replica.sync()
-    scene.assert_at(1)
-
-
-def test_a_head_of_another_run(scene: Scene) -> None:
-    _replace_json(scene.store.inner, layout.HEAD, run_id="other")
-    with pytest.raises(RunMismatchError):
-        scene.replica.sync()
-    scene.assert_at(1)
-
-
-def test_a_manifest_of_another_run(scene: Scene) -> None:
-    _replace_json(scene.store.inner, layout.manifest(2), run_id="other")
-    _sign_manifest(scene.store.inner)
-    with pytest.raises(RunMismatchError):
-        scene.replica.sync()
+def test_a_record_of_another_run_is_passed_over(scene: Scene) -> None:
+    _replaced(scene, scene.second, run_id="other")
+    assert scene.replica.sync() == 1
     scene.assert_at(1)
 
 
@@ -205,33 +192,31 @@ def test_a_channel_replaced_by_a_new_run_is_noticed(scene: Scene, memory_url: st
     scene.assert_at(1)
 
 
-def test_a_head_that_went_back_is_refused_but_an_older_version_can_be_asked_for(scene: Scene) -> None:
-    before = scene.store.read(layout.HEAD)
+def test_a_head_that_went_back_is_passed_over_and_an_older_version_can_be_asked_for(scene: Scene) -> None:
     scene.replica.sync()
-    _sign_manifest(scene.store.inner, 1)
-    with pytest.raises(HeadRewindError, match="version 1"):
-        scene.replica.sync()
+    scene.channel.head(scene.first.version)
+    assert scene.replica.sync() == 2
     scene.assert_at(2)
     assert scene.replica.sync(1) == 1
     scene.assert_at(1)
-    scene.store.inner.replace(layout.HEAD, before)
+    scene.channel.head()
     scene.replica.sync()
     scene.assert_at(2)
 
 
-@pytest.mark.parametrize("key", [layout.HEAD, layout.CHANNEL, layout.manifest(2)])
-def test_a_required_feature_that_is_unknown_is_refused(scene: Scene, key: str) -> None:
-    _replace_json(scene.store.inner, key, requires=["teleport"])
-    if key == layout.manifest(2):
-        _sign_manifest(scene.store.inner)
-    replica = Replica(scene.store) if key == layout.CHANNEL else scene.replica
-    with pytest.raises(UnsupportedFormatError, match="teleport"):
-        replica.sync()
+def test_a_required_feature_that_is_unknown_is_refused(scene: Scene) -> None:
+    _replaced(scene, scene.second, requires=["teleport"])
+    with pytest.raises((UnsupportedFormatError, MissingVersionError), match="teleport"):
+        scene.replica.sync(2)
     scene.assert_at(1)
+    channel = json.loads(scene.store.inner.read(keys.CHANNEL, 1 << 20)) | {"requires": ["teleport"]}
+    scene.store.inner.put(keys.CHANNEL, json.dumps(channel).encode())
+    with pytest.raises(UnsupportedFormatError, match="teleport"):
+        Replica(scene.store).sync()
 
 
 @pytest.mark.parametrize("error", [TransientStoreError, StoreError])
-@pytest.mark.parametrize("prefix", [layout.HEAD, "manifests/", "deltas/"])
+@pytest.mark.parametrize("prefix", [keys.VERSIONS, keys.PARTS])
 def test_a_store_that_fails_changes_nothing(scene: Scene, prefix: str, error: type[StoreError]) -> None:
     scene.store.fail_at("read", prefix, error=error)
     with pytest.raises(error):
@@ -278,39 +263,35 @@ def test_waiting_for_a_version_that_never_comes_ends_in_missing(scene: Scene) ->
 # From here on the digests are right, so that what stands between wrong bytes and live weights is decoding and fingerprints.
 
 
-def _sign(store: Store, version: int, part: str, data: bytes) -> None:
-    """Replace the only file of a version's delta or anchor, and let manifest and head name it."""
-    key = layout.manifest(version)
-    document = manifest.decode(store.read(key), Manifest, key)
-    old = getattr(document, part)
-    (file,) = old.files
-    store.replace(file.key, data)
-    files = [dataclasses.replace(file, bytes=len(data), sha256=manifest.sha256_hex(data))]
-    document = dataclasses.replace(document, **{part: dataclasses.replace(old, files=files)})
-    store.replace(key, manifest.encode(document))
-    _sign_manifest(store, version)
+def _file(scene: Scene, stored: Stored) -> bytes:
+    return scene.store.inner.read(stored.payload_files[0].key, 1 << 24)
 
 
-def _file(store: Store, version: int, part: str) -> bytes:
-    key = layout.manifest(version)
-    (file,) = getattr(manifest.decode(store.read(key), Manifest, key), part).files
-    return store.read(file.key)
+def _sign(scene: Scene, stored: Stored, data: bytes) -> Stored:
+    """Replace the only file of a version, and let its record name it."""
+    (file,) = stored.payload_files
+    scene.store.inner.put(file.key, data)
+    named = dataclasses.replace(file, bytes=len(data), sha256=sha256_hex(data))
+    if stored.record.delta is not None:
+        return _replaced(scene, stored, delta=dataclasses.replace(stored.record.delta, parts=[named]))
+    assert stored.record.anchor is not None
+    scene.store.inner.delete(scene.second.key, keys.HEAD)  # which would not follow it
+    return _replaced(scene, stored, anchor=dataclasses.replace(stored.record.anchor, files=[named]))
 
 
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str, codec: str, mask: int) -> None:
+def test_a_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url: str, codec: str, mask: int) -> None:
     scene = _scene(memory_url, codec)
-    store = scene.store.inner
-    original = _file(store, 2, "delta")
-    for position in range(len(original)):
+    original = _file(scene, scene.second)
+    for position in range(mask % 5, len(original), 5):
         data = original[:position] + bytes([original[position] ^ mask]) + original[position + 1 :]
-        _sign(store, 2, "delta", data)
+        _sign(scene, scene.second, data)
         replica = Replica(scene.store)
         replica.sync(1)
         try:
             replica.sync()
-        except (FormatError, FingerprintMismatchError):
+        except (FormatError, MissingVersionError, FingerprintMismatchError):
             assert replica.version == 1
             assert_same_bits(replica.state_dict(), FIRST)
         else:
@@ -318,30 +299,29 @@ def test_every_flipped_byte_of_a_payload_is_an_error_or_does_no_harm(memory_url:
 
 
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-def test_every_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
+def test_a_truncation_of_a_payload_is_an_error(memory_url: str, codec: str) -> None:
     scene = _scene(memory_url, codec)
-    original = _file(scene.store.inner, 2, "delta")
-    for size in range(0, len(original), 3):
-        _sign(scene.store.inner, 2, "delta", original[:size])
+    original = _file(scene, scene.second)
+    for size in range(0, len(original), 9):
+        _sign(scene, scene.second, original[:size])
         replica = Replica(scene.store)
         replica.sync(1)
-        with pytest.raises(FormatError):
+        with pytest.raises((FormatError, MissingVersionError)):
             replica.sync()
         assert_same_bits(replica.state_dict(), FIRST)
 
 
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
-def test_every_flipped_byte_of_an_anchor_is_an_error_or_does_no_harm(memory_url: str, mask: int) -> None:
+def test_a_flipped_byte_of_an_anchor_is_an_error_or_does_no_harm(memory_url: str, mask: int) -> None:
     scene = _scene(memory_url)
-    store = scene.store.inner
-    original = _file(store, 1, "anchor")
-    for position in range(len(original)):
+    original = _file(scene, scene.first)
+    for position in range(mask % 5, len(original), 5):
         data = original[:position] + bytes([original[position] ^ mask]) + original[position + 1 :]
-        _sign(store, 1, "anchor", data)
+        _sign(scene, scene.first, data)
         replica = Replica(scene.store)
         try:
             replica.sync()
-        except (FormatError, FingerprintMismatchError):
+        except (FormatError, MissingVersionError, FingerprintMismatchError):
             assert replica.version is None
         else:
             assert_same_bits(replica.state_dict(), FIRST)
@@ -409,9 +389,9 @@ def _set_row(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
 def test_a_payload_whose_header_contradicts_itself_is_a_format_error(
     scene: Scene, change: Callable[[dict[str, Any]], object]
 ) -> None:
-    data = _safetensors(_file(scene.store.inner, 2, "delta"), lambda header: (change(header), None)[1])
-    _sign(scene.store.inner, 2, "delta", data)
-    with pytest.raises(FormatError):
+    data = _safetensors(_file(scene, scene.second), lambda header: (change(header), None)[1])
+    _sign(scene, scene.second, data)
+    with pytest.raises((FormatError, MissingVersionError)):
         scene.replica.sync()
     scene.assert_at(1)
 
@@ -425,8 +405,8 @@ def test_streams_of_another_dtype_are_a_format_error(scene: Scene, dtype: str) -
             if (end - start) % width == 0:
                 header[key] |= {"dtype": dtype, "shape": [(end - start) // width]}
 
-    _sign(scene.store.inner, 2, "delta", _safetensors(_file(scene.store.inner, 2, "delta"), change))
-    with pytest.raises(FormatError):
+    _sign(scene, scene.second, _safetensors(_file(scene, scene.second), change))
+    with pytest.raises((FormatError, MissingVersionError)):
         scene.replica.sync()
     scene.assert_at(1)
 
@@ -438,8 +418,8 @@ def test_an_anchor_with_a_tensor_of_another_dtype_is_a_format_error(scene: Scene
         size = {"C64": (end - start) // 8, "F4": 2 * (end - start)}.get(dtype, (end - start) // 2)
         header["a.weight"] |= {"dtype": dtype, "shape": [size]}
 
-    _sign(scene.store.inner, 1, "anchor", _safetensors(_file(scene.store.inner, 1, "anchor"), change))
-    with pytest.raises(FormatError, match=r"^anchors/.*\.safetensors"):
+    _sign(scene, scene.first, _safetensors(_file(scene, scene.first), change))
+    with pytest.raises((FormatError, MissingVersionError), match=r"anchors/.*\.safetensors"):
         Replica(scene.store).sync()
 
 
@@ -457,25 +437,23 @@ def test_an_anchor_with_a_tensor_of_another_dtype_is_a_format_error(scene: Scene
 def test_an_anchor_that_is_not_of_this_channel_is_a_format_error(
     scene: Scene, change: Callable[[dict[str, Any]], object]
 ) -> None:
-    data = _safetensors(_file(scene.store.inner, 1, "anchor"), lambda header: (change(header), None)[1])
-    _sign(scene.store.inner, 1, "anchor", data)
-    with pytest.raises(FormatError, match=r"^anchors/.*\.safetensors"):
+    data = _safetensors(_file(scene, scene.first), lambda header: (change(header), None)[1])
+    _sign(scene, scene.first, data)
+    with pytest.raises((FormatError, MissingVersionError), match=r"anchors/.*\.safetensors"):
         Replica(scene.store).sync()
 
 
 def test_a_wrong_published_fingerprint_is_refused_and_rolled_back(scene: Scene) -> None:
-    _replace_json(scene.store.inner, layout.manifest(2), fingerprint="0" * 16)
-    _sign_manifest(scene.store.inner)
+    _replaced(scene, scene.second, fingerprint="0" * 16)
     for _ in range(2):
-        with pytest.raises(FingerprintMismatchError):
+        with pytest.raises((FingerprintMismatchError, MissingVersionError), match="bits"):
             scene.replica.sync()
         scene.assert_at(1)
 
 
 def test_a_bad_delta_without_a_reachable_anchor_keeps_the_version(scene: Scene) -> None:
-    _replace_json(scene.store.inner, layout.manifest(2), fingerprint="0" * 16)
-    _sign_manifest(scene.store.inner)
-    scene.store.drop("anchors/")
+    _replaced(scene, scene.second, fingerprint="0" * 16)
+    scene.store.drop(keys.ANCHORS)
     for _ in range(2):
         with pytest.raises(DeltaSyncError):
             scene.replica.sync()
@@ -499,7 +477,7 @@ def test_a_context_delta_on_rotten_memory_is_loaded_anew(memory_url: str) -> Non
 
 def test_rotten_memory_is_never_passed_off_as_a_version(scene: Scene) -> None:
     scene.replica.state_dict()["a.weight"].view(torch.int16)[2, 3] += 5
-    scene.store.drop("anchors/")
+    scene.store.drop(keys.ANCHORS)
     with pytest.raises((MissingVersionError, ApplyError)):
         scene.replica.sync()
     assert scene.replica.version is None

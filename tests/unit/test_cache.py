@@ -519,8 +519,16 @@ class TestBehindCache:
         (directory,) = tmp_path.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
 
-    def test_one_worker_has_a_cache_if_it_is_told_where(self, remote: FaultyStore, directory: Path) -> None:
-        assert behind_cache(remote, None, MB, workers=1) is remote
+    def test_one_worker_finds_what_was_fetched_for_it_and_keeps_nothing(self, remote: FaultyStore, tmp_path: Path) -> None:
+        store, ahead = behind_cache(remote, None, MB, workers=1), behind_cache(remote, None, MB)
+        assert isinstance(ahead, CachedStore)
+        ask(store, "a", b"one")
+        assert (downloads(remote), list(tmp_path.rglob("*"))) == (["a"], [])
+        ahead.keep(sha256(b"one"), b"one")
+        assert ask(store, "a", b"one") == b"one"
+        assert downloads(remote) == ["a"]
+
+    def test_one_worker_keeps_what_it_reads_if_it_is_told_where(self, remote: FaultyStore, directory: Path) -> None:
         store = behind_cache(remote, str(directory), MB, workers=1)
         assert isinstance(store, CachedStore)
         ask(store, "a", b"one")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, device_copies
+from deltasync import Publisher, Replica
 from deltasync.errors import ConfigError
 from deltasync.kernels import ACCELERATORS, torch_ops
+from deltasync.publish import device_copies
 from deltasync.publish.shadow import Shadow
 from tests.conftest import assert_same_bits
 

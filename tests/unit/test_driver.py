@@ -4,146 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
-from starlette.testclient import TestClient
 
-from deltasync import Publisher, open_store, signing
+from deltasync import open_store
+from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, NotPublishedError
+from tests import driving
+from tests.driving import PATIENCE_S, PLAIN, Engine, Trainer, following, serving, until, value
 from vllm_plugin import compat, metrics
 from vllm_plugin.access import presents
 from vllm_plugin.driver import Driver
-from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.metrics import Metrics
 
-PATIENCE_S = 60.0
-PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-        self.w = torch.nn.Parameter(weight, requires_grad=False)
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            getattr(self, name).copy_(tensor)
-
-
-class Engine:
-    """vLLM's engine client as far as the driver goes, with one worker on this thread."""
-
-    def __init__(self) -> None:
-        self.model = Model()
-        self.worker = DeltaSyncWorkerExtension()
-        self.worker.model_runner = SimpleNamespace(
-            get_model=lambda: self.model, model_config=SimpleNamespace(model="/no/checkpoint")
-        )
-        self.vllm_config = SimpleNamespace(
-            load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
-            model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
-            parallel_config=SimpleNamespace(enable_eplb=False),
-            weight_transfer_config=None,
-        )
-        self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self.call_utility_async)
-        self.salted = True
-        self.weight_version = "default"
-        self.events: list[tuple[str, int | None]] = []
-        self.driver: Driver | None = None
-
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
-        await asyncio.sleep(0)
-        return [getattr(self.worker, method)(*args)]
-
-    async def call_utility_async(self, method: str, *args: object, engine: object) -> bool:
-        assert method == "deltasync_salts"
-        return self.salted
-
-    async def generate(self) -> AsyncIterator[None]:
-        raise AssertionError("no request is made here")
-        yield
-
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        self._note("pause")
-
-    async def resume_generation(self) -> None:
-        self._note("resume")
-
-    async def update_weight_version(self, version: str) -> None:
-        self.weight_version = version
-
-    def _note(self, what: str) -> None:
-        if self.driver is not None:
-            self.events.append((what, self.driver.version))
-
-
-class Trainer:
-    """Publishes what the engine's model started from, and then changes of it."""
-
-    def __init__(self, url: str, **settings: Any) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
-        self.publisher = Publisher(url, **settings)
-
-    def publish(self) -> int:
-        self.weights["w"].view(torch.int16)[:3] += 1
-        return self.publisher.publish(self.weights.items()).wait(PATIENCE_S).version
-
-
-@pytest.fixture
-def trainer(memory_url: str) -> Iterator[Trainer]:
-    trainer = Trainer(memory_url)
-    yield trainer
-    trainer.publisher.close()
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    # There is no vLLM here to name the files that it loaded.
-    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(Model().state_dict().items()))
-    return Engine()
-
-
-@pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@contextlib.asynccontextmanager
-async def following(engine: Engine, url: str, registry: CollectorRegistry, **settings: Any) -> AsyncIterator[Driver]:
-    driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit", **settings), Metrics(registry))
-    task = asyncio.create_task(driver.run())
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            yield driver
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(name, labels)
+engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
 
 
 def test_reach_waits_for_the_first_version_and_then_for_the_newest(
@@ -171,25 +56,25 @@ def test_what_no_trusted_key_has_signed_reaches_no_worker(
 ) -> None:
     for name in ("ours", "theirs"):
         signing.new_key(tmp_path / name, name)
-    trainer, store = Trainer(memory_url, signing_key=tmp_path / "ours"), open_store(memory_url)
-    ours = tmp_path / "ours.pub"
+    store, ours = open_store(memory_url), tmp_path / "ours.pub"
+    trainer = Trainer(store, signing.Signer(tmp_path / "ours"))
 
     async def body() -> None:
         async with following(engine, memory_url, registry, trusted_keys=ours) as driver:
             trainer.publish()
             assert await driver.reach(None) == 1
             assert driver.status()["trusted_keys"] == [ours.read_text().split()[0]]
-            live, head = engine.model.w.clone(), store.read("head.json")
-            store.replace("head.json", head.replace(b'"version":1', b'"version":2'))
-            await until(lambda: driver.status(0)["state"] == "failed")
-            assert "SignatureError: head.json was altered" in driver.status(0)["error"]
+            live, before = engine.model.w.clone(), trainer.channel.tip
+            trainer.channel.signer = signing.Signer(tmp_path / "theirs")
+            trainer.publish()
+            await until(lambda: driver.status(0)["error"] is not None)
+            assert "is signed with the key" in driver.status(0)["error"]
             assert (driver.version, engine.model.w.equal(live)) == (1, True)
-            store.replace("head.json", head)
+            trainer.channel.signer, trainer.channel.tip = signing.Signer(tmp_path / "ours"), before
             trainer.publish()
             assert await driver.reach(2) == 2
 
     asyncio.run(body())
-    trainer.publisher.close()
     # A worker reads documents by itself, and holds them to the keys that the driver names.
     refused = Engine().worker.deltasync_open(memory_url, str(tmp_path / "theirs.pub"))
     assert refused["error"].startswith("SignatureError: channel.json is signed with the key")
@@ -212,7 +97,7 @@ def test_reach_makes_the_driver_look_at_once(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltasync.poll._FIRST_S", 1000.0)
+    monkeypatch.setattr("deltasync.follow.poll._FIRST_S", 1000.0)
 
     async def body() -> None:
         trainer.publish()
@@ -293,7 +178,7 @@ def test_metrics_count_what_was_committed(
 
     commits = asyncio.run(body())
     assert [commit["anchor"] for commit in commits] == [True, False, False]
-    assert value(registry, "deltasync_head_version") == 3
+    assert value(registry, "deltasync_newest_version") == 3
     assert value(registry, "deltasync_commits_total", kind="anchor") == 1
     assert value(registry, "deltasync_commits_total", kind="delta") == 2
     assert value(registry, "deltasync_commits_total", kind="fold") == 0
@@ -313,8 +198,7 @@ def test_a_rollback_is_counted_and_keeps_the_version(
             trainer.publish()
             await driver.reach(1)
             before = engine.model.w.clone()
-            trainer.publisher._fingerprints["no such tensor"] = 1
-            trainer.publish()
+            trainer.publish_lies()
             await until(lambda: driver.status()["state"] == "failed")
             assert driver.version == 1
             assert torch.equal(engine.model.w, before)
@@ -346,7 +230,7 @@ def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> Non
     write = """
 from vllm_plugin.metrics import Metrics
 metrics = Metrics()
-metrics.looked(5, 7)
+metrics.looked(5, 7, 0.5)
 metrics.paused(0.02)
 """
     read = """
@@ -360,7 +244,7 @@ print(generate_latest(registry).decode())
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     assert "deltasync_served_version 5.0" in done.stdout
-    assert "deltasync_head_version 7.0" in done.stdout
+    assert "deltasync_newest_version 7.0" in done.stdout
     assert "deltasync_pause_seconds_count 1.0" in done.stdout
 
 
@@ -374,40 +258,6 @@ def test_only_the_token_itself_is_taken() -> None:
     bad += ["Basic s3cret", "Basic !!!", basic("s3cret"), basic("s3cret:"), "Bearer \xe9", "Bearer \udcff"]
     for header in bad:
         assert not presents(header, "s3cret"), header
-
-
-@contextlib.contextmanager
-def serving(
-    engine: Engine | None,
-    monkeypatch: pytest.MonkeyPatch,
-    args: Namespace = PLAIN,
-    **environ: str,
-) -> Iterator[TestClient]:
-    registry = CollectorRegistry()
-    monkeypatch.setattr("vllm_plugin.endpoints.Metrics", lambda: Metrics(registry))
-    monkeypatch.setattr("vllm_plugin.compat.changed", lambda _: None)  # of the real vLLM in tests/integration
-    for name, text in environ.items():
-        monkeypatch.setenv(f"DELTASYNC_{name}", text)
-    plugin = DeltaSyncEndpoints()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.registry = registry
-        await plugin.init_state(engine, app.state, args)
-        yield
-
-    app = FastAPI(lifespan=lifespan)
-
-    @app.post("/v1/completions")
-    async def complete(to: int = 0, stream: bool = False) -> Any:
-        if to:
-            assert plugin._driver is not None
-            await plugin._driver.reach(to)
-        return StreamingResponse(iter(["data: [DONE]\n\n"]), media_type="text/event-stream") if stream else {}
-
-    plugin.attach_router(app)
-    with TestClient(app) as client:
-        yield client
 
 
 def test_sync_answers_once_the_version_is_served(
@@ -428,7 +278,7 @@ def test_sync_answers_once_the_version_is_served(
         late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.5})
         assert late.status_code == 504
         assert late.json()["error"] == (
-            "Version 9 is not served after 0.5 s: this replica serves version 3, head is at version 3, and it is serving."
+            "Version 9 is not served after 0.5 s: this replica serves version 3, the newest is version 3, and it is serving."
         )
         assert (late.json()["version"], late.json()["cause"]) == (3, None)
 
@@ -472,7 +322,7 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
                 assert "s3cret" not in reply.text
             assert client.request(method, path, headers=good).status_code == 200, path
         assert client.get("/deltasync/status", headers=bad).status_code == 401
-        assert client.get("/deltasync/status").json() == {"state": "serving", "version": 1, "head_version": 1}
+        assert client.get("/deltasync/status").json() == {"state": "serving", "version": 1, "newest_version": 1}
         assert client.get("/deltasync/status", headers=good).json()["replica_id"]
 
 
@@ -604,13 +454,13 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
         trainer.publish()
         async with following(engine, memory_url, registry, ready_behind=1) as driver:
             await until(lambda: driver.not_ready is None)
-            head = driver._head
-            assert head is not None
+            newest = driver._course.newest
+            assert newest is not None
             for behind, ready in ((1, True), (2, False)):
-                driver._head = dataclasses.replace(head, version=head.version + behind)
+                driver._course.newest = dataclasses.replace(newest, version=newest.version + behind)
                 assert (driver.not_ready is None) is ready
             assert "2 behind version 3" in (driver.not_ready or "")
-            driver._head = head
+            driver._course.newest = newest
             driver.pauses.held = True
             assert "does not generate now" in (driver.not_ready or "")
             driver.pauses.held = False

@@ -280,3 +280,17 @@ def test_a_part_that_was_fetched_too_early_is_fetched_again_if_it_is_another(mem
     replica = Replica(reader)
     replica.sync()
     _holds(replica, channel)
+
+
+def test_a_channel_that_was_not_there_is_found_at_once(store: Store) -> None:
+    replica = Replica(store)
+    for _ in range(2):
+        with pytest.raises(NotPublishedError):
+            replica.sync()
+    channel = Made(store)
+    channel.create(weights())
+    with pytest.raises(NotPublishedError):
+        replica.sync()
+    channel.anchor(weights())
+    assert replica.sync() == 1
+    _holds(replica, channel)

@@ -45,7 +45,7 @@ def test_nan_is_warned_of_where_it_appears_and_not_again(memory_url: str, caplog
     with Publisher(memory_url) as publisher:
         weights["b"][2] = float("nan")
         publisher.publish(weights.items()).wait(60)
-        assert [message.split(": ")[1] for message in warnings()] == ["b. Whoever serves it will answer nonsense."]
+        assert [message.split(": ")[1] for message in warnings()] == ["b. Replicas will produce garbage."]
         publisher.publish(weights.items()).wait(60)
         weights["a"][0, 0] = 2.0
         publisher.publish(weights.items()).wait(60)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ import pytest
 
 from deltasync import open_store
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Opening, Record, sha256_hex
+from deltasync.channel.documents import Opening, Record, Version, sha256_hex
 from deltasync.channel.signing import Signer, new_key
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -145,6 +147,23 @@ class TestTwoAtOnce:
             loser.publish("loser")
         assert history(anywhere.store) == [first.version]
 
+    def test_the_one_that_claimed_first_goes_on_from_what_was_there_and_stops(self, leased: Place) -> None:
+        a = leased.script("a")
+        first = a.publish()
+        leased.lease = Lease(0.5, 0.1, 0.1)
+        store = leased.writer("b")
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(Script, store, lease=leased.lease)
+            while ("put", keys.EPOCHS) not in [(verb, key[: len(keys.EPOCHS)]) for verb, key in store.calls]:
+                time.sleep(0.001)
+            c = Script(leased.writer("c"), lease=QUICK)
+            second = c.publish()
+            b = opening.result()
+        assert b.opened.end_version == first.version
+        with pytest.raises(FencedError, match=f"as epoch {c.log.epoch}, after {b.log.epoch}"):
+            b.publish()
+        assert history(leased.store) == [first.version, second.version]
+
     def test_a_lesser_epoch_that_came_later_leaves_the_channel_alone(self, leased: Place) -> None:
         a, b = (leased.script(name, resume=False) for name in ("a", "b"))
         greater, lesser = sorted((a, b), key=lambda each: each.log.epoch, reverse=True)
@@ -172,6 +191,25 @@ class TestTwoAtOnce:
         with pytest.raises(FencedError):
             a.publish()
         assert len(history(deciding.store)) == 4
+
+
+def test_many_writers_that_know_nothing_of_each_other(deciding: Place) -> None:
+    """Whatever one of them was told is published stays in the one log there is."""
+
+    def run(name: str) -> list[Version]:
+        kept = []
+        for number in range(6):
+            with contextlib.suppress(FencedError):
+                writer = deciding.script(f"{name}{number}", retries=9)
+                for _ in range(number):
+                    kept.append(writer.publish(name).version)
+        return kept
+
+    with ThreadPoolExecutor(4) as pool:
+        kept = [version for found in pool.map(run, "abcd") for version in found]
+    found = history(deciding.store)
+    assert set(kept) == set(found)
+    assert len({version.epoch for version in found}) > 1
 
 
 def test_a_seal_in_the_place_of_a_forgotten_version_does_not_count(deciding: Place) -> None:
@@ -334,6 +372,16 @@ class TestDamage:
         with pytest.raises(FencedError):
             b.publish()
         assert c.publish().record.base == end
+
+    def test_the_document_of_another_runs_epoch_says_nothing(self, quick: Place) -> None:
+        first = quick.script("a").publish()
+        epoch = "000007-00000000"
+        stray = Version(41, epoch, "0" * 64)
+        opening = Opening(run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now())
+        quick.damage(keys.epoch_document(epoch), documents.encode(opening))
+        b = quick.script("b")
+        assert b.opened.end_version == first.version
+        assert keys.epoch_number(b.log.epoch) == 8
 
     def test_a_record_of_a_newer_writer_is_not_passed_over(self, quick: Place) -> None:
         a = quick.script("a")

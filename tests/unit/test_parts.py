@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from deltasync.manifest import FileRef, Head, Manifest
+from deltasync.reader import ChannelReader
 
 from deltasync import Publisher, Replica, codec, fingerprint, housekeeping, layout, manifest, open_store
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import cpu
-from deltasync.manifest import FileRef, Head, Manifest
-from deltasync.reader import ChannelReader
 from deltasync.types import TensorSpec
 from tests.conftest import assert_same_bits
 

@@ -189,12 +189,14 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
             publisher.publish(weights.items()).wait(60)
         gate.opened.set()
     reader = ChannelReader(store)
-    ((span, info),) = [(span, info) for span, info in reader.folds() if span.version == 4]
+    (info,) = [info for span, info in reader.folds() if span.version == 4]
     record = reader.stored(info.key).record
     assert record.anchor is not None and len(record.anchor.files) == MANY
     assert record.requires == ([] if compression == "none" else [anchors.COMPRESSED])
     found = {
-        name: bits_N for file in record.anchor.files for name, bits_N, _ in anchors.read_weights(reader.fetch(file), reader.specs)
+        name: bits_N
+        for file in record.anchor.files
+        for name, bits_N, _ in anchors.read_weights(reader.fetch(file), reader.specs)
     }
     assert found.keys() == versions[3].keys()
     for name, tensor in versions[3].items():

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from deltasync.manifest import FileRef, Fold, Manifest
+from deltasync.reader import ChannelReader
 
 from deltasync import Publisher, Replica, codec, fingerprint, layout, manifest, open_store
 from deltasync.bits import bits_of
 from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError
 from deltasync.kernels import cpu
-from deltasync.manifest import FileRef, Fold, Manifest
-from deltasync.reader import ChannelReader
 from deltasync.stores import Store
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped

@@ -349,7 +349,9 @@ def test_what_waits_behind_a_version_without_an_answer_is_in_the_next_one(store:
 
 
 @pytest.mark.parametrize("prefix", ["channel.json", "anchors/"])
-def test_a_publisher_that_died_before_the_first_record_leaves_a_channel_that_resumes(store: FaultyStore, prefix: str) -> None:
+def test_a_publisher_that_died_before_the_first_record_leaves_a_channel_that_resumes(
+    store: FaultyStore, prefix: str
+) -> None:
     publisher = Publisher(store, retries=0)
     store.fail_at("create" if prefix == "channel.json" else "put", prefix, after=True, error=StoreError)
     with pytest.raises(PublishLostError):

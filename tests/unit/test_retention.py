@@ -1,54 +1,84 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 
 import pytest
 
-from deltasync import layout, manifest, retention
+from deltasync.channel import documents, keys
+from deltasync.channel.documents import Anchor, Delta, File, Record, Version
+from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
-from deltasync.manifest import Anchor, Delta, FileRef, Fold, Manifest
-from deltasync.retention import Keep
+from deltasync.housekeeping import Keep, retention
+from deltasync.housekeeping.retention import Forgetting, Holding, References
+from deltasync.stores import ObjectInfo
 
+ONE, TWO, THREE = "000001-00000001", "000002-00000002", "000003-00000003"
+TOOL = "000000-0000000a"
 _SHA256 = "0" * 64
 
 
-def _version(version: int, *, anchor: bool = False, base: int | None = None) -> Manifest:
-    delta = None
-    if base is not None:
-        key = f"{layout.delta_dir(version)}/part"
-        files = [FileRef(key=key, bytes=1, sha256=_SHA256)]
-        delta = Delta(base_version=base, base_manifest_sha256=_SHA256, codec="packed", changed=1, files=files)
-    directory = layout.anchor_dir(version)
-    files = [FileRef(key=f"{directory}/model.safetensors", bytes=1, sha256=_SHA256)]
-    return Manifest(
-        format=manifest.FORMAT,
+def _file(key: str) -> File:
+    return File(key=key, bytes=1, sha256=_SHA256)
+
+
+def _record(version: int, *, anchor: bool = False, epoch: str = ONE, base: Slot | None = None, seal: bool = False) -> Record:
+    directory, part = keys.anchor_folder(version, epoch), f"{keys.parts_folder(version, epoch)}/part"
+    weights = Anchor(directory=directory, files=[_file(f"{directory}/model.safetensors")])
+    return Record(
         run_id="run",
+        kind="seal" if seal else "anchor" if anchor else "delta",
         version=version,
-        kind="anchor" if anchor else "delta",
-        step=10 * version,
-        created_at="",
-        total=1,
+        epoch=epoch,
+        created_at=documents.now(),
+        base=None if base is None else Version(base.version, base.epoch, _SHA256),
         fingerprint="0" * 16,
-        anchor_version=1,
-        delta=delta,
-        anchor=Anchor(directory=directory, files=files) if anchor else None,
+        delta=None if anchor or seal else Delta(codec="packed", changed=1, parts=[_file(part)]),
+        anchor=weights if anchor else None,
+        step=10 * version,
+        next_epoch=TWO if seal else None,
     )
 
 
-def _channel(newest: int, anchors: Iterable[int], missing: Iterable[int] = ()) -> dict[int, Manifest]:
-    return {
-        version: _version(version, anchor=version in anchors, base=version - 1 if version > 1 else None)
-        for version in range(1, newest + 1)
-        if version not in missing
-    }
+def _slots(*numbers: int, epoch: str = ONE) -> list[Slot]:
+    return [Slot(number, epoch) for number in numbers]
 
 
-def _fold_key(base: int, version: int) -> str:
-    return layout.fold_document(layout.fold_dir(base, version))
+def _log(first: int, newest: int, epoch: str = ONE, base: Slot | None = None) -> dict[Slot, Record | None]:
+    """Versions of one epoch; the very first is an anchor."""
+    found: dict[Slot, Record | None] = {}
+    for number in range(first, newest + 1):
+        slot = Slot(number, epoch)
+        found[slot] = _record(number, anchor=number == 1, epoch=epoch, base=base)
+        base = slot
+    return found
 
 
-TEN = _channel(10, anchors=(1, 4, 8))
+def _holding(
+    records: dict[Slot, Record | None],
+    announced: Iterable[Slot] = (),
+    folds: Collection[str] = (),
+    stored_s: dict[str, float] | None = None,
+) -> Holding:
+    times = {key: 1.0 for key in (*(slot.key for slot in records), *folds)} | (stored_s or {})
+    return Holding(
+        records=records,
+        stored_s=times,
+        announced={slot: times.get(keys.fold(0, slot.version, slot.epoch), 1.0) for slot in announced},
+        folds=folds,
+    )
+
+
+def _forgetting(holding: Holding, keep: Keep, since_s: float = math.inf) -> Forgetting:
+    return retention.forgetting(holding, keep, since_s)
+
+
+def _numbers(slots: Iterable[Slot]) -> list[int]:
+    return [slot.version for slot in slots]
+
+
+TEN = _holding(_log(1, 10), announced=_slots(4, 8))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +88,7 @@ TEN = _channel(10, anchors=(1, 4, 8))
         (Keep(last=3), [8, 9, 10]),
         (Keep(last=4), [4, 5, 6, 7, 8, 9, 10]),  # 7 needs the way from the anchor at 4
         (Keep(last=99), list(range(1, 11))),
-        (Keep(anchors=1), [8, 9, 10]),  # head stays, and what leads to it
+        (Keep(anchors=1), [8, 9, 10]),  # the newest stays, and what leads to it
         (Keep(anchors=2), [4, 8, 9, 10]),  # an anchor needs nothing
         (Keep(anchors=3, last=1), [1, 4, 8, 9, 10]),
         (Keep(step_every=50), [4, 5, 8, 9, 10]),
@@ -67,58 +97,148 @@ TEN = _channel(10, anchors=(1, 4, 8))
     ],
 )
 def test_what_is_asked_for_stays_and_what_leads_to_it(keep: Keep, kept: list[int]) -> None:
-    found = retention.forgetting(TEN, [], 10, keep)
-    assert found.kept == kept
-    assert found.versions == [version for version in range(10, 0, -1) if version not in kept]  # newest first
-    assert found.named == sorted(found.versions)
+    found = _forgetting(TEN, keep)
+    assert _numbers(found.kept) == kept
+    gone = [number for number in range(10, 0, -1) if number not in kept]
+    assert found.keys == [slot.key for slot in _slots(*gone)]  # newest first
+    assert _numbers(found.versions) == gone[::-1] and not found.recent
+
+
+def test_why_each_version_stays() -> None:
+    found = _forgetting(TEN, Keep(last=2, step_every=60))
+    assert (_numbers(found.asked), _numbers(found.leading)) == ([6, 9, 10], [4, 5, 8])
 
 
 def test_at_any_moment_those_that_are_left_can_be_read() -> None:
-    left = dict(TEN)
-    for version in retention.forgetting(TEN, [], 10, Keep(last=1)).versions:
-        del left[version]
-        assert retention.forgetting(left, [], 10, Keep(last=99)).kept == sorted(left)
+    left = dict(TEN.records)
+    for slot in reversed(_forgetting(TEN, Keep(last=1)).versions):
+        del left[slot]
+        holding = _holding(left, announced=_slots(4, 8))
+        assert _forgetting(holding, Keep(last=99)).kept == sorted(left)
 
 
-def test_a_version_without_a_step_is_of_no_step() -> None:
-    channel = _channel(3, anchors=(1, 2, 3))
-    channel[1] = dataclasses.replace(channel[1], step=None)
-    channel[2] = dataclasses.replace(channel[2], step=0)
-    assert retention.forgetting(channel, [], 3, Keep(step_every=7)).kept == [2, 3]
+def test_an_announced_anchor_stays_with_what_relies_on_it() -> None:
+    folds = [keys.fold(0, 4, ONE), keys.fold(0, 8, ONE)]
+    found = _forgetting(_holding(_log(1, 10), _slots(4, 8), folds), Keep(last=1))
+    assert found.folds == folds[:1]
+    assert found.keys.index(folds[0]) > found.keys.index(Slot(4, ONE).key)
+    # Without its record it is one still.
+    without = {slot: record for slot, record in _log(1, 10).items() if slot.version != 8}
+    found = _forgetting(_holding(without, _slots(4, 8), folds), Keep(last=1))
+    assert (_numbers(found.kept), found.folds) == ([9, 10], folds[:1])
 
 
-def test_versions_after_head_are_left_alone() -> None:
-    found = retention.forgetting(TEN, [_fold_key(8, 9), _fold_key(3, 9)], 8, Keep(last=1))
-    assert found.kept == [8]
-    assert found.versions == [7, 6, 5, 4, 3, 2, 1]
-    assert not found.folds
+def test_an_announced_anchor_that_is_not_complete_is_not_relied_on() -> None:
+    folds = [keys.fold(0, 4, ONE), keys.fold(0, 8, ONE)]
+    found = _forgetting(_holding(_log(1, 10), _slots(4), folds), Keep(last=1))
+    assert _numbers(found.kept) == [4, 5, 6, 7, 8, 9, 10] and not found.folds
+
+
+def test_versions_without_a_step_are_of_no_step() -> None:
+    records = _log(1, 3)
+    records[Slot(1, ONE)] = dataclasses.replace(_record(1, anchor=True), step=None)
+    records[Slot(2, ONE)] = dataclasses.replace(_record(2, base=Slot(1, ONE)), step=0)
+    assert _numbers(_forgetting(_holding(records, _slots(2, 3)), Keep(step_every=7)).kept) == [2, 3]
 
 
 def test_folds_go_with_either_end() -> None:
-    keys = [_fold_key(4, 8), _fold_key(8, 10), _fold_key(1, 4), _fold_key(2, 9), "folds/0000000004-0000000008/part"]
-    found = retention.forgetting(TEN, keys, 10, Keep(anchors=2))
-    assert found.folds == [_fold_key(1, 4), _fold_key(2, 9)]
+    folds = [keys.fold(4, 8, ONE), keys.fold(8, 10, ONE), keys.fold(1, 4, TOOL), keys.fold(2, 9, ONE), keys.fold(9, 11, ONE)]
+    found = _forgetting(_holding(_log(1, 10), _slots(4, 8), folds), Keep(anchors=2))
+    assert sorted(found.folds) == [keys.fold(1, 4, TOOL), keys.fold(2, 9, ONE)]
 
 
-def test_a_fold_whose_end_went_before_names_it_again() -> None:
-    channel = {version: TEN[version] for version in (8, 9, 10)}
-    found = retention.forgetting(channel, [_fold_key(2, 9), _fold_key(8, 10)], 10, Keep(last=1))
-    assert found.versions == []
-    assert found.folds == [_fold_key(2, 9)]
-    assert found.named == [2]
+def _two_epochs() -> dict[Slot, Record | None]:
+    """Epoch 1 wrote up to 6 and was sealed; epoch 2 goes on. A suspended writer left nothing."""
+    records = _log(1, 6) | {Slot(7, ONE): _record(7, seal=True, base=Slot(6, ONE))}
+    return records | _log(7, 10, TWO, Slot(6, ONE))
 
 
-@pytest.mark.parametrize("missing", [10, 9, 8])
+def test_every_seal_stays() -> None:
+    found = _forgetting(_holding(_two_epochs(), _slots(9, epoch=TWO)), Keep(last=1))
+    assert _numbers(found.kept) == [9, 10]
+    assert Slot(7, ONE).key not in found.keys and Slot(7, TWO).key in found.keys
+
+
+def test_a_way_crosses_epochs() -> None:
+    assert _numbers(_forgetting(_holding(_two_epochs(), _slots(5)), Keep(last=1)).kept) == [5, 6, 7, 8, 9, 10]
+
+
+def test_versions_of_an_epoch_that_was_left_are_forgotten() -> None:
+    """After a restored backup an old writer wrote 7 to 9 in epoch 1; the channel goes on from 6 in epoch 2."""
+    records = _log(1, 9) | _log(7, 8, TWO, Slot(6, ONE))
+    found = _forgetting(_holding(records, _slots(5)), Keep(last=2))
+    assert found.kept == [*_slots(5, 6), *_slots(7, 8, epoch=TWO)]
+    assert set(_slots(7, 8, 9)) <= set(found.versions)
+
+
+def test_a_later_epoch_that_has_no_version_is_not_the_newest() -> None:
+    records = _log(1, 3) | {Slot(4, ONE): _record(4, seal=True, base=Slot(3, ONE))}
+    records[Slot(4, TWO)] = _record(4, seal=True, epoch=TWO, base=Slot(3, ONE))
+    found = _forgetting(_holding(records), Keep(last=1))
+    assert (found.asked, found.keys) == (_slots(3), [])
+
+
+@pytest.mark.parametrize("missing", [9, 8])
 def test_nothing_is_forgotten_if_what_stays_cannot_be_read(missing: int) -> None:
-    with pytest.raises(MissingVersionError, match=rf"Version 10 is to be kept.* version {missing} is not.*Nothing was"):
-        retention.forgetting(_channel(10, anchors=(1, 4), missing=[missing]), [], 10, Keep(last=1))
+    records = {slot: record for slot, record in _log(1, 10).items() if slot.version != missing}
+    with pytest.raises(MissingVersionError, match=r"Version 10 is to be kept.*a version before it is not.*Nothing was"):
+        _forgetting(_holding(records, _slots(4)), Keep(last=1))
 
 
 def test_a_version_that_cannot_be_read_may_go() -> None:
-    channel = _channel(10, anchors=(1, 4, 8), missing=[5])
+    records = {slot: record for slot, record in _log(1, 10).items() if slot.version != 5}
     with pytest.raises(MissingVersionError):
-        retention.forgetting(channel, [], 10, Keep(last=5))
-    assert retention.forgetting(channel, [], 10, Keep(last=3)).kept == [8, 9, 10]
+        _forgetting(_holding(records, _slots(4, 8)), Keep(last=5))
+    assert _numbers(_forgetting(_holding(records, _slots(4, 8)), Keep(last=3)).kept) == [8, 9, 10]
+
+
+def test_what_lies_before_something_missing_still_counts() -> None:
+    """A listing may lag behind, or the versions between two anchors were forgotten."""
+    records = {slot: record for slot, record in _log(1, 10).items() if slot.version not in (6, 7)}
+    found = _forgetting(_holding(records, _slots(5, 8)), Keep(last=99))
+    assert not found.keys
+
+
+@pytest.mark.parametrize("damaged", [2, 9, 10])
+def test_a_damaged_record_hides_nothing(damaged: int) -> None:
+    """What it follows is known by its slot, so that `repair` can still put it back."""
+    records = _log(1, 10)
+    records[Slot(damaged, ONE)] = None
+    found = _forgetting(_holding(records, _slots(8)), Keep(last=1))
+    assert {8, 9, 10} - {damaged} <= set(_numbers(found.kept))
+    assert (Slot(damaged, ONE) in found.versions) == (damaged == 2)
+
+
+def test_the_last_slot_of_an_epoch_may_be_a_seal_if_it_is_damaged() -> None:
+    records = _two_epochs() | {Slot(7, ONE): None}
+    assert Slot(7, ONE).key not in _forgetting(_holding(records, _slots(9, epoch=TWO)), Keep(last=1)).keys
+
+
+def _times(**at: float) -> dict[str, float]:
+    return {Slot(int(name[1:]), ONE).key: time_s for name, time_s in at.items()}
+
+
+def test_what_became_dispensable_just_now_stays() -> None:
+    """10 was stored at 1000 and made 9 dispensable; 4 to 8 had been for long."""
+    holding = _holding(_log(1, 10), _slots(4, 9), stored_s=_times(v9=500, v10=1000))
+    assert _numbers(_forgetting(holding, Keep(last=1), 1000).kept) == [9, 10]
+    found = _forgetting(holding, Keep(last=1), 999)
+    assert (_numbers(found.asked), _numbers(found.leading), found.recent) == ([10], [9], [])
+    found = _forgetting(holding, Keep(last=1), 499)
+    assert _numbers(found.recent) == [4, 5, 6, 7, 8]  # at 499, 8 was the newest, and 4 its anchor
+
+
+def test_what_an_anchor_made_dispensable_just_now_stays() -> None:
+    announced = keys.fold(0, 8, ONE)
+    holding = _holding(_log(1, 10), _slots(4, 8), [announced], {announced: 1000})
+    assert _numbers(_forgetting(holding, Keep(last=1), 1000).kept) == [8, 9, 10]
+    assert _numbers(_forgetting(holding, Keep(last=1), 999).recent) == [4, 5, 6, 7]
+
+
+def test_what_no_store_tells_the_age_of_goes_only_without_grace() -> None:
+    holding = _holding(_log(1, 10), _slots(8), stored_s={slot.key: 0.0 for slot in _log(1, 10)})
+    assert not _forgetting(holding, Keep(last=1), 1e12).keys
+    assert len(_forgetting(holding, Keep(last=1)).keys) == 7
 
 
 @pytest.mark.parametrize("wrong", [{}, {"last": 0}, {"anchors": -1}, {"last": 3, "step_every": 0}])
@@ -127,89 +247,59 @@ def test_keeping_nothing_is_refused(wrong: dict[str, int]) -> None:
         Keep(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("key", "versions"),
-    [
-        ("deltas/0000000042/part-00001-of-00001.safetensors", (42,)),
-        ("deltas/0000000042.3/part-00001-of-00001.safetensors", (42,)),
-        ("anchors/12345678901/tokenizer/vocab.json", (12345678901,)),
-        ("folds/0000000040-0000000048/part-00001-of-00001.safetensors", (40, 48)),
-        ("folds/0000000040-0000000048.1/fold.json", (40, 48)),
-        ("deltas/42/part", ()),
-        ("deltas/0000000042", ()),
-        ("deltas/notes.txt", ()),
-        ("manifests/0000000042.json", ()),
-    ],
-)
-def test_which_version_an_object_was_written_for(key: str, versions: tuple[int, ...]) -> None:
-    assert layout.data_versions(key) == versions
-
-
-HOUR_S = 3600.0
-
-
-def _prunable(key: str, *, stored_s: float = 0.0, forgotten_s: dict[int, float] | None = None, now_s: float) -> bool:
-    channel = {4: TEN[4], 8: TEN[8], 9: TEN[9]}
-    fold = Fold(
-        format=manifest.FORMAT,
-        run_id="run",
-        base_version=8,
-        base_manifest_sha256=_SHA256,
-        version=9,
-        manifest_sha256=_SHA256,
-        codec="packed",
-        changed=1,
-        files=[FileRef(key="folds/0000000008-0000000009.1/part", bytes=1, sha256=_SHA256)],
-        created_at="",
-    )
-    references = retention.References(channel.values(), [fold])
-    found = retention.prunable({key: stored_s}, references, 9, forgotten_s or {}, now_s, HOUR_S)
-    assert found in ([], [key])
-    return bool(found)
+def _references(epochs: int = 1, damaged: Slot | None = None) -> References:
+    """Versions 4 (an anchor), 8 and 9 of epoch 1, an announced anchor of 8 and a fold; maybe a version of epoch 2."""
+    records: dict[Slot, Record | None] = {
+        Slot(4, ONE): _record(4, anchor=True),
+        Slot(8, ONE): _record(8, base=Slot(7, ONE)),
+        Slot(9, ONE): _record(9, base=Slot(8, ONE)),
+    }
+    if epochs > 1:
+        records[Slot(10, TWO)] = _record(10, epoch=TWO, base=Slot(9, ONE))
+    if damaged is not None:
+        records[damaged] = None
+    folds = {
+        keys.fold(0, 8, ONE): _record(8, anchor=True),
+        keys.fold(4, 9, TOOL): dataclasses.replace(_record(9, epoch=TOOL), kind="fold"),
+    }
+    return References(records, folds)
 
 
 @pytest.mark.parametrize(
-    ("key", "gone"),
+    ("key", "named", "under_way"),
     [
-        ("deltas/0000000009/part", False),  # referred to
-        ("deltas/0000000009.1/part", True),  # a dead publisher's
-        ("deltas/0000000004/part", False),  # an anchor's delta
-        ("deltas/0000000003/part", True),
-        ("deltas/0000000010/part", False),  # after head: being published
-        ("anchors/0000000010/config.json", False),
-        ("anchors/0000000004/model.safetensors", False),
-        ("anchors/0000000004/config.json", False),  # in an anchor's folder
-        ("anchors/0000000004.1/config.json", True),
-        ("anchors/0000000001/config.json", True),
-        ("folds/0000000008-0000000009.1/part", False),
-        ("folds/0000000008-0000000009/part", True),  # a dead writer's
-        ("folds/0000000008-0000000009/fold.json", False),  # documents are forgotten, not pruned
-        ("folds/0000000008-0000000010/part", False),
-        ("deltas/notes.txt", False),  # not ours
-        ("anchors/4/model.safetensors", False),
+        (f"parts/0000000009.{ONE}.0/part", True, False),
+        (f"parts/0000000009.{ONE}.1/part", False, False),  # of an attempt that was given up
+        (f"parts/0000000003.{ONE}.0/part", False, False),  # of a version that was forgotten
+        (f"parts/0000000010.{ONE}.0/part", False, True),  # of the next version
+        (f"parts/0000000010.{TWO}.0/part", False, True),  # of a writer that opens the channel
+        (f"parts/0000000009.{TOOL}.0/part", True, False),
+        (f"parts/0000000099.{TOOL}.0/part", False, False),  # tools are spared by age alone
+        (f"anchors/0000000004.{ONE}.0/model.safetensors", True, False),
+        (f"anchors/0000000004.{ONE}.0/notes.txt", True, False),  # all in an anchor's folder is of it
+        (f"anchors/0000000004.{ONE}.1/config.json", False, False),
+        (f"anchors/0000000008.{ONE}.0/model.safetensors", True, False),
+        (f"anchors/0000000009.{ONE}.0/model.safetensors", False, True),  # to be announced, whatever its age
+        (f"anchors/0000000007.{ONE}.0/model.safetensors", False, False),
+        (f"anchors/0000000099.{TOOL}.0/model.safetensors", False, False),
     ],
 )
-def test_what_nothing_refers_to_goes_when_it_is_old(key: str, gone: bool) -> None:
-    assert _prunable(key, now_s=HOUR_S) == gone
-    assert not _prunable(key, now_s=HOUR_S - 1)
-    assert not _prunable(key, stored_s=10.0, now_s=HOUR_S + 9)
+def test_what_names_a_file_and_who_may_still(key: str, named: bool, under_way: bool) -> None:
+    references = _references()
+    assert (key in references, references.under_way(key)) == (named, under_way)
+    # Once epoch 2 has a version, nobody waits for epoch 1.
+    assert _references(epochs=2).under_way(key) == (under_way and TWO in key and "parts/0000000010" not in key)
 
 
-def test_what_was_forgotten_goes_an_hour_after_that() -> None:
-    key = "deltas/0000000003/part"
-    assert not _prunable(key, forgotten_s={3: 1000.0}, now_s=HOUR_S + 999)
-    assert _prunable(key, forgotten_s={3: 1000.0}, now_s=HOUR_S + 1000)
-    assert _prunable(key, forgotten_s={2: 1e9}, now_s=HOUR_S)
+def test_the_files_of_a_damaged_record_stay() -> None:
+    references = _references(2, damaged=Slot(3, ONE))
+    assert f"parts/0000000003.{ONE}.0/part" in references
+    assert f"parts/0000000003.{THREE}.0/part" not in references
 
 
-def test_a_fold_goes_an_hour_after_the_later_of_its_ends() -> None:
-    key = "folds/0000000002-0000000003/part"
-    assert not _prunable(key, forgotten_s={2: 0.0, 3: 1000.0}, now_s=HOUR_S + 999)
-    assert not _prunable(key, forgotten_s={2: 1000.0}, now_s=HOUR_S + 999)
-    assert _prunable(key, forgotten_s={2: 1000.0, 3: 0.0}, now_s=HOUR_S + 1000)
-
-
-def test_a_list_of_forgotten_versions_is_spent_when_nothing_of_them_is_left() -> None:
-    lists = {"a": [1, 2], "b": [3], "c": [4, 5], "d": [6]}
-    left = ["deltas/0000000002/part", "folds/0000000003-0000000009/part", "anchors/0000000044/config.json"]
-    assert retention.spent(lists, {5}, left) == ["d"]
+@pytest.mark.parametrize(
+    ("modified_s", "grace_s", "old"),
+    [(1.0, 3600, True), (6400.0, 3600, True), (6401.0, 3600, False), (0.0, 3600, False), (0.0, 0, True), (1e9, 0, True)],
+)
+def test_what_is_old(modified_s: float, grace_s: float, old: bool) -> None:
+    assert retention.is_old(ObjectInfo("parts/x", 1, modified_s), 10_000.0, grace_s) == old

@@ -41,6 +41,18 @@ def test_a_session_keeps_the_salt_of_its_version_and_its_own() -> None:
     assert salts.of("deltasync-session:4:tenant") == salts.of("tenant") != own
 
 
+def test_after_a_fork_no_session_finds_what_the_lost_version_computed() -> None:
+    salts = Salts()
+    salts.begin("5")
+    lost = salts.of(None)
+    salts.begin("5-0123456789ab")
+    now = salts.of(None)
+    assert now != lost
+    assert salts.of("deltasync-session:5:") == now
+    salts.begin("6")
+    assert salts.of("deltasync-session:5:") == now
+
+
 def test_only_so_many_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(salt, "_SESSIONS", 3)
     salts = Salts()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from deltasync.config import ReplicaSettings
-from deltasync.manifest import Head
-from tests.unit import test_driver
-from tests.unit.test_driver import PLAIN, Engine, Trainer, serving
-from vllm_plugin.driver import Driver
-from vllm_plugin.metrics import Metrics
+from tests import driving
+from tests.driving import PLAIN, Engine, Trainer, serving
 
-engine, trainer = test_driver.engine, test_driver.trainer  # fixtures
+engine, trainer = driving.engine, driving.trainer  # fixtures
 
 LOOPBACK = Namespace(**vars(PLAIN), host="127.0.0.1", uds=None)
 SYNC = {"content-type": "application/json", "host": "127.0.0.1:8000"}
@@ -114,33 +108,3 @@ def test_requests_that_wait_neither_pile_up_nor_keep_the_driver_waiting(
                 time.sleep(0.01)
         codes = sorted(reply.result() for reply in replies)
         assert codes == [429] * 16 + [504] * 64
-
-
-def test_callers_of_a_slow_store_do_not_keep_the_drivers_own_looks_waiting(
-    engine: Engine, trainer: Trainer, memory_url: str
-) -> None:
-    trainer.publish()
-
-    async def scene() -> float:
-        driver = engine.driver = Driver(engine, ReplicaSettings(channel=memory_url), Metrics(CollectorRegistry()))
-        await driver.look()
-        quick = driver._reader.head
-
-        def slow() -> Head:
-            time.sleep(0.2)
-            return quick()
-
-        driver._reader.head = slow  # type: ignore[method-assign]
-        callers = [asyncio.create_task(driver.reach(None)) for _ in range(64)]
-        await asyncio.sleep(0.05)
-        before = time.monotonic()
-        await driver.look()
-        waited_s = time.monotonic() - before
-        for caller in callers:
-            caller.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
-        await driver.stop()
-        return waited_s
-
-    # In the threads that all share, it takes two seconds on two cores.
-    assert asyncio.run(scene()) < 1.2

@@ -116,6 +116,12 @@ def test_spans_that_are_unknown_of_several_requests_or_too_long_are_not_told() -
     assert request(lambda: asyncio.sleep(0))[0] == plain
 
 
+def test_other_weights_of_the_same_number_are_told_by_their_number() -> None:
+    engine = Engine()
+    spans = [("6", 2), ("7", 1), ("7-0123456789ab", 3)]
+    assert spans_of(lambda: drain(engine.generate("cmpl-0", spans))) == [[[6, 2], [7, 1], [7, 3]]]
+
+
 def test_a_request_that_ends_early_is_ended_in_vllm_too() -> None:
     engine = Engine()
 

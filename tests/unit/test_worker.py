@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import re
@@ -16,14 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from deltasync import Publisher, open_store
+from deltasync import open_store
 from deltasync.bits import int_view
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ModelMismatchError
+from deltasync.follow import Course
 from deltasync.kernels import cpu
-from deltasync.reader import ChannelReader
+from deltasync.live import model_fingerprint
+from tests.channels import Made
+from tests.faults import flipped
 from vllm_plugin import derived, load_plan, worker
 from vllm_plugin.reload import Mirror, _together
 from vllm_plugin.worker import WorkerReplica
+from vllm_plugin.workers import handed
 
 PATIENCE_S = 60.0
 
@@ -56,21 +60,21 @@ def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
 
 def proven(of: WorkerReplica, url: str) -> int | None:
     """Audit, compare and identify, as the driver does at first; the version that is live."""
-    head = ChannelReader(open_store(url)).head()
     of._audit(verify=True)
-    total = sum(of._memory.fingerprints.values()) & ((1 << 64) - 1)
-    version: int | None = of.settle(dataclasses.asdict(head), total, True)["version"]
-    return version
+    found = Course(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
+    version = of.identified(None if found is None else handed([found])[0])["version"]
+    return None if version is None else version[0]
 
 
 @pytest.fixture
-def url(memory_url: str) -> Iterator[str]:
+def url(memory_url: str) -> str:
     """A channel whose first version is the checkpoint's weights plus one ulp here and there."""
-    with Publisher(memory_url) as publisher:
-        weights = checkpoint()
-        weights["experts"].view(torch.int16)[0, 0] += 1
-        publisher.publish(weights.items()).wait(PATIENCE_S)
-    yield memory_url
+    weights = checkpoint()
+    weights["experts"].view(torch.int16)[0, 0] += 1
+    channel = Made(open_store(memory_url))
+    channel.create(weights)
+    channel.anchor(weights)
+    return memory_url
 
 
 class TestProof:
@@ -115,6 +119,42 @@ class TestProof:
         assert not plan.reasons
         assert load_plan.verify(plan, memory, specs, [("embed", -model.embed)]) == {"head", "other"}
         assert plan.reasons.keys() == {"embed"}
+
+
+class TestHanded:
+    """What the driver hands over is held to its digest again, and what is wrong with it is told by key."""
+
+    @pytest.fixture
+    def of(self, url: str, monkeypatch: pytest.MonkeyPatch) -> WorkerReplica:
+        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(checkpoint().items()))
+        of = replica(Model(), url)
+        assert proven(of, url) is None
+        return of
+
+    def test_bytes_or_none_are_taken_alike(self, of: WorkerReplica, url: str) -> None:
+        stored = ChannelReader(open_store(url)).numbered(1)
+        for data in (stored.data, None):
+            assert of._stage([(stored.key, stored.sha256, data)]) == {"state": "staged"}
+        assert of.commit(alone=True)["version"] == (1, stored.record.epoch, stored.sha256)
+
+    def test_damage_is_told_with_the_key_of_the_record(self, of: WorkerReplica, url: str) -> None:
+        store = open_store(url)
+        stored = ChannelReader(store).numbered(1)
+        assert stored.data is not None
+        failed = of._stage([(stored.key, stored.sha256, flipped(stored.data))])
+        assert (failed["state"], failed["failed"]) == ("failed", stored.key)
+        assert failed["error"].startswith("CorruptDataError: ")
+        (weights,) = stored.payload_files
+        store.put(weights.key, flipped(store.read(weights.key)))
+        assert of._stage(handed([stored]))["failed"] == stored.key
+        store.delete(stored.key)
+        missing = of._stage([(stored.key, stored.sha256, None)])
+        assert (missing["failed"], missing["error"].partition(":")[0]) == (stored.key, "MissingVersionError")
+
+    def test_bits_that_nobody_knows_are_settled_first(self, of: WorkerReplica, url: str) -> None:
+        stored = ChannelReader(open_store(url)).numbered(1)
+        of._follower.doubt()
+        assert of._stage(handed([stored])) == {"state": "unsettled"}
 
 
 class Impl:
@@ -196,15 +236,16 @@ class TestDerivedCopies:
         model = WithSinks(in_place=True)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(()))
-        with Publisher(memory_url) as publisher:
-            publisher.publish(weights.items()).wait(PATIENCE_S)
-            of = replica(model, memory_url)
-            assert proven(of, memory_url) == 1
-            before = model.attention.impl.sinks.clone()
-            weights["sinks"].add_(1)
-            publisher.publish(weights.items()).wait(PATIENCE_S)
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        of = replica(model, memory_url)
+        assert proven(of, memory_url) == 1
+        before = model.attention.impl.sinks.clone()
+        weights["sinks"].add_(1)
+        way = handed([channel.delta(weights)])
         for keep in (False, True):
-            assert of._stage(ChannelReader(open_store(memory_url)).head(), None)["state"] == "staged"
+            assert of._stage(way)["state"] == "staged"
             of.commit(alone=keep)
             assert torch.equal(model.attention.impl.sinks, weights["sinks"].float())
             if not keep:

@@ -1,0 +1,192 @@
+"""The driver and its routes over one real worker in this process, and a trainer for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry
+from starlette.testclient import TestClient
+
+from deltasync import open_store
+from deltasync.channel.documents import Delta
+from deltasync.channel.signing import Signer
+from deltasync.config import ReplicaSettings
+from deltasync.stores import Store
+from tests.channels import Made
+from vllm_plugin.driver import Driver
+from vllm_plugin.endpoints import DeltaSyncEndpoints
+from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.metrics import Metrics
+
+PATIENCE_S = 60.0
+PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        self.w = torch.nn.Parameter(weight, requires_grad=False)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self, name).copy_(tensor)
+
+
+class Engine:
+    """vLLM's engine client as far as the driver goes, with one worker on this thread."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.worker = DeltaSyncWorkerExtension()
+        self.worker.model_runner = SimpleNamespace(
+            get_model=lambda: self.model, model_config=SimpleNamespace(model="/no/checkpoint")
+        )
+        self.vllm_config = SimpleNamespace(
+            load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+            model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
+            parallel_config=SimpleNamespace(enable_eplb=False),
+            weight_transfer_config=None,
+        )
+        self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self.call_utility_async)
+        self.salted = True
+        self.weight_version = "default"
+        self.events: list[tuple[str, int | None]] = []
+        self.driver: Driver | None = None
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        await asyncio.sleep(0)
+        return [getattr(self.worker, method)(*args)]
+
+    async def call_utility_async(self, method: str, *args: object, engine: object) -> bool:
+        assert method == "deltasync_salts"
+        return self.salted
+
+    async def generate(self) -> AsyncIterator[None]:
+        raise AssertionError("no request is made here")
+        yield
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self._note("pause")
+
+    async def resume_generation(self) -> None:
+        self._note("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.weight_version = version
+
+    def _note(self, what: str) -> None:
+        if self.driver is not None:
+            self.events.append((what, self.driver.version))
+
+
+class Trainer:
+    """Publishes what the engine's model started from, and then changes of it, record by record."""
+
+    def __init__(self, store: str | Store, signer: Signer | None = None) -> None:
+        self.channel = Made(open_store(store) if isinstance(store, str) else store, signer)
+        self.weights = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+
+    def publish(self, parts: int = 0) -> int:
+        self.weights["w"].view(torch.int16)[:3] += 1
+        if self.channel.tip is None:
+            self.channel.create(self.weights)
+            stored = self.channel.anchor(self.weights)
+        else:
+            stored = self.channel.delta(self.weights, parts)
+        self.channel.head()
+        return stored.record.version
+
+    def publish_lies(self) -> None:
+        """A version whose record names another fingerprint of the model than its payload leads to."""
+        channel, base = self.channel, self.channel.tip
+        assert base is not None
+        self.weights["w"].view(torch.int16)[:3] += 1
+        number = base.version + 1
+        encoded, changed = channel.encode(channel.bits[base.sha256], self.weights, number, base.version, 1)[0]
+        honest = channel._record("delta", number, self.weights, delta=Delta(codec="packed", changed=changed))
+        channel.append(dataclasses.replace(honest, fingerprint="0" * 16), encoded, self.weights)
+        channel.head()
+
+
+@pytest.fixture
+def trainer(memory_url: str) -> Trainer:
+    return Trainer(memory_url)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    # There is no vLLM here to name the files that it loaded.
+    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(Model().state_dict().items()))
+    return Engine()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@contextlib.asynccontextmanager
+async def following(engine: Engine, url: str, registry: CollectorRegistry, **settings: Any) -> AsyncIterator[Driver]:
+    driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit", **settings), Metrics(registry))
+    task = asyncio.create_task(driver.run())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield driver
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+@contextlib.contextmanager
+def serving(
+    engine: Engine | None,
+    monkeypatch: pytest.MonkeyPatch,
+    args: Namespace = PLAIN,
+    **environ: str,
+) -> Iterator[TestClient]:
+    registry = CollectorRegistry()
+    monkeypatch.setattr("vllm_plugin.endpoints.Metrics", lambda: Metrics(registry))
+    monkeypatch.setattr("vllm_plugin.compat.changed", lambda _: None)  # of the real vLLM in tests/integration
+    for name, text in environ.items():
+        monkeypatch.setenv(f"DELTASYNC_{name}", text)
+    plugin = DeltaSyncEndpoints()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.registry = registry
+        await plugin.init_state(engine, app.state, args)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/v1/completions")
+    async def complete(to: int = 0, stream: bool = False) -> Any:
+        if to:
+            assert plugin._driver is not None
+            await plugin._driver.reach(to)
+        return StreamingResponse(iter(["data: [DONE]\n\n"]), media_type="text/event-stream") if stream else {}
+
+    plugin.attach_router(app)
+    with TestClient(app) as client:
+        yield client

@@ -1,0 +1,65 @@
+"""How many requests it takes to catch up with 1,000 versions."""
+
+from __future__ import annotations
+
+import torch
+
+from deltasync import housekeeping
+from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Replica
+from deltasync.housekeeping import Keep
+from deltasync.stores import open_store
+from tests.channels import Made, filled
+from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore
+
+NEWEST = 1001
+DOCUMENTS = 8  # channel.json, head at the beginning and the end, listings of records and of folds, a poll
+
+
+def _states(element_count: int) -> list[dict[str, torch.Tensor]]:
+    """One element changes with each version; the others share their bits."""
+    weights = torch.zeros(element_count, dtype=torch.bfloat16)
+    states = []
+    for number in range(NEWEST):
+        weights.view(torch.int16)[number] += 1
+        states.append({"w": weights.clone()})
+    return states
+
+
+def _requests(store: FaultyStore, replica: Replica, channel: Made) -> list[str]:
+    store.calls.clear()
+    assert replica.sync() == NEWEST
+    assert replica.digest is not None
+    assert_same_bits(replica.state_dict(), channel.bits[replica.digest])
+    return [key for _, key in store.calls]
+
+
+def test_with_nothing_but_the_log_it_is_one_request_for_each_version(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    channel, _ = filled(store.inner, _states(2000))
+    behind = Replica(store)
+    behind.sync(1)
+    assert len(_requests(store, Replica(store), channel)) <= NEWEST + DOCUMENTS
+    assert len(_requests(store, behind, channel)) <= NEWEST + DOCUMENTS
+
+
+def test_with_folds_and_anchors_it_is_one_for_each_of_them(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    folds = [(base, base + 32) for base in range(1, NEWEST - 31, 32)]
+    channel, _ = filled(store.inner, _states(20_000), anchors=(900,), folds=folds)
+    behind = Replica(store)
+    behind.sync(1)
+    hops = len(folds) + (NEWEST - folds[-1][1])
+    assert len(_requests(store, behind, channel)) <= hops + DOCUMENTS
+    # From nothing: the anchor, single versions until a fold begins, and what follows the last fold.
+    assert len(_requests(store, Replica(store), channel)) <= 2 + 32 + 4 + 32 + DOCUMENTS
+
+
+def test_forgetting_reads_each_document_once(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    filled(store.inner, _states(2000), anchors=(900, 1000))
+    housekeeping.forget(ChannelReader(store), Keep(last=2), grace_s=0)
+    reads = [key for operation, key in store.calls if operation == "read"]
+    assert len(reads) == len(set(reads)) == 1 + NEWEST + 2
+    assert len([key for operation, key in store.calls if operation == "list"]) == 4  # records, folds twice, anchors

@@ -1,0 +1,403 @@
+"""How the driver asks its store, and what it does about answers that are wrong, other than expected, or missing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from deltasync import open_store
+from deltasync.channel import heartbeat, keys
+from deltasync.config import ReplicaSettings
+from deltasync.errors import StoreError, TransientStoreError
+from tests import driving
+from tests.driving import PATIENCE_S, Engine, Trainer, serving, until
+from tests.faults import FaultyStore, flipped
+from vllm_plugin import driver as driver_module
+from vllm_plugin import workers
+from vllm_plugin.driver import Driver
+from vllm_plugin.looks import Looks
+from vllm_plugin.metrics import Metrics
+
+engine = driving.engine  # a fixture
+
+Scene = Callable[[Driver], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
+    """The store of driver, worker and trainer."""
+    store = FaultyStore(open_store(memory_url))
+    for module in ("driver", "worker"):
+        monkeypatch.setattr(f"vllm_plugin.{module}.open_store", lambda _: store)
+    yield store
+    store.heal()
+
+
+@pytest.fixture
+def trainer(store: FaultyStore) -> Trainer:
+    return Trainer(store)
+
+
+def play(engine: Engine, url: str, scene: Scene, **settings: Any) -> None:
+    """A scene with a driver that looks only when it is told to."""
+
+    async def body() -> None:
+        chosen = ReplicaSettings(channel=url, replica_id="unit", **settings)
+        driver = engine.driver = Driver(engine, chosen, Metrics(CollectorRegistry()))
+        async with asyncio.timeout(PATIENCE_S):
+            await scene(driver)
+
+    asyncio.run(body())
+
+
+async def follow(driver: Driver) -> None:
+    """Look until there is nothing to take."""
+    while True:
+        await driver.look()
+        if driver.caught_up:
+            return
+
+
+def served(engine: Engine, driver: Driver, trainer: Trainer) -> bool:
+    """Whether the newest version is served with its bits."""
+    tip = trainer.channel.tip
+    assert tip is not None
+    bits = trainer.channel.bits[tip.sha256]["w"]
+    return driver.identity == tip and torch.equal(engine.model.w.view(torch.int16), bits.view(torch.int16))
+
+
+def damage(store: FaultyStore, key: str) -> None:
+    store.put(key, flipped(store.read(key)))
+
+
+def test_a_version_costs_one_request_of_driver_and_worker_together(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        for number in (2, 3, 4):
+            trainer.publish()
+            store.calls.clear()
+            await driver.look()
+            assert driver.version == number
+            assert trainer.channel.tip is not None
+            assert store.calls == [("read", trainer.channel.tip.key)]
+            assert served(engine, driver, trainer)
+            store.calls.clear()
+            await driver.look()
+            assert store.calls == [("read", keys.slot(number + 1, trainer.channel.epoch))]
+
+    trainer.publish()
+    play(engine, memory_url, scene, audit_interval_s=0.0)
+
+
+def test_records_that_are_too_many_to_hand_over_are_read_by_the_worker(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_HANDED_BYTES", 10)
+
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        trainer.publish()
+        store.calls.clear()
+        await driver.look()
+        assert trainer.channel.tip is not None
+        assert store.calls == [("read", trainer.channel.tip.key)] * 2
+        assert served(engine, driver, trainer)
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+def test_another_version_of_the_same_number_is_noticed_and_told_apart(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    """A store went back to a backup, and another trainer goes on from there."""
+
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        assert served(engine, driver, trainer)
+        assert engine.weight_version == "3"
+        channel, lost = trainer.channel, trainer.channel.tip
+        assert lost is not None
+        store.delete(lost.key)
+        channel.tip, channel.epoch = at_2, "000002-0000000a"
+        trainer.weights = {name: tensor.clone() for name, tensor in channel.bits[at_2.sha256].items()}
+        trainer.weights["w"].view(torch.int16)[7] -= 3
+        assert trainer.publish() == 3
+        driver._course._look_due_s = 0.0  # the next of its looks now and then
+        await follow(driver)
+        assert served(engine, driver, trainer)
+        assert driver.identity != lost and driver.version == 3
+        assert driver.status(0)["sha256"] == channel.tip.sha256
+        assert engine.weight_version == f"3-{channel.tip.sha256[:12]}"
+        assert driver.commits[-1].anchor
+        trainer.publish()
+        await follow(driver)
+        assert served(engine, driver, trainer)
+        assert engine.weight_version == "4"
+
+    trainer.publish()
+    trainer.publish()
+    at_2 = trainer.channel.tip
+    assert at_2 is not None
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+@pytest.mark.parametrize("way", ["anchor", "fold"])
+@pytest.mark.parametrize("what", ["record", "part", "lie"])
+def test_what_is_damaged_while_it_runs_is_gone_around(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, what: str, way: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        channel, base = trainer.channel, trainer.channel.tip
+        assert base is not None
+        if what == "lie":
+            trainer.publish_lies()
+        else:
+            trainer.publish(parts=what == "part")
+            assert channel.tip is not None
+            (parts,) = [list(store.list(keys.PARTS))] if what == "part" else [[]]
+            damage(store, parts[0].key if parts else channel.tip.key)
+        for _ in range(5):
+            await driver.look()
+        assert driver.identity == base
+        assert driver.status(0)["error"] is not None
+        assert torch.equal(engine.model.w, channel.bits[base.sha256]["w"])
+        trainer.publish()
+        assert channel.tip is not None
+        if way == "anchor":
+            channel.announce(channel.tip)
+        else:
+            channel.fold(base, channel.tip)
+        driver._course._look_due_s = 0.0
+        await follow(driver)
+        assert served(engine, driver, trainer)
+        assert driver.status(0)["error"] is None
+        trainer.publish()
+        await follow(driver)
+        assert served(engine, driver, trainer)
+
+    trainer.publish()
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
+    engine: Engine, trainer: Trainer, memory_url: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        engine.model.w.view(torch.int16)[30, 5] ^= 1
+        engine.worker._deltasync_replica._memory.audit()  # as if it had flipped after the fingerprint was taken
+        trainer.publish()
+        await driver.look()
+        assert "FingerprintMismatchError" in driver.status(0)["error"]
+        await follow(driver)
+        assert served(engine, driver, trainer)
+        assert not driver._course._suspects
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+def test_a_failed_request_is_repeated_at_the_next_look(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        for prefix in (keys.CHANNEL, keys.HEAD, keys.VERSIONS, keys.ANCHORS):
+            store.fail_at("read", prefix)
+            await driver.look()
+            assert driver.status(0)["state"] == "failed", prefix
+            assert "failed by the test" in driver.status(0)["error"]
+        await driver.look()
+        assert served(engine, driver, trainer)
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+def test_a_server_that_has_not_looked_for_long_is_stale(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        status = driver.status(0)
+        assert (status["state"], driver.not_ready) == ("serving", None)
+        assert 0 <= status["last_look_s_ago"] < 5
+        store.fail_at("read", times=1000)
+        await driver.look()
+        assert driver.status(0)["state"] == "failed"
+        assert driver.not_ready is None, "a short outage"
+        driver._served_s -= 100
+        assert driver._course.looked_s is not None
+        driver._course.looked_s -= 100
+        status = driver.status(0)
+        assert (status["state"], status["version"], status["newest_version"]) == ("stale", 1, 1)
+        assert status["last_look_s_ago"] > 100
+        assert status["error"].startswith("The last good look at the channel was 100 s ago. TransientStoreError")
+        assert driver.not_ready == status["error"]
+        driver._beats.tell(driver.status(0))
+        await until(lambda: list(store.inner.list(keys.REPLICAS)))
+        (beat,) = heartbeat.read_all(store.inner, "run")
+        assert (beat.state, beat.serving) == ("stale", trainer.channel.tip)
+        store.heal()
+        await driver.look()
+        assert (driver.status(0)["state"], driver.not_ready) == ("serving", None)
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+@pytest.mark.parametrize(("interval_s", "stale"), [(1.0, True), (10.0, False)])
+def test_who_polls_rarely_is_stale_later(
+    engine: Engine, trainer: Trainer, memory_url: str, interval_s: float, stale: bool
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        driver._served_s -= 100
+        assert driver._course.looked_s is not None
+        driver._course.looked_s -= 100
+        assert (driver.status(0)["state"] == "stale") is stale
+
+    trainer.publish()
+    play(engine, memory_url, scene, poll_interval_s=interval_s)
+
+
+def test_a_store_that_hangs_keeps_the_driver_from_nothing_else(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "_LOOK_S", 0.1)
+
+    async def scene(driver: Driver) -> None:
+        while not driver.caught_up:  # compiling may take longer than a look may
+            await driver.look()
+        trainer.publish()
+        gate = store.hold_at("read", keys.VERSIONS)
+        for _ in range(3):
+            before = time.monotonic()
+            await driver.look()
+            assert time.monotonic() - before < 5
+            status = driver.status(0)
+            assert (status["state"], status["version"]) == ("failed", 1)
+            assert "The store has not answered for 0.1 s" in status["error"]
+        assert sum(thread.name == "deltasync-look" for thread in threading.enumerate()) == 1
+        assert (await driver.digest())["version"] == 1
+        store.calls.clear()
+        gate.opened.set()
+        while not served(engine, driver, trainer):
+            await driver.look()
+        assert len([key for _, key in store.calls if key == trainer.channel.tip.key]) == 1  # type: ignore[union-attr]
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+def test_a_heartbeat_that_hangs_does_not_keep_following_waiting(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    async def body() -> None:
+        store.hold_at("put", keys.REPLICAS)
+        async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
+            for version in (1, 2, 3):
+                trainer.publish()
+                assert await driver.reach(version) == version
+        store.heal()
+        await driver.stop()
+        (beat,) = heartbeat.read_all(store.inner, "run")
+        assert (beat.state, beat.version) == ("stopped", 3)
+
+    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
+
+
+def test_status_of_a_server_whose_store_hangs_is_answered(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        trainer.publish()
+        assert client.post("/deltasync/sync").json()["version"] == 1
+        store.hold_at("read")
+        store.hold_at("list")
+        before = client.get("/deltasync/status").json()["last_look_s_ago"]
+        time.sleep(0.3)
+        status = client.get("/deltasync/status").json()
+        assert status["version"] == 1
+        assert status["last_look_s_ago"] > 0.2 or before > 0.2
+        late = client.post("/deltasync/sync", json={"timeout_s": 0.2})
+        assert late.status_code == 504
+        store.heal()
+
+
+def test_callers_cost_no_requests_of_their_own(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        callers = [asyncio.create_task(driver.reach(None)) for _ in range(64)]
+        await asyncio.sleep(0)
+        trainer.publish()
+        store.calls.clear()
+        await driver.look()
+        assert not any(caller.done() for caller in callers), "there may be a newer one"
+        await driver.look()
+        assert [await caller for caller in callers] == [2] * 64
+        assert len(store.calls) == 2
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+class TestLooks:
+    def test_what_is_asked_next_waits_for_what_hangs(self) -> None:
+        opened, done = threading.Event(), []
+
+        def slow() -> str:
+            opened.wait(PATIENCE_S)
+            done.append("slow")
+            return "slow"
+
+        async def body() -> None:
+            looks = Looks("unit")
+            for _ in range(2):
+                with pytest.raises(TransientStoreError, match=r"not answered for 0\.05 s"):
+                    await looks.take("a", slow, 0.05)
+            assert looks.busy
+            opened.set()
+            assert await looks.take("b", lambda: "quick", PATIENCE_S) == "quick"
+            assert done == ["slow"]
+            assert not looks.busy
+
+        asyncio.run(body())
+
+    def test_the_answer_counts_for_the_same_question(self) -> None:
+        opened = threading.Event()
+
+        async def body() -> None:
+            looks = Looks("unit")
+            with pytest.raises(TransientStoreError):
+                await looks.take("a", lambda: opened.wait(PATIENCE_S), 0.05)
+            opened.set()
+            assert await looks.take("a", lambda: pytest.fail("asked twice"), PATIENCE_S) is True
+
+        asyncio.run(body())
+
+    def test_errors_are_raised(self) -> None:
+        def fail() -> None:
+            raise StoreError("refused")
+
+        async def body() -> None:
+            looks = Looks("unit")
+            for _ in range(2):
+                with pytest.raises(StoreError, match="refused"):
+                    await looks.take("a", fail, PATIENCE_S)
+
+        asyncio.run(body())

@@ -1,0 +1,173 @@
+"""A publisher that looks after its channel: folds, forgetting and pruning in the background."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import keys
+from deltasync.channel.payloads import patches
+from deltasync.channel.reading import ChannelReader
+from deltasync.config import Retention
+from deltasync.errors import ConfigError, PublishLostError
+from deltasync.live import LiveMemory
+from tests.conftest import assert_same_bits
+from tests.faults import FOREVER, FaultyStore
+
+Weights = dict[str, torch.Tensor]
+
+
+def run(count: int) -> list[Weights]:
+    random = torch.Generator().manual_seed(0)
+    states = [{"w": torch.randn(200, 300, generator=random).to(torch.bfloat16), "v": torch.arange(5)}]
+    for _ in range(count - 1):
+        moved = {name: tensor.clone() for name, tensor in states[-1].items()}
+        moved["w"].view(torch.int16)[torch.rand(200, 300, generator=random) < 0.02] += 1
+        states.append(moved)
+    return states
+
+
+@pytest.fixture
+def store(memory_url: str) -> FaultyStore:
+    return FaultyStore(open_store(memory_url))
+
+
+def spans(store: FaultyStore) -> list[tuple[int, int]]:
+    return [(span.base, span.version) for span, _ in ChannelReader(store).folds() if span.base]
+
+
+def versions(store: FaultyStore) -> list[int]:
+    return sorted(version.version for version in ChannelReader(store).versions())
+
+
+def assert_fold_gives(store: FaultyStore, states: list[Weights], base: int, version: int) -> None:
+    """The bits of a version, from those of a base, by the fold alone."""
+    reader = ChannelReader(store)
+    (key,) = [info.key for span, info in reader.folds() if (span.base, span.version) == (base, version)]
+    memory, tensors = LiveMemory.on_host(reader.specs)
+    for name, tensor in states[base - 1].items():
+        tensors[name].copy_(tensor)
+    memory.audit()
+    memory.commit(memory.stage(patches(reader, reader.stored(key), memory.gather)))
+    assert_same_bits(tensors, states[version - 1])
+
+
+@pytest.mark.parametrize("codec", ["packed", "context"])
+def test_folds_are_written_and_give_the_published_bits(store: FaultyStore, codec: str) -> None:
+    states = run(14)
+    with Publisher(store, codec=codec, retention=Retention(fold_every=4)) as publisher:
+        for state in states:
+            publisher.publish(state.items()).wait(60)
+    assert spans(store) == [(1, 5), (5, 9), (9, 13)]
+    for base, version in spans(store):
+        assert_fold_gives(store, states, base, version)
+    replica = Replica(store)
+    replica.sync(1)
+    store.calls.clear()
+    assert replica.sync() == 14
+    assert_same_bits(replica.state_dict(), states[-1])
+    fetched = [key.split("/")[0] for operation, key in store.calls if operation == "read" and key.startswith(keys.FOLDS)]
+    assert fetched == ["folds"] * 3
+
+
+def test_a_fold_goes_on_after_a_restart(store: FaultyStore) -> None:
+    states = run(8)
+    for part in (states[:3], states[3:]):
+        with Publisher(store, retention=Retention(fold_every=4), resume=bool(list(store.list("")))) as publisher:
+            for state in part:
+                publisher.publish(state.items()).wait(60)
+    assert spans(store) == [(3, 7)]
+    replica = Replica(store)
+    replica.sync(3)
+    assert replica.sync() == 8
+    assert_same_bits(replica.state_dict(), states[-1])
+
+
+def test_changes_that_join_a_waiting_version_are_in_its_fold(store: FaultyStore) -> None:
+    states = run(9)
+    with Publisher(store, retention=Retention(fold_every=2)) as publisher:
+        publisher.publish(states[0].items()).wait(60)
+        publisher.publish(states[1].items()).wait(60)
+        gate = store.hold_at("create", keys.folder(3))
+        publisher.publish(states[2].items())  # completes a fold, and is held
+        assert gate.entered.wait(60)
+        receipts = [publisher.publish(state.items()) for state in states[3:]]
+        assert {receipt.version for receipt in receipts} == {4}
+        gate.opened.set()
+        receipts[-1].wait(60)
+        publisher.publish(states[0].items()).wait(60)
+    assert spans(store) == [(1, 3), (3, 5)]
+    published = [*states[:3], states[-1], states[0]]
+    for base, version in spans(store):
+        assert_fold_gives(store, published, base, version)
+
+
+def test_a_version_that_is_lost_ends_the_fold_it_would_have_been_in(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
+    states = run(7)
+    with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
+        publisher.publish(states[0].items()).wait(60)
+        store.fail_at("put", keys.PARTS)
+        with pytest.raises(PublishLostError):
+            publisher.publish(states[1].items()).wait(60)
+        for state in states[2:]:
+            publisher.publish(state.items()).wait(60)
+    assert spans(store) == [(2, 4), (4, 6)]
+    for base, version in spans(store):
+        assert_fold_gives(store, [states[0], *states[2:]], base, version)
+
+
+def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.publish.keep._LEAST_BETWEEN", 4)
+    monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
+    states = run(30)
+    retention = Retention(keep_last=4, fold_every=3, prune_grace_s=0.0)
+    with Publisher(store, anchor_every=5, retention=retention) as publisher:
+        for state in states:
+            publisher.publish(state.items()).wait(60)
+            wait_for_keeper(publisher)
+    left = versions(store)
+    assert left[-1] == 30
+    assert 4 <= len(left) <= 14
+    files = [keys.file_of(info.key) for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix)]
+    assert {file.version for file in files if file is not None} <= set(left)
+    replica = Replica(store)
+    for version in left[-4:]:
+        assert replica.sync(version) == version
+        assert_same_bits(replica.state_dict(), states[version - 1])
+
+
+def wait_for_keeper(publisher: Publisher) -> None:
+    assert publisher._keeper is not None
+    publisher._keeper._pool.submit(lambda: None).result(60)
+
+
+def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
+    states = run(5)
+    store.fail_at("put", keys.FOLDS, times=FOREVER)
+    with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
+        for state in states:
+            publisher.publish(state.items()).wait(60)
+    assert "Looking after the channel failed" in caplog.text
+    replica = Replica(store)
+    assert replica.sync() == 5
+    assert_same_bits(replica.state_dict(), states[-1])
+
+
+def test_by_default_everything_stays(store: FaultyStore) -> None:
+    with Publisher(store) as publisher:
+        for state in run(40):
+            publisher.publish(state.items()).wait(60)
+    assert versions(store) == list(range(1, 41))
+    assert not any(operation == "delete" and not key.startswith("probe/") for operation, key in store.calls)
+
+
+def test_settings_come_from_the_environment_and_are_checked() -> None:
+    environ = {"DELTASYNC_FOLD_EVERY": "8", "DELTASYNC_KEEP_LAST": "50", "DELTASYNC_PRUNE_GRACE_S": "60"}
+    assert Retention.from_env(environ) == Retention(fold_every=8, keep_last=50, prune_grace_s=60.0)
+    for bad in ({"fold_every": 1}, {"fold_every": -1}, {"keep_last": 0}, {"keep_anchors": 0}, {"prune_grace_s": -1.0}):
+        with pytest.raises(ConfigError):
+            Retention(**bad)  # type: ignore[arg-type]
