@@ -134,7 +134,7 @@ class Follower:
         try:
             got = None if fetched is None else next(fetched)
             yield from payloads.patches(self.reader, stored, old, self.memory.held, got)
-        except MissingVersionError:
+        except (MissingVersionError, StageError):  # also of a codec that needs whole tensors, where there are shards only
             self.failed = stored.key
             raise
         except CorruptDataError:

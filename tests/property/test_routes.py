@@ -14,14 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Publisher, Replica, chain, fingerprint, housekeeping, open_store
+from deltasync import Publisher, Replica, fingerprint, housekeeping, open_store
 from deltasync.bits import bits_of, int_view, tensor_of
-from deltasync.housekeeping.survey import fold_keys
+from deltasync.channel import payloads
+from deltasync.channel.plan import find_way
+from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Follower
+from deltasync.housekeeping import Keep
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
-from deltasync.reader import ChannelReader
-from deltasync.replica import Follower
-from deltasync.retention import Keep
 from deltasync.stores import Store
 from deltasync.types import TensorSpec
 from tests import independent_reader, strategies
@@ -113,15 +114,13 @@ def by_following(store: Store, count: int, between: int) -> dict[str, Proof]:
 def by_fold(store: Store, count: int, base: int, codec: str) -> Proof:
     """By one fold from a version before; the deltas that it covers are not looked at."""
     reader = ChannelReader(store)
-    housekeeping.write_fold(reader, base, count, codec_name=codec)
+    fold = housekeeping.write_fold(reader, base, count, codec_name=codec)
     memory, tensors = LiveMemory.on_host(reader.specs)
     memory.audit()
     follower = Follower(reader, memory)
-    head = reader.head()
-    follower.advance(head, base)
-    (key,) = fold_keys(reader)
-    fold = chain.Step(count, head.manifest_sha256, base, 0, key)
-    assert follower.confirm(follower.commit(follower.stage(fold))) == count
+    for way in (find_way(reader, None, reader.numbered(base).version), [fold]):
+        follower.confirm(follower.commit(follower.stage(way)))
+    assert follower.version == reader.numbered(count).version
     return of_tensors(tensors)
 
 
@@ -141,8 +140,8 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
     reader = ChannelReader(store)
     bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in reader.specs.items()}
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), held) for name, held in bits.items()}
-    for step in reader.plan(None, reader.head(), count):
-        for patch, expected in reader.patches(step, lambda name: bits[name].copy()):
+    for stored in find_way(reader, None, reader.numbered(count).version):
+        for patch, expected in payloads.patches(reader, stored, lambda name: bits[name].copy()):
             index_K = np.arange(patch.data.size) if patch.index_K is None else patch.index_K
             key = fingerprint.tensor_key(patch.name)
             _, gained = reference.scatter(key, bits[patch.name], index_K, patch.data, patch.absolute, index_K)
@@ -191,13 +190,14 @@ def by_shards(store: Store, count: int, shards: int) -> Proof:
         memory = LiveMemory(reader.specs, segments)
         memory.audit()
         followers.append(Follower(reader, memory))
-    for step in followers[0].plan(reader.head()):
-        committed = [follower.commit(follower.stage(step)) for follower in followers]
+    folds = {info.key: "a fold may be of a codec that needs whole tensors" for _, info in reader.folds()}
+    for stored in find_way(reader, None, reader.numbered(count).version, folds):
+        committed = [follower.commit(follower.stage([stored])) for follower in followers]
         memories = [follower.memory for follower in followers]
         digests = combine([memory.regions for memory in memories], [memory.parts for memory in memories])
         for follower, one in zip(followers, committed, strict=True):
             follower.confirm(one, digests, total_of(digests))
-    assert [follower.version for follower in followers] == [count] * shards
+    assert [follower.version for follower in followers] == [reader.numbered(count).version] * shards
     whole = {name: np.concatenate([bits[name] for bits in held]) for name in reader.specs}
     return proof(whole, total_of(digests))
 
@@ -235,4 +235,4 @@ def test_every_route_to_a_version_gives_the_same_bits_and_fingerprint(
     assert {name: route for name, route in found.items() if route != proof(last, total)} == {}
     assert by_what_is_left(anchors, count) == by_what_is_left(deltas, count) == proof(last, total)
     channels = (deltas, resumed, from_shadow, anchors)
-    assert {ChannelReader(store).manifest(count).fingerprint for store in channels} == {fingerprint.to_hex(total)}
+    assert {ChannelReader(store).numbered(count).record.fingerprint for store in channels} == {fingerprint.to_hex(total)}

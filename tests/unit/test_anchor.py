@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, anchor, errors
+from deltasync import Publisher, Replica, errors
+from deltasync.channel import anchors
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 
@@ -37,7 +38,7 @@ def test_an_anchor_is_a_checkpoint_that_transformers_loads(tmp_path: Path, tied:
     channel = tmp_path / "channel"
     with Publisher(f"file://{channel}", model_files=tmp_path / "config", shard_bytes=shard_bytes) as publisher:
         publisher.publish(model.state_dict().items()).wait(60)
-    folder = channel / "anchors" / "0000000001"
+    (folder,) = (channel / "anchors").iterdir()
     assert (folder / "model.safetensors.index.json").exists() == (shard_bytes == 4096)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert loaded.dtype == torch.bfloat16
@@ -48,7 +49,7 @@ def test_companion_files_are_all_but_weights_and_hidden_ones(tmp_path: Path) -> 
     for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "a.bin", ".hidden"):
         (tmp_path / name).write_text(name)
     (tmp_path / "folder").mkdir()
-    assert anchor.companion_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
+    assert anchors.companion_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
 
 
 def test_a_missing_model_directory_is_a_config_error(tmp_path: Path, memory_url: str) -> None:

@@ -38,6 +38,7 @@ from tests.faults import FOREVER, FaultyStore
 
 from tests.unit.test_initial import assert_bits, base, hub, save, trained, weights
 
+
 def spoil(file: str, change: Callable[[Weights], object]) -> Callable[[Path], object]:
     def spoiled(base: Path) -> None:
         tensors = {n: t.clone() for n, t in safetensors.torch.load_file(base / file).items()}
