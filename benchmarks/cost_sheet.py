@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import huggingface_hub
 import torch
 
-from deltasync import Publisher, Replica, heartbeat, open_store
+from deltasync import Publisher, Receipt, Replica, open_store
+from deltasync.channel import heartbeat
+from deltasync.channel.heartbeat import Heartbeat
 from deltasync.dashboard.costs import RATES, Exchange
-from deltasync.heartbeat import Heartbeat
-from deltasync.reader import ChannelReader
 from tests.http_faults import FaultProxy
 from tests.hub import fixtures as hub
 from tests.servers import reverse_proxy
 from tests.servers.s3 import KEYS, MotoServer
 
 VERSIONS, POLLS = 10, 20
+HEAD_S = 0.5
+"""Longer than head takes, which is written behind a version."""
 ELEMENTS = 4_000_000
 
 
@@ -60,9 +63,10 @@ def row(what: str, exchanges: list[reverse_proxy.Exchange], times: int, stated: 
 def measure(name: str, url: str, proxy: FaultProxy) -> None:
     """Print the rows of one store."""
 
-    def taken(action: Callable[[], object]) -> list[reverse_proxy.Exchange]:
+    def taken(action: Callable[[], object], behind_s: float = 0.0) -> list[reverse_proxy.Exchange]:
         proxy.exchanges.clear()
         action()
+        time.sleep(behind_s)
         return proxy.exchanges[:]
 
     random = torch.Generator().manual_seed(0)
@@ -71,15 +75,25 @@ def measure(name: str, url: str, proxy: FaultProxy) -> None:
     store = open_store(url)
     with Publisher(url) as publisher:
         publisher.publish(weights.items()).wait(600)
-        replica, reader = Replica(store), ChannelReader(store)
+        replica = Replica(store)
         replica.sync()
         for _ in range(VERSIONS):
             weights["w"].view(torch.int16)[torch.rand(ELEMENTS, generator=random) < 0.01] += 1
-            published += taken(lambda: publisher.publish(weights.items()).wait(600))
-            followed += taken(replica.sync)
-            payload_bytes += reader.manifest(reader.head().version).delta.payload_bytes  # type: ignore[union-attr]
-        beat = Heartbeat(replica_id="r", run_id=publisher.run_id, version=1, state="serving")
-        polled = taken(lambda: [reader.head() for _ in range(POLLS)])
+            receipts: list[Receipt] = []
+            published += taken(lambda: receipts.append(publisher.publish(weights.items()).wait(600)), HEAD_S)  # noqa: B023
+            followed += taken(replica.poll)
+            payload_bytes += receipts[0].payload_bytes
+        identity = replica.identity
+        assert identity is not None
+        beat = Heartbeat(
+            replica_id="r",
+            run_id=publisher.run_id,
+            version=identity.version,
+            epoch=identity.epoch,
+            sha256=identity.sha256,
+            state="serving",
+        )
+        polled = taken(lambda: [replica.poll() for _ in range(POLLS)])
         beaten = taken(lambda: [heartbeat.write(store, beat) for _ in range(POLLS)])
     print(f"{name}, payload of {payload_bytes / VERSIONS:,.0f} bytes")
     rates = RATES[url.partition(":")[0]]

@@ -1,10 +1,10 @@
-"""From the beginning of a publish to live bits elsewhere, over lines of a given length and width, and the requests that it takes.
+"""From the beginning of a publish to live bits elsewhere, over long lines, and the requests that it takes.
 
     .venv/bin/python -m benchmarks.lag [small] [large] [idle] [--versions 20] [--json]
 
-from the root of the repository, with the development dependencies. The store is S3 (moto, in a process of its own). A publisher
-in this process and a host replica in a third one each reach it by a line of their own, which passes bytes on later
-(`tests.servers.line`); requests are counted at the server's end. Bits are compared at the last version.
+from the root of the repository, with the development dependencies. The store is S3 (moto). A publisher and a host replica
+reach it by a line each (`tests.servers.line`); all run in processes of their own, and requests are counted at the server's
+end. Bits are compared at the last version.
 
 small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the encode
 large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round trips
@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -46,6 +45,7 @@ from tests.servers.s3 import KEYS, REGION, MotoServer
 ENDS = ("trainer", "replica")
 CHANGED_FRACTION = 0.01
 IDLE_S = 20.0
+WARM_UP = 3
 BARS = {"small": 2.5, "large": 1.4}
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -58,7 +58,7 @@ class Case:
     Attributes:
         shapes: Of the tensors.
         line: Of both lines, once the first version is out.
-        versions: After two to warm up.
+        versions: After a few to warm up.
         between_s: From one publish to the next.
     """
 
@@ -91,52 +91,63 @@ def qwen3_shapes() -> dict[str, tuple[int, ...]]:
     return {"embed": (151936, 1024), **layers, "norm": (1024,)}
 
 
-# --- the process of the server ------------------------------------------------------------------------------------------
+# --- the processes of the server and of the lines ------------------------------------------------------------------------
 
 
 def serve(pipe: Connection) -> None:
-    """Run the server and both lines; tells the ports, then answers a shape with None and anything else with what was asked."""
+    """Run the server; tells its URL for each of `ENDS`, then answers anything but None with what was asked since."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(MotoServer()))
         bucket = server.new_bucket()
         proxies = {end: stack.enter_context(FaultProxy(server.endpoint)) for end in ENDS}
-        places = {end: urlsplit(proxy.url) for end, proxy in proxies.items()}
-        lines = {
-            end: stack.enter_context(Line((str(place.hostname), int(place.port or 0)), Shape()))
-            for end, place in places.items()
-        }
-        pipe.send({end: server.url(bucket, endpoint=f"http://127.0.0.1:{line.port}") for end, line in lines.items()})
-        while (asked := pipe.recv()) is not None:
-            if isinstance(asked, Shape):
-                for line in lines.values():
-                    line.shape = asked
-                pipe.send(None)
-            else:
-                pipe.send({end: proxy.exchanges[:] for end, proxy in proxies.items()})
-                for proxy in proxies.values():
-                    proxy.exchanges.clear()
+        pipe.send({end: server.url(bucket, endpoint=proxy.url) for end, proxy in proxies.items()})
+        while pipe.recv() is not None:
+            pipe.send({end: proxy.exchanges[:] for end, proxy in proxies.items()})
+            for proxy in proxies.values():
+                proxy.exchanges.clear()
+
+
+def carry(ports: dict[str, int], pipe: Connection) -> None:
+    """Run the lines to these ports; tells their own, then takes on each shape that it is told."""
+    with contextlib.ExitStack() as stack:
+        lines = {end: stack.enter_context(Line(("127.0.0.1", port), Shape())) for end, port in ports.items()}
+        pipe.send({end: line.port for end, line in lines.items()})
+        while (shape := pipe.recv()) is not None:
+            for line in lines.values():
+                line.shape = shape
+            pipe.send(None)
 
 
 class Server:
-    """The other end of `serve`.
+    """The server behind its lines, each in a process of its own. Use as a `with` block.
 
     Attributes:
         urls: Of the channel, by the line of each of `ENDS`.
     """
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self.urls: dict[str, str] = pipe.recv()
+    def __enter__(self) -> Server:
+        with contextlib.ExitStack() as stack:
+            self._server = stack.enter_context(running(serve))
+            urls: dict[str, str] = self._server.recv()
+            ports = {end: int(url.partition("endpoint=http://127.0.0.1:")[2].partition("&")[0]) for end, url in urls.items()}
+            self._lines = stack.enter_context(running(carry, ports))
+            near: dict[str, int] = self._lines.recv()
+            self.urls = {end: url.replace(f":{ports[end]}", f":{near[end]}") for end, url in urls.items()}
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def shape(self, shape: Shape) -> None:
         """Make both lines so."""
-        self._pipe.send(shape)
-        self._pipe.recv()
+        self._lines.send(shape)
+        self._lines.recv()
 
     def taken(self) -> dict[str, list[Exchange]]:
         """Exchanges since the last call, by end."""
-        self._pipe.send("taken")
-        found: dict[str, list[Exchange]] = self._pipe.recv()
+        self._server.send("taken")
+        found: dict[str, list[Exchange]] = self._server.recv()
         return found
 
 
@@ -204,33 +215,28 @@ def measure(case: Case) -> dict[str, Any]:
     weights = {}
     for name, shape in case.shapes.items():
         weights[name] = torch.from_numpy(random.standard_normal(shape, np.float32)).to(torch.bfloat16)
-    with running(serve) as pipe:
-        server = Server(pipe)
-        with (
-            running(follow, server.urls["replica"]) as replica,
-            Publisher(server.urls["trainer"], anchor_every=1 << 30) as publisher,
-        ):
-            rows, exchanges = [], {end: list[Exchange]() for end in ENDS}
-            warm: set[int] = set()
-            for number in range(case.versions + 3):
-                if number == 1:
-                    server.shape(case.line)
-                if number:
-                    change(weights, random)
-                if number == 3:
-                    warm = {each.connection for each in server.taken()["trainer"]}
-                began_s = time.monotonic()
-                receipt = publisher.publish(weights.items())
-                while (found := replica.recv())[0] < receipt.version:
-                    pass
-                if number >= 3:
-                    rows.append({"lag_s": found[1] - began_s, "encode_s": receipt.encode_s, "held_s": receipt.held_s})
-                time.sleep(max(0.0, began_s + case.between_s - time.monotonic()) if number else 0.0)
-            for end, found in server.taken().items():
-                exchanges[end] += found
-            replica.send(None)
-            while not isinstance(told := replica.recv(), str):
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server())
+        replica = stack.enter_context(running(follow, server.urls["replica"]))
+        publisher = stack.enter_context(Publisher(server.urls["trainer"], anchor_every=1 << 30))
+        rows, warm = [], set[int]()
+        for number in range(-WARM_UP, case.versions):
+            if number > -WARM_UP:
+                server.shape(case.line)
+                change(weights, random)
+            if number == 0:
+                warm = {each.connection for each in server.taken()["trainer"]}
+            began_s = time.monotonic()
+            receipt = publisher.publish(weights.items())
+            while (live := replica.recv())[0] < receipt.version:
                 pass
+            if number >= 0:
+                rows.append({"lag_s": live[1] - began_s, "encode_s": receipt.encode_s, "held_s": receipt.held_s})
+            time.sleep(max(0.0, began_s + case.between_s - time.monotonic()))
+        exchanges = server.taken()
+        replica.send(None)
+        while not isinstance(told := replica.recv(), str):
+            pass
     return {
         "payload_bytes": receipt.payload_bytes,
         "versions": rows,
@@ -266,8 +272,7 @@ def cold_puts(exchanges: Sequence[Exchange], warm: set[int]) -> int:
 
 def idle() -> dict[str, Any]:
     """Requests and bytes of a replica that follows a channel to which nothing is published."""
-    with running(serve) as pipe:
-        server = Server(pipe)
+    with Server() as server:
         with Publisher(server.urls["trainer"]) as publisher:
             publisher.publish([("w", torch.zeros(1000))]).wait(60)
         with running(follow, server.urls["replica"]) as replica:

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.reader import ChannelReader
-from deltasync.replica import Follower
+from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Follower
 
 TENSOR = 8_000_000  # elements of one; about as many tensors of a layer have
 
@@ -74,7 +74,7 @@ def measure(url: str, elements: int, repeats: int) -> None:
 
 def commit_and_rollback(follower: Follower, reader: ChannelReader) -> tuple[float, float]:
     """Seconds to write a version, and to put back what that wrote."""
-    staged, times = follower.stage(*follower.plan(reader.head())), [time.perf_counter()]
+    staged, times = follower.stage([reader.numbered(2)]), [time.perf_counter()]
     committed = follower.commit(staged)
     times.append(time.perf_counter())
     follower.rollback(committed)

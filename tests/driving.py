@@ -114,7 +114,7 @@ class Trainer:
         self.weights["w"].view(torch.int16)[:3] += 1
         number = base.version + 1
         encoded, changed = channel.encode(channel.bits[base.sha256], self.weights, number, base.version, 1)[0]
-        honest = channel._record("delta", number, self.weights, delta=Delta(codec="packed", changed=changed))
+        honest = channel.record("delta", number, self.weights, delta=Delta(codec="packed", changed=changed))
         channel.append(dataclasses.replace(honest, fingerprint="0" * 16), encoded, self.weights)
         channel.head()
 

@@ -297,7 +297,10 @@ class Driver:
             self._course.refused(*self._accused)
             self._accused = None
         course, have, known, told = self._course, self._have, self._known, self._poll is not None and self._poll.told
-        now = self._anew or (self._asked and (course.stuck or course.problem is not None))
+        again = self._asked and (course.stuck or course.problem is not None)
+        if again:
+            course.forgive()
+        now = self._anew or again
         self._known, self._asked, self._anew = None, False, False
         way: list[Stored] = await self._ask(
             (have, number), lambda: course.next(have, number=number, known=known, now=now, told=told)

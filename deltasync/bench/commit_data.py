@@ -1,7 +1,7 @@
 """What `bench commit` measures on: a Qwen3 with random weights, and a channel of versions that change 1 % of it.
 
-All versions are published beforehand. A test of theirs then moves head from one to the next, so that nothing of the
-publisher's work falls into what is measured.
+All versions are published beforehand, and their records are put aside. Each is put back when it is to arrive, so that
+nothing of the publisher's work falls into what is measured.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from deltasync import layout
 from deltasync.bits import bits_of
-from deltasync.publish.publisher import Publisher
+from deltasync.channel import keys
+from deltasync.publish import Publisher
 from deltasync.stores import open_store
 
 SIZES = ("0.6b", "tiny")
@@ -34,7 +34,8 @@ class Versions:
         checkpoint: The directory, also version 1 of the channel.
         channel: Its URL.
         run_id: Its run.
-        heads: `head.json` of every version, from version 1 on.
+        published: Digests of its versions, by number.
+        records: Files of the records, from version 1 on, where readers find them.
         sha256: Of each tensor's bits, at version 1, at version 2 and at the last one.
         element_count, tensor_count: Of the model.
         changed: Elements that version 2 changes.
@@ -44,7 +45,8 @@ class Versions:
     checkpoint: Path
     channel: str
     run_id: str
-    heads: tuple[bytes, ...]
+    published: dict[int, str]
+    records: tuple[Path, ...]
     sha256: dict[int, dict[str, str]]
     element_count: int
     tensor_count: int
@@ -53,7 +55,12 @@ class Versions:
 
     def show(self, version: int) -> None:
         """Make this the channel's newest version."""
-        open_store(self.channel).replace(layout.HEAD, self.heads[version - 1])
+        for number, record in enumerate(self.records, 1):
+            aside = self.checkpoint.parent / f"{number}.record"
+            if number <= version and aside.exists():
+                aside.rename(record)
+            elif number > version and record.exists():
+                record.rename(aside)
 
 
 def prepare(size: str, folder: Path, changes: Sequence[float], say: Callable[[str], None]) -> Versions:
@@ -71,8 +78,6 @@ def prepare(size: str, folder: Path, changes: Sequence[float], say: Callable[[st
     build_checkpoint(size, checkpoint)
     weights = load_file(checkpoint / "model.safetensors")
     say(f"publishing {len(changes) + 1} versions")
-    store = open_store(channel)
-    heads: list[bytes] = []
     sha256: dict[int, dict[str, str]] = {}
     # One anchor: it would be in the way of the deltas that are measured.
     with Publisher(channel, codec="packed", dtype="bfloat16", anchor_every=1 << 30) as publisher:
@@ -83,15 +88,19 @@ def prepare(size: str, folder: Path, changes: Sequence[float], say: Callable[[st
                 receipt = publisher.publish(weights.items()).wait()
             if version == 2:
                 second = receipt
-            heads.append(store.read(layout.HEAD))
             if version in (1, 2, len(changes) + 1):
                 sha256[version] = digests(weights)
         assert publisher.run_id is not None
+        published = dict(publisher.published)
+    store = open_store(channel)
+    store.delete(keys.HEAD)  # it would tell of versions that have not arrived
+    slots = sorted(slot for info in store.list(keys.VERSIONS) if (slot := keys.slot_of(info.key)) is not None)
     return Versions(
         checkpoint=checkpoint,
         channel=channel,
         run_id=publisher.run_id,
-        heads=tuple(heads),
+        published=published,
+        records=tuple(folder / "channel" / slot.key for slot in slots),
         sha256=sha256,
         element_count=sum(tensor.numel() for tensor in weights.values()),
         tensor_count=len(weights),

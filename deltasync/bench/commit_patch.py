@@ -16,12 +16,13 @@ import numba
 import numpy as np
 import torch
 
-from deltasync import manifest
 from deltasync.bench.codec import _peak_extra_bytes
 from deltasync.bits import tensor_of
+from deltasync.channel import payloads
+from deltasync.channel.documents import sha256_hex
+from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Follower
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.reader import ChannelReader
-from deltasync.replica import Follower
 from deltasync.stores import open_store
 from deltasync.types import TensorSpec
 from vllm_plugin import load_plan
@@ -42,7 +43,7 @@ def measure(
 
     Args:
         model: As vLLM loaded it.
-        channel: With head at version 2.
+        channel: With version 2 as its newest.
         old_sha256: Of each tensor's bits at version 1.
         new_sha256: At version 2.
         repeats: Of each measurement, after a first one.
@@ -61,31 +62,31 @@ def measure(
     load_plan.check_coverage(reader.specs, [memory.regions])
     memory.audit()
     follower = Follower(reader, memory)
-    head = reader.head()
-    follower.identify(head, model_fingerprint(memory.fingerprints))
+    first, second = reader.numbered(1), reader.numbered(2)
+    if first.record.fingerprint == f"{model_fingerprint(memory.fingerprints):016x}":
+        follower.identified(first)
     _check(memory, old_sha256, "loading")
-    (step,) = follower.plan(head, 2)
 
     rounds = []
     for number in range(repeats + 1):
         times: dict[str, float] = {}
-        times["stage"], staged = _timed(lambda: follower.stage(step))
+        times["stage"], staged = _timed(lambda: follower.stage([second]))
         times["commit"], committed = _timed(lambda staged=staged: follower.commit(staged))  # type: ignore[misc]
         times["confirm"], _ = _timed(lambda committed=committed: follower.confirm(committed))  # type: ignore[misc]
         times["scatter"] = committed.report.scatter_s
         if number == repeats:
             _check(memory, new_sha256, "the commit")
         times["rollback"], _ = _timed(lambda committed=committed: follower.rollback(committed))  # type: ignore[misc]
-        follower.version = 1
+        follower.identified(first)
         rounds.append(times)
         staged_bytes = staged.staged.device_bytes
         del staged, committed  # the next round's memory is this one's
     _check(memory, old_sha256, "the rollback")
-    stage_extra_bytes = _peak_extra_bytes(lambda: follower.stage(step))
+    stage_extra_bytes = _peak_extra_bytes(lambda: follower.stage([second]))
 
     writes = []
     patches = []
-    for patch, _ in reader.patches(step, memory.gather, memory.held):
+    for patch, _ in payloads.patches(reader, second, memory.gather, memory.held):
         assert patch.index_K is not None and not patch.absolute
         old_K = memory.gather(patch.name)[patch.index_K]
         new_K = old_K + patch.data
@@ -147,7 +148,7 @@ def _restore(writes: Sequence[Write]) -> None:
 def _check(memory: LiveMemory, sha256: Mapping[str, str], what: str) -> None:
     """Compare every bit of live memory."""
     for name, digest in sha256.items():
-        if manifest.sha256_hex(memory.gather(name).data) != digest:
+        if sha256_hex(memory.gather(name).data) != digest:
             raise AssertionError(f"{what} left other bits in {name}")
 
 

@@ -1,6 +1,6 @@
 """A real vLLM server while versions arrive: how long generation stands still for one, and how much throughput they cost.
 
-The versions lie in the channel already; moving head is all that happens when one arrives.
+The versions are published already; when one arrives, its record is put where readers look for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltasync import heartbeat
 from deltasync.bench.commit_data import Versions
+from deltasync.channel import heartbeat
 from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import HOST, free_port
 from deltasync.errors import DeltaSyncError
@@ -75,7 +75,8 @@ class Server:
     def wait_for_shown(self) -> None:
         """Block until the newest version that has arrived is served; looks at files only, so that nothing is disturbed."""
         self._child.check()
-        heartbeat.wait_for(self._store, self._versions.run_id, self.shown, "all", _PATIENCE_S)
+        versions = self._versions
+        heartbeat.wait_for(self._store, versions.run_id, self.shown, versions.published, "all", _PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         """`/deltasync/status`."""

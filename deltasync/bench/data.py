@@ -14,9 +14,9 @@ import torch
 
 from deltasync.bench import simulate
 from deltasync.bits import bits_of, spec_of
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import NotPublishedError
-from deltasync.reader import ChannelReader
-from deltasync.replica import Replica
+from deltasync.follow import Replica
 from deltasync.stores import open_store
 from deltasync.types import TensorSpec
 
@@ -110,8 +110,8 @@ def demo(url: str) -> Sample:
     replica = Replica(url)
 
     def states() -> Iterator[dict[str, torch.Tensor]]:
-        for version in ChannelReader(open_store(url)).versions():
-            replica.sync(version)
+        for version in reversed(list(ChannelReader(open_store(url)).versions())):
+            replica.sync(version.version)
             yield replica.state_dict()
 
     specs, deltas = _differences(states())

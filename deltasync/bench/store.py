@@ -1,4 +1,4 @@
-"""A store as a channel sees it, beside its own client: rates, latencies, and what a publish and a look at head cost.
+"""A store as a channel sees it, beside its own client: rates, latencies, and what a version and an idle poll cost.
 
 Everything is written below a folder of its own, which is removed in the end.
 """
@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltasync import layout
 from deltasync.bench.codec import _cpu_name
-from deltasync.publish.publisher import Publisher
-from deltasync.reader import ChannelReader
-from deltasync.replica import Replica
+from deltasync.channel import payloads
+from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Replica
+from deltasync.publish import Publisher
 from deltasync.stores import ObjectInfo, Store, open_store
-from deltasync.stores.base import Capabilities, Watch
+from deltasync.stores.base import Capabilities, Watch, check_key
 
 _ROUNDS = 9
 _SMALL_BYTES = 1024
@@ -108,7 +108,7 @@ def run(url: str, payload_bytes: int, say: Callable[[str], None] = lambda text: 
         `machine`; `large`: MB/s of the client and of the store in turn, medians (None for a client that has no plain put and
         get), and the store's share of the client's put and get, the median of neighbours; `small`: ms of each verb, p50 and
         p95; `version`: bytes of a delta and seconds of its stages; `calls` of store verbs: of publishing and following it,
-        and of a look at an unchanged head.
+        and of a poll that finds nothing new.
     """
     folder = _below(url, f"bench-{uuid.uuid4().hex[:12]}")
     store = open_store(folder)
@@ -235,12 +235,10 @@ def _client(folder: str, store: Store) -> Iterator[Client | None]:
 def _small(store: Store) -> dict[str, dict[str, float]]:
     """Times of each verb on small objects, in ms."""
     data = os.urandom(_SMALL_BYTES)
-    store.replace("head.json", data)
     verbs: dict[str, Callable[[int], object]] = {
         "create": lambda number: store.create(f"small/{number:04d}", data),
         "read": lambda number: store.read(f"small/{number:04d}"),
-        "replace": lambda number: store.replace("head.json", data),
-        "look": lambda number: store.read("head.json"),
+        "put": lambda number: store.put("head.json", data),
         "list": lambda number: list(store.list("small/")),
         "delete": lambda number: store.delete(f"small/{number:04d}"),
     }
@@ -271,16 +269,14 @@ def _version(store: Store, payload_bytes: int) -> tuple[dict[str, float], dict[s
         upload_s, _ = _timed(receipt.wait)
         publish_calls = dict(counting.calls)
     counting.calls.clear()
-    sync_s, _ = _timed(replica.sync)
+    sync_s, _ = _timed(replica.poll)
     follow_calls = dict(counting.calls)
     assert torch.equal(replica.state_dict()["w"], states[1])
     counting.calls.clear()
-    replica.sync()
-    look_calls = dict(counting.calls)
+    replica.poll()
+    poll_calls = dict(counting.calls)
     reader = ChannelReader(store)
-    delta = reader.manifest(2).delta
-    assert delta is not None
-    fetch_s, _ = _timed(lambda: [reader.fetch(file) for file in delta.files])
+    fetch_s, _ = _timed(lambda: payloads.fetch(reader, reader.numbered(2)))
     version = {
         "delta_bytes": receipt.payload_bytes,
         "encode_s": receipt.encode_s,
@@ -288,7 +284,7 @@ def _version(store: Store, payload_bytes: int) -> tuple[dict[str, float], dict[s
         "fetch_s": fetch_s,
         "sync_s": sync_s,
     }
-    return version, {"publish": publish_calls, "follow": follow_calls, "look_at_head": look_calls}
+    return version, {"publish": publish_calls, "follow": follow_calls, "idle_poll": poll_calls}
 
 
 def _timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
@@ -300,7 +296,7 @@ def _timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
 def _below(url: str, name: str) -> str:
     """The URL of a folder below another's."""
     path, mark, options = url.partition("?")
-    return f"{path.rstrip('/')}/{layout.check_key(name)}{mark}{options}"
+    return f"{path.rstrip('/')}/{check_key(name)}{mark}{options}"
 
 
 def _machine() -> dict[str, str | int | None]:

@@ -20,7 +20,8 @@ def command(channel: str, read_data: bool, trusted_keys: str | None, as_json: bo
     """Check CHANNEL; report every problem on a line of its own, repair nothing.
 
     Without --read-data it reads records and folds, and lists parts and anchors. With it, the bits of every version are
-    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no problem.
+    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no
+    problem.
     """
     from deltasync import housekeeping
     from deltasync.channel.reading import ChannelReader

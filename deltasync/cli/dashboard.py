@@ -27,7 +27,7 @@ def command(
 ) -> None:
     """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
 
-    Reads manifests, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
+    Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
     """
     from deltasync.cli.progress import progress_bars
     from deltasync.dashboard import Observer, PageServer, page

@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
 
-    Not on a terminal: one line per change. Reads manifests and heartbeats only. Ends with Ctrl-C, or as the options say.
+    Not on a terminal: one line per change. Reads documents and heartbeats only. Ends with Ctrl-C, or as the options say.
     """
     from rich.console import Console
     from rich.live import Live
@@ -83,6 +83,7 @@ def command(
 def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]]:
     """What is new since the snapshot before, oldest first; everything if there is none."""
     seen = {row.version for row in before.versions} if before is not None else set()
+    anchored = {row.version for row in before.versions if row.anchor_bytes is not None} if before is not None else set()
     folds = {(fold.base_version, fold.version) for fold in before.folds} if before is not None else set()
     told = {row.replica_id: _state(row) for row in before.replicas} if before is not None else {}
     if found.head_version is None and before is None:
@@ -91,6 +92,8 @@ def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]
         if row.version not in seen:
             fraction = None if row.changed is None else row.changed / max(found.element_count, 1)
             yield {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
+        elif before is not None and row.anchor_bytes is not None and row.version not in anchored:
+            yield {"event": "anchor", "version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
     for fold in found.folds:
         if (fold.base_version, fold.version) not in folds:
             yield {"event": "fold", **dataclasses.asdict(fold)}
@@ -107,7 +110,13 @@ def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]
 
 
 def _state(replica: Any) -> tuple[Any, ...]:
-    return replica.version, replica.state, replica.live, replica.error
+    return replica.version, replica.sha256, replica.state, replica.live, replica.error
+
+
+def named(version: int, sha256: str | None, step: int | None = None) -> str:
+    """`version 7 (41d2cb0e8f0a, step 70)`."""
+    beside = ", ".join([*([sha256[:12]] if sha256 else []), *([] if step is None else [f"step {step}"])])
+    return f"version {version} ({beside})" if beside else f"version {version}"
 
 
 def sentence(change: dict[str, Any]) -> str:
@@ -117,8 +126,11 @@ def sentence(change: dict[str, Any]) -> str:
         sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
         payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
         changed = "" if change["changed_fraction"] is None else f", {change['changed_fraction']:.3%} changed"
-        step = "" if change["step"] is None else f" (step {change['step']})"
-        return f"{clock(change['created_s'])}  version {change['version']}{step}: {payload}{changed}"
+        return (
+            f"{clock(change['created_s'])}  {named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
+        )
+    if what == "anchor":
+        return f"{clock(time.time())}  anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
     if what == "fold":
         span = f"{change['base_version']}-{change['version']}"
         return f"{clock(change['created_s'])}  fold {span}: {size_of(change['payload_bytes'])}"
@@ -126,8 +138,9 @@ def sentence(change: dict[str, Any]) -> str:
         live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
         error = "" if change["error"] is None else f": {change['error']}"
         behind = f", {change['behind']} behind" if change["behind"] else ""
-        serves = "no version" if change["version"] is None else f"version {change['version']}"
-        return f"{clock(time.time())}  replica {change['replica_id']}: {change['state']}, {serves}{behind}{live}{error}"
+        serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
+        strange = ", which is another than the channel's" if change["strange"] else ""
+        return f"{clock(time.time())}  replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{live}{error}"
     if what == "forgotten":
         return f"{clock(time.time())}  {count(change['count'], 'version')} forgotten, {change['left']} left"
     if what == "waiting":
@@ -152,12 +165,12 @@ def screen(found: Snapshot) -> RenderableType:
 
 def _summary(found: Snapshot) -> str:
     head = found.versions[-1] if found.versions else None
-    step = "" if head is None or head.step is None else f" (step {head.step})"
     age = "" if head is None else f", {duration(found.time_s - head.created_s)} ago"
     anchors = sum(row.anchor_bytes is not None for row in found.versions)
     counts = f"{count(len(found.versions), 'version')}, {anchors} with full weights, {count(len(found.folds), 'fold')}"
     gone = f", {found.forgotten} forgotten" if found.forgotten else ""
-    return f"version {found.head_version}{step}{age}; {counts}{gone}; model {size_of(found.full_bytes)}"
+    newest = "" if head is None else named(head.version, found.head_sha256, head.step)
+    return f"{newest}{age}; {counts}{gone}; model {size_of(found.full_bytes)}"
 
 
 def _versions(found: Snapshot) -> RenderableType:
@@ -165,7 +178,7 @@ def _versions(found: Snapshot) -> RenderableType:
 
     deltas = [row.delta_bytes or 0 for row in found.versions[-60:]]
     table = Table(caption=f"delta payload {sparkline(deltas)}", caption_justify="left", title_justify="left", box=None)
-    for name in ("version", "step", "age", "changed", "delta", "anchor", "folds from"):
+    for name in ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from"):
         table.add_column(name, justify="right")
     folds: dict[int, list[str]] = {}
     for fold in found.folds:
@@ -173,6 +186,7 @@ def _versions(found: Snapshot) -> RenderableType:
     for row in found.versions[-_SHOWN:]:
         table.add_row(
             str(row.version),
+            (row.sha256 or "")[:12],
             "" if row.step is None else str(row.step),
             duration(found.time_s - row.created_s),
             "" if row.changed is None else f"{row.changed / max(found.element_count, 1):.4%}",
@@ -199,7 +213,7 @@ def _replicas(found: Snapshot) -> RenderableType:
         table.add_row(
             cell(row.replica_id),
             cell(state, _COLOURS.get(state, "yellow")),
-            "" if row.version is None else str(row.version),
+            "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
             "" if row.behind is None else str(row.behind),
             "" if row.lag_s is None else duration(row.lag_s),
             f"{duration(row.age_s)} ago",

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
-from deltasync.heartbeat import Heartbeat
+from deltasync.channel.heartbeat import Heartbeat
 
 HEARTBEATS_PER_HOUR = 360
 S3_PUT_USD, S3_GET_USD = 0.005 / 1000, 0.0004 / 1000
@@ -30,13 +30,23 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the actions of a store take; `publish` is of a version of one file, a manifest and head.
+    """What the actions of a store take.
 
     A replica looks once a second, or rarely where the store tells of changes; more often when a version is due (`poll`).
+
+    Attributes:
+        publish: A version whose payload is in its record, with head behind it.
+        put: One more object: a part, a file of an anchor, a fold.
+        follow: A version whose payload is in its record.
+        get: One more object.
+        look: A request for a record that is not there.
+        heartbeat: One.
     """
 
     publish: Exchange
+    put: Exchange
     follow: Exchange
+    get: Exchange
     look: Exchange
     heartbeat: Exchange
     looks_per_hour: int
@@ -44,16 +54,20 @@ class Rates:
 
 
 _S3 = Rates(
-    publish=Exchange(3, 2_800, 1_000),
-    follow=Exchange(3, 1_400, 2_600),
-    look=Exchange(1, 451, 633),
-    heartbeat=Exchange(1, 631, 345),
+    publish=Exchange(2, 1_500, 700),
+    put=Exchange(1, 750, 350),
+    follow=Exchange(1, 470, 900),
+    get=Exchange(1, 470, 850),
+    look=Exchange(1, 470, 700),
+    heartbeat=Exchange(1, 700, 345),
     looks_per_hour=3_600,
     looks_per_version=20,
 )
 _HUB = Rates(
-    publish=Exchange(26, 10_700, 10_500),
-    follow=Exchange(9, 2_600, 5_100),
+    publish=Exchange(17, 7_500, 7_000),
+    put=Exchange(9, 3_700, 3_500),
+    follow=Exchange(3, 900, 1_700),
+    get=Exchange(3, 900, 1_700),
     look=Exchange(1, 309, 476),
     heartbeat=Exchange(4, 2_000, 900),
     looks_per_hour=120,
@@ -61,16 +75,18 @@ _HUB = Rates(
 RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}
 """By the scheme of a channel's URL."""
 _NOTHING = Exchange(0, 0, 0)
-_LOCAL = Rates(publish=_NOTHING, follow=_NOTHING, look=_NOTHING, heartbeat=_NOTHING, looks_per_hour=0)
+_LOCAL = Rates(
+    publish=_NOTHING, put=_NOTHING, follow=_NOTHING, get=_NOTHING, look=_NOTHING, heartbeat=_NOTHING, looks_per_hour=0
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """What one version or fold put into the channel.
+    """What one record, fold or announced anchor put into the channel.
 
     Attributes:
         kind: `delta`, `anchor` or `fold`.
-        objects: How many, without documents.
+        objects: How many, besides a version's record.
         age_s: Since it was stored.
         held: Whether it is there still.
     """
@@ -135,47 +151,41 @@ def estimate(
     priced = url.startswith("s3://") and "endpoint=" not in url
     rows: list[CostRow] = []
 
-    def add(what: str, times: int, exchange: Exchange, share: float, up: int, down: int, request_usd: float) -> None:
-        """`share` of exchanges: an upload of one object is a third of what publishing a version takes."""
-        requests = round(share * exchange.requests)
+    def add(what: str, times: int, actions: list[tuple[int, Exchange]], up: int, down: int, request_usd: float) -> None:
+        requests = sum(count * each.requests for count, each in actions)
         rows.append(
             CostRow(
                 what=what,
                 times=times,
                 requests=requests,
-                up_bytes=up + round(share * exchange.up_bytes),
-                down_bytes=down + round(share * exchange.down_bytes),
+                up_bytes=up + sum(count * each.up_bytes for count, each in actions),
+                down_bytes=down + sum(count * each.down_bytes for count, each in actions),
                 usd=requests * request_usd if priced else None,
             )
         )
 
     for kind in ("delta", "anchor", "fold"):
         found = [part for part in stored if part.kind == kind]
-        puts = sum(part.objects for part in found) + (len(found) if kind == "fold" else 0)  # its document
         if found:
+            puts = sum(part.objects for part in found)
             add(
-                f"{kind}s, upload",
-                len(found),
-                rates.publish,
-                puts / 3,
-                sum(part.payload_bytes for part in found),
-                0,
-                S3_PUT_USD,
+                f"{kind}s, upload", len(found), [(puts, rates.put)], sum(part.payload_bytes for part in found), 0, S3_PUT_USD
             )
-    add("manifests and head, upload", versions, rates.publish, 2 * versions / 3, 0, 0, S3_PUT_USD)
+    add("records and head, upload", versions, [(versions, rates.publish)], 0, 0, S3_PUT_USD)
 
-    deltas = {part.version: part.payload_bytes for part in stored if part.kind == "delta"}
-    fetches = fetched_bytes = looks = heartbeats = 0
+    deltas = {part.version: part for part in stored if part.kind == "delta"}
+    fetches = parts = fetched_bytes = looks = heartbeats = 0
     for beat in beats:
-        had = [size for version, size in deltas.items() if beat.version is not None and version <= beat.version]
-        fetches, fetched_bytes = fetches + len(had), fetched_bytes + sum(had)
+        had = [part for version, part in deltas.items() if beat.version is not None and version <= beat.version]
+        fetches, parts = fetches + len(had), parts + sum(part.objects for part in had)
+        fetched_bytes += sum(part.payload_bytes for part in had)
         hours = max(0.0, beat.time_s - created_s) / 3600
         looks += round(hours * rates.looks_per_hour) + len(had) * rates.looks_per_version
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
-    add("deltas, download", fetches, rates.follow, fetches, 0, fetched_bytes, S3_GET_USD)
+    add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], 0, fetched_bytes, S3_GET_USD)
     if rates is not _LOCAL:
-        add("looks at head", looks, rates.look, looks, 0, 0, S3_GET_USD)
-        add("heartbeats", heartbeats, rates.heartbeat, heartbeats, 0, 0, S3_PUT_USD)
+        add("looks for a record", looks, [(looks, rates.look)], 0, 0, S3_GET_USD)
+        add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], 0, 0, S3_PUT_USD)
 
     held = [part for part in stored if part.held]
     gb_months = sum(part.payload_bytes * part.age_s for part in held) / 1e9 / 3600 / _HOURS_PER_MONTH

@@ -7,9 +7,9 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 
-from deltasync.codec.base import MOST_HEADER_BYTES, read_metadata
+from deltasync.channel.documents import File
+from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.errors import CorruptDataError
-from deltasync.manifest import FileRef
 from deltasync.stores.base import Store
 from deltasync.types import TensorSpec
 
@@ -26,8 +26,10 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def read_changed(store: Store, file: FileRef) -> dict[str, int]:
-    """Changed elements by tensor, out of a payload's header. Reads the header only, so that no digest is checked.
+def read_changed(store: Store, file: File) -> dict[str, int]:
+    """Changed elements by tensor, out of the header of a record or a part; empty for a record whose payload is all in parts.
+
+    Reads the header only, so that no digest is checked.
 
     Raises:
         CorruptDataError: there is no such header.
@@ -41,7 +43,9 @@ def read_changed(store: Store, file: FileRef) -> dict[str, int]:
     if size > len(data):
         data += store.read_range(file.key, len(data), size)
     try:
-        return {name: int(row["changed"]) for name, row in json.loads(read_metadata(data)["patches"]).items()}
+        header = json.loads(data[8:size])
+        patches = header["__metadata__"]["patches"] if "__metadata__" in header else "{}"
+        return {name: int(row["changed"]) for name, row in json.loads(patches).items()}
     except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 

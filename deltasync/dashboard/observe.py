@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from deltasync import heartbeat, layout
+from deltasync.channel import heartbeat
+from deltasync.channel.documents import File, Record, Version
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.keys import Slot
+from deltasync.channel.reading import ChannelReader
 from deltasync.dashboard.costs import Costs, Stored, estimate
 from deltasync.dashboard.heat import Layers, read_changed
-from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError, RunMismatchError
-from deltasync.heartbeat import Heartbeat
-from deltasync.housekeeping.survey import Progress, fold_keys, in_parallel, quiet, read_fold
-from deltasync.manifest import FileRef, Fold, Manifest
-from deltasync.reader import ChannelReader
-from deltasync.stores.base import Store
+from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
+from deltasync.housekeeping import Progress, in_parallel, quiet
+from deltasync.housekeeping.survey import slot_of
+from deltasync.stores.base import ObjectInfo, Store
 
-_LIST_EVERY_S = 10.0  # what is stored after head (folds), and what is forgotten, is seen so late
+_LIST_EVERY_S = 10.0  # what is stored after head (folds, anchors), and what is forgotten, is seen so late
 _LAGS = 2000  # kept
 
 _Item = TypeVar("_Item")
@@ -32,14 +33,17 @@ class VersionRow:
     """One version.
 
     Attributes:
+        sha256: Digest of its record, None as long as nothing names it.
         kind: `delta`, `anchor` or `reference`.
         created_s: When it was encoded, by the epoch.
         changed: Elements, None without a delta.
-        delta_bytes, anchor_bytes: Payload, None where it has none.
-        objects: How many files of payload.
+        delta_bytes, anchor_bytes: Payload, None where it has none; the anchor may be announced beside it.
+        objects: How many files of payload there are beside the record.
     """
 
     version: int
+    epoch: str
+    sha256: str | None
     kind: str
     base_version: int | None
     step: int | None
@@ -55,7 +59,7 @@ class VersionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FoldRow:
-    """One fold."""
+    """One fold, from a version."""
 
     base_version: int
     version: int
@@ -70,10 +74,12 @@ class ReplicaRow:
     """One replica, by its last heartbeat.
 
     Attributes:
-        state: As it says.
+        state: As it says; `stale` if it has not heard of the channel for a while.
         live: Whether the heartbeat is recent, and not the one of a replica that stopped.
-        behind: Versions between the one it serves and head, None if it serves none.
-        lag_s: Since the first version that it does not serve was encoded, 0 at head; None if it is not live.
+        sha256: Digest of what it serves.
+        strange: It serves another version under this number than the channel has.
+        behind: Versions between the one it serves and the newest, None if it serves none.
+        lag_s: Since the first version that it does not serve was encoded, 0 at the newest; None if it is not live.
         age_s: Of the heartbeat.
     """
 
@@ -81,6 +87,8 @@ class ReplicaRow:
     state: str
     live: bool
     version: int | None
+    sha256: str | None
+    strange: bool
     behind: int | None
     lag_s: float | None
     age_s: float
@@ -102,10 +110,11 @@ class Snapshot:
     """All that is shown. Times are seconds since the epoch.
 
     Attributes:
-        head_version: None as long as nothing is published; then most of the rest is empty.
+        head_version: The newest; None as long as nothing is published; then most of the rest is empty.
+        head_sha256: Its digest, None if it is not known yet.
         full_bytes: Of the weights, as served.
         versions: Ascending.
-        forgotten, unread: How many versions up to head are not there any more, and are there but were not read.
+        forgotten, unread: How many versions up to the newest are not there any more, and are there but were not read.
         layers: Names.
         heat: Version -> changed fraction of each layer.
         heat_unread: How many versions' headers are still to be read.
@@ -118,6 +127,7 @@ class Snapshot:
     run_id: str | None = None
     created_s: float | None = None
     head_version: int | None = None
+    head_sha256: str | None = None
     element_count: int = 0
     tensor_count: int = 0
     full_bytes: int = 0
@@ -137,7 +147,7 @@ class Snapshot:
 
 class Observer:
     """One channel, seen from outside. A document is read once, a damaged one again: it may pass. A look costs a read of head
-    and of each heartbeat, and a listing.
+    and of each heartbeat, and a listing now and then.
 
     Args:
         store: The channel's.
@@ -149,18 +159,19 @@ class Observer:
     def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | None = None) -> None:
         self._reader = ChannelReader(store, trusted_keys)
         self._last, self._heat_last = last, heat
-        self._listed: list[int] = []
+        self._head: Version | None = None
         self._listed_s = float("-inf")
-        self._head: int | None = None
-        self._versions: dict[int, VersionRow] = {}
-        self._folds: dict[str, FoldRow] = {}
-        self._held_folds: set[str] = set()
-        self._problems: dict[int | str, str] = {}
+        self._documents: dict[str, Record] = {}  # of all records and folds that were seen
+        self._sizes: dict[str, int] = {}
+        self._line: dict[int, Slot] = {}  # versions by number, ascending
+        self._numbers: set[int] = set()  # of all slots that are there
+        self._held: set[str] = set()  # keys that were listed last
+        self._problems: dict[str, str] = {}
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
-        self._delta_files: dict[int, list[FileRef]] = {}
         self._heat: dict[int, list[float]] = {}
+        self._unread_headers: set[int] = set()
         self._layers: Layers | None = None
 
     def look(self, progress: Progress = quiet) -> Snapshot:
@@ -170,49 +181,59 @@ class Observer:
             DeltaSyncError: what is there cannot be read. `snapshot` still has what was seen before.
         """
         try:
-            head = self._reader.head()
+            run_id = self._reader.channel().run_id
         except NotPublishedError:
             return self.snapshot()
-        if head.version != self._head or time.monotonic() - self._listed_s > _LIST_EVERY_S:
-            self._list(head.version, progress)
-        self._beats = heartbeat.read_all(self._reader.store, head.run_id)
+        head = self._reader.head()
+        newest = None if head is None else head.newest
+        if newest != self._head or time.monotonic() - self._listed_s > _LIST_EVERY_S:
+            self._list(progress)
+            self._head = newest
+        self._beats = heartbeat.read_all(self._reader.store, run_id)
         for beat in self._beats:
             self._observe(beat)
         return self.snapshot()
 
-    def _list(self, head_version: int, progress: Progress) -> None:
+    def _list(self, progress: Progress) -> None:
         if self._layers is None:
             self._layers = Layers(self._reader.specs.values())
-        listed = [version for version in self._reader.versions() if version <= head_version]
-        new = [v for v in listed[-self._last :] if v not in self._versions]
-        for version, found in zip(
-            new, in_parallel(_attempt(self._reader.manifest), new, "manifests", progress), strict=True
+        slots = dict(self._reader.slots().slots)
+        last = max((slot.version for slot in slots), default=0)
+        recent = {slot: info for slot, info in slots.items() if slot.version > last - self._last - 1}
+        folds = {info.key: info for span, info in self._reader.folds() if span.version > last - self._last - 1}
+        self._held = {info.key for info in slots.values()} | folds.keys()
+        self._read([*recent.values(), *folds.values()], progress)
+        versions = [slot for slot in slots if (found := self._documents.get(slot.key)) is not None and found.is_version]
+        tip = max(versions, key=lambda slot: (slot.epoch, slot.version), default=None)
+        newest = 0 if tip is None else tip.version
+        # Of two versions with one number the later epoch's is the channel's; what is after the newest was left behind.
+        self._line = {slot.version: slot for slot in versions if slot.version <= newest}
+        self._numbers = {slot.version for slot in slots if slot.version <= newest}
+        for number in [
+            number for number in self._line if number not in self._heat and self._document(number).delta is not None
+        ]:
+            self._unread_headers.add(number)
+        self._listed_s = time.monotonic()
+
+    def _read(self, infos: list[ObjectInfo], progress: Progress) -> None:
+        unknown = [info for info in infos if info.key not in self._documents]
+        for info, found in zip(
+            unknown, in_parallel(_attempt(self._reader.document), unknown, "records", progress), strict=True
         ):
             if isinstance(found, str):
-                self._problems[version] = found
+                self._problems[info.key] = found
             elif found is not None:
-                self._problems.pop(version, None)
-                self._versions[version] = _version_row(found)
-                self._delta_files[version] = found.delta.files if found.delta is not None else []
-        self._listed, self._head = listed, head_version
-        shown = {version for version in listed if version in self._versions}
-        keys = [key for key in fold_keys(self._reader) if (span := layout.fold_span(key)) and span[1] in shown]
-        unknown = [key for key in keys if key not in self._folds]
-        read_one = _attempt(functools.partial(read_fold, self._reader))
-        for key, fold in zip(unknown, in_parallel(read_one, unknown, "folds", progress), strict=True):
-            if isinstance(fold, str):
-                self._problems[key] = fold
-            elif fold is not None:
-                self._problems.pop(key, None)
-                self._folds[key] = _fold_row(fold)
-        self._held_folds = set(keys)
-        self._listed_s = time.monotonic()
+                self._problems.pop(info.key, None)
+                self._documents[info.key], self._sizes[info.key] = found, info.bytes
+
+    def _document(self, number: int) -> Record:
+        return self._documents[self._line[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
         """Only a change that happened while we looked tells when the replica began to serve the version."""
         known = beat.replica_id in self._served
-        if known and beat.version != self._served[beat.replica_id] and beat.version in self._versions:
-            lag_s = max(0.0, beat.time_s - self._versions[beat.version].created_s)
+        if known and beat.version != self._served[beat.replica_id] and beat.version in self._line:
+            lag_s = max(0.0, beat.time_s - self._document(beat.version).created_s)
             self._lags.append(
                 LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=round(lag_s, 3))
             )
@@ -226,28 +247,30 @@ class Observer:
         """
         waiting = self._waiting_for_headers()
         now = waiting[-limit:]
-        store, layers = self._reader.store, self._layers
-        if not now or layers is None:
+        if not now or self._layers is None:
             return 0
-
-        def read(version: int) -> dict[str, int]:
-            changed: dict[str, int] = {}
-            for file in self._delta_files[version]:
-                for name, count in read_changed(store, file).items():
-                    changed[name] = changed.get(name, 0) + count
-            return changed
-
-        for version, found in zip(now, in_parallel(_attempt(read), now, "payload headers", progress), strict=True):
+        for number, found in zip(
+            now, in_parallel(_attempt(self._read_header), now, "payload headers", progress), strict=True
+        ):
             if isinstance(found, dict):
-                self._heat[version] = layers.fractions(found)
+                self._heat[number] = self._layers.fractions(found)
             elif found is not None:
-                self._problems[version] = found
-            del self._delta_files[version]
+                self._problems[f"{self._line[number].key} header"] = found
+            self._unread_headers.discard(number)
         return len(waiting) - len(now)
 
+    def _read_header(self, number: int) -> dict[str, int]:
+        key, delta = self._line[number].key, self._document(number).delta
+        assert delta is not None
+        changed: dict[str, int] = {}
+        for file in (File(key=key, bytes=self._sizes[key], sha256=""), *delta.parts):
+            for name, count in read_changed(self._reader.store, file).items():
+                changed[name] = changed.get(name, 0) + count
+        return changed
+
     def _waiting_for_headers(self) -> list[int]:
-        newest = self._listed[-self._heat_last :] if self._heat_last else []
-        return [v for v in newest if v in self._delta_files and self._versions[v].base_version is not None]
+        newest = list(self._line)[-self._heat_last :] if self._heat_last else []
+        return [number for number in newest if number in self._unread_headers]
 
     def snapshot(self, error: str | None = None) -> Snapshot:
         """What was seen so far.
@@ -256,89 +279,95 @@ class Observer:
             error: Why nothing newer was.
         """
         now_s = time.time()
-        if self._head is None:
-            return Snapshot(url=self._reader.store.url, time_s=now_s, error=error)
+        if not self._line:
+            return Snapshot(url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values()))
         channel = self._reader.channel()
         specs = self._reader.specs.values()
+        digests = self._digests()
+        announced = self._announced()
+        shown = list(self._line.values())[-self._last :]
+        rows = [_version_row(slot, self._documents[slot.key], digests.get(slot), announced.get(slot)) for slot in shown]
+        newest = rows[-1]
         created_s = _epoch_s(channel.created_at)
-        rows = [self._versions[version] for version in self._listed[-self._last :] if version in self._versions]
-        stored = self._stored(set(self._listed), now_s)
         return Snapshot(
             url=self._reader.store.url,
             time_s=now_s,
             run_id=channel.run_id,
             created_s=created_s,
-            head_version=self._head,
+            head_version=newest.version,
+            head_sha256=newest.sha256,
             element_count=sum(spec.element_count for spec in specs),
             tensor_count=len(specs),
             full_bytes=sum(spec.element_count * spec.item_bytes for spec in specs),
             versions=rows,
-            forgotten=self._head - len(self._listed),
-            unread=len(self._listed) - len(rows),
-            folds=sorted(
-                (self._folds[key] for key in self._held_folds if key in self._folds), key=lambda fold: fold.version
-            ),
-            replicas=[self._replica_row(beat, now_s) for beat in self._beats],
+            forgotten=newest.version - len(self._numbers),
+            unread=len(self._numbers) - len(rows),
+            folds=sorted(self._folds(), key=lambda fold: fold.version),
+            replicas=[self._replica_row(beat, newest.version, now_s) for beat in self._beats],
             lags=list(self._lags),
             layers=self._layers.names if self._layers is not None and self._heat_last else [],
             heat={row.version: self._heat[row.version] for row in rows if row.version in self._heat},
             heat_unread=len(self._waiting_for_headers()),
-            costs=estimate(
-                self._reader.store.url,
-                stored,
-                len(self._versions),
-                self._beats,
-                created_s,
-                unseen=self._head - len(self._versions),
-            ),
+            costs=self._costs(now_s, created_s, newest.version),
             problems=list(self._problems.values()),
             error=error,
         )
 
-    def _stored(self, held: set[int], now_s: float) -> list[Stored]:
-        stored = []
-        for row in self._versions.values():
-            for kind, size, objects in (
-                ("delta", row.delta_bytes, row.delta_objects),
-                ("anchor", row.anchor_bytes, row.anchor_objects),
-            ):
-                if size is not None:
-                    stored.append(
-                        Stored(
-                            kind=kind,
-                            version=row.version,
-                            payload_bytes=size,
-                            objects=objects,
-                            age_s=max(0.0, now_s - row.created_s),
-                            held=row.version in held,
-                        )
-                    )
-        for key, fold in self._folds.items():
+    def _digests(self) -> dict[Slot, str]:
+        """By what names them; of the newest only head does, which is good enough to be shown."""
+        found = {} if self._head is None else {slot_of(self._head): self._head.sha256}
+        for record in self._documents.values():
+            if record.sha256 is not None:
+                found[Slot(record.version, record.epoch)] = record.sha256
+            if record.base is not None:
+                found[slot_of(record.base)] = record.base.sha256
+        return found
+
+    def _beside(self) -> list[Record]:
+        """Folds and announced anchors that are there."""
+        found = [self._documents[key] for key in self._held if key in self._documents]
+        return [record for record in found if record.kind == "fold"]
+
+    def _announced(self) -> dict[Slot, Record]:
+        return {Slot(each.version, each.epoch): each for each in self._beside() if each.anchor is not None}
+
+    def _folds(self) -> list[FoldRow]:
+        return [_fold_row(record) for record in self._beside() if record.delta is not None]
+
+    def _costs(self, now_s: float, created_s: float, newest: int) -> Costs:
+        stored, versions = [], 0
+        for key, record in self._documents.items():
+            if record.next_epoch is not None:
+                continue
+            versions += record.is_version
+            kind = "fold" if record.kind == "fold" and record.delta is not None else "delta" if record.delta else "anchor"
             stored.append(
                 Stored(
-                    kind="fold",
-                    version=fold.version,
-                    payload_bytes=fold.payload_bytes,
-                    objects=fold.objects,
-                    age_s=max(0.0, now_s - fold.created_s),
-                    held=key in self._held_folds,
+                    kind=kind,
+                    version=record.version,
+                    payload_bytes=0 if record.reference is not None else record.payload_bytes,
+                    objects=len(record.files) + (record.kind == "fold"),
+                    age_s=max(0.0, now_s - record.created_s),
+                    held=key in self._held,
                 )
             )
-        return stored
+        return estimate(self._reader.store.url, stored, versions, self._beats, created_s, unseen=newest - versions)
 
-    def _replica_row(self, beat: Heartbeat, now_s: float) -> ReplicaRow:
-        assert self._head is not None
+    def _replica_row(self, beat: Heartbeat, newest: int, now_s: float) -> ReplicaRow:
         live, served = heartbeat.is_live(beat), beat.version
-        behind = None if served is None else max(0, self._head - served)
+        behind = None if served is None else max(0, newest - served)
         lag_s = None
         if live and served is not None:
-            missed = min((version for version in self._versions if version > served), default=None)
-            lag_s = 0.0 if missed is None else max(0.0, now_s - self._versions[missed].created_s)
+            missed = min((number for number in self._line if number > served), default=None)
+            lag_s = 0.0 if missed is None else max(0.0, now_s - self._document(missed).created_s)
+        here = None if served is None else self._line.get(served)
         return ReplicaRow(
             replica_id=beat.replica_id,
             state=beat.state,
             live=live,
             version=served,
+            sha256=beat.sha256,
+            strange=here is not None and beat.epoch not in (None, here.epoch),
             behind=behind,
             lag_s=lag_s,
             age_s=max(0.0, now_s - beat.time_s),
@@ -354,39 +383,43 @@ def _attempt(read: Callable[[_Item], _Result]) -> Callable[[_Item], _Result | st
             return read(item)
         except (MissingVersionError, ObjectMissingError):
             return None
-        except (FormatError, RunMismatchError) as error:
+        except FormatError as error:
             return str(error)
 
     return attempt
 
 
-def _version_row(found: Manifest) -> VersionRow:
-    delta, anchor, reference = found.delta, found.anchor, found.reference
-    weights = None if reference is not None else anchor
+def _version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
+    delta = found.delta
+    weights = found if found.anchor is not None else announced
+    beside = None if weights is None or weights.anchor is None or weights.reference is not None else weights.anchor
     return VersionRow(
-        version=found.version,
-        kind=found.kind if reference is None else "reference",
-        base_version=None if delta is None else delta.base_version,
+        version=slot.version,
+        epoch=slot.epoch,
+        sha256=sha256,
+        kind=found.kind if found.reference is None else "reference",
+        base_version=None if delta is None or found.base is None else found.base.version,
         step=found.step,
-        created_s=_epoch_s(found.created_at),
+        created_s=found.created_s,
         codec=None if delta is None else delta.codec,
         changed=None if delta is None else delta.changed,
-        delta_bytes=None if delta is None else delta.payload_bytes,
-        anchor_bytes=None if weights is None else weights.payload_bytes,
-        delta_objects=0 if delta is None else len(delta.files),
-        anchor_objects=0 if weights is None else len(weights.files),
+        delta_bytes=None if delta is None else found.payload_bytes,
+        anchor_bytes=None if beside is None or weights is None else weights.payload_bytes,
+        delta_objects=0 if delta is None else len(delta.parts),
+        anchor_objects=0 if beside is None else len(beside.files),
         coalesced=found.coalesced,
     )
 
 
-def _fold_row(found: Fold) -> FoldRow:
+def _fold_row(found: Record) -> FoldRow:
+    assert found.base is not None and found.delta is not None
     return FoldRow(
-        base_version=found.base_version,
+        base_version=found.base.version,
         version=found.version,
-        created_s=_epoch_s(found.created_at),
-        changed=found.changed,
+        created_s=found.created_s,
+        changed=found.delta.changed,
         payload_bytes=found.payload_bytes,
-        objects=len(found.files),
+        objects=len(found.delta.parts),
     )
 
 

@@ -1,8 +1,23 @@
-"""Write a channel: detect what changed, encode it, and make it visible as the next version."""
+"""Write a channel: detect what changed, encode it, and make it visible as the next version.
+
+The names are imported on first use, so that what compares weights on a device needs no codec.
+"""
 
 from __future__ import annotations
 
-from deltasync.publish.publisher import Publisher
-from deltasync.publish.receipt import Receipt
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltasync.publish.publisher import Publisher
+    from deltasync.publish.receipt import Receipt
+
+_HOME = {"Publisher": "publisher", "Receipt": "receipt"}
 
 __all__ = ["Publisher", "Receipt"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deltasync.publish' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"deltasync.publish.{_HOME[name]}"), name)

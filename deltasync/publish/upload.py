@@ -133,7 +133,8 @@ class Uploader:
 
     def warm_up(self) -> None:
         """Open connections, if they have been idle, so that no record waits for that."""
-        if self.idle and time.monotonic() - self._used_s > _IDLE_S:
+        if time.monotonic() - self._used_s > _IDLE_S:
+            self._used_s = time.monotonic()
             self._puts.submit(self._keeper.reader.head)
 
     def is_due(self, version: int, payload_bytes: int, weight_bytes: int) -> bool:

@@ -32,7 +32,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "demo", "serve", "follow", "watch", "dashboard", "log", "show", "bench", "bench codec"]
+    "command", ["", "demo", "serve", "follow", "watch", "dashboard", "log", "show", "repair", "bench", "bench codec"]
 )
 def test_every_command_has_help(command: str) -> None:
     done = run(*command.split(), "--help")
@@ -53,15 +53,16 @@ def test_log_lists_versions(channel: str) -> None:
 
 
 def test_show_tells_one_version(channel: str) -> None:
-    assert json.loads(run("show", channel, "2", "--json").stdout)["version"] == 2
+    assert json.loads(run("show", channel, "2", "--json").stdout)["document"]["version"] == 2
     shown = run("show", channel).stdout
     assert "1 of 1,100 elements since version 2" in shown
     assert "a bfloat16[1000]" in shown
 
 
 def test_follow_goes_to_the_newest_version(channel: str) -> None:
-    done = run("follow", channel, "--once", "--json")
-    assert json.loads(done.stdout)["version"] == 3
+    followed, shown = run("follow", channel, "--once", "--json"), run("show", channel, "--json")
+    identity = json.loads(followed.stdout)
+    assert (identity["version"], identity["sha256"]) == (3, json.loads(shown.stdout)["sha256"])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_follow_goes_to_the_newest_version(channel: str) -> None:
     [
         (["log", "file:///nonexistent/channel"], 5, "holds no channel yet"),
         (["log", "ftp://x"], 3, "Not a channel URL"),
-        (["show", "CHANNEL", "9"], 5, "version 9"),
+        (["show", "CHANNEL", "9"], 5, "Version 9 is not in"),
         (["serve", "m", "--channel", "memory://x"], 3, "one process only"),
         (["serve", "m", "--channel", "nonsense"], 3, "Not a channel URL"),
         (["nonsense"], 2, "No such command"),

@@ -703,6 +703,25 @@ def test_what_could_run_code_is_not_exported(memory_url: str, tmp_path: Path) ->
     assert found == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
 
 
+@pytest.mark.parametrize("sizes", [(257 << 20,), (1,) * 1025, (1 << 60, 0)], ids=["too large", "too many", "2^60"])
+def test_more_than_files_beside_weights_have_is_refused_unread(
+    memory_url: str, tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    store = FaultyStore(open_store(memory_url))
+    filled(store.inner, STATES[:3], anchors=(2,))
+    key = _fold_key(store.inner, 0, 2)
+    anchor = record.decode(store.inner.read(key), key, None).record.anchor
+    assert anchor is not None
+    files = [
+        documents.File(key=f"{anchor.directory}/{number}.json", bytes=size, sha256="0" * 64)
+        for number, size in enumerate(sizes)
+    ]
+    _edit(store.inner, key, anchor=dataclasses.replace(anchor, companions=files))
+    housekeeping.export(_reader(store), 2, tmp_path / "out")  # by another anchor, and with that one's files
+    assert not [key for _, key in store.calls if key.startswith(anchor.directory)]
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
+
+
 def test_an_export_never_writes_over_anything(store: AgedStore, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     housekeeping.export(_reader(store), 3, tmp_path / "empty")

@@ -85,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         replica = self.server
         replica.hosts.add(self.headers["Host"])
         if path in ("/deltasync/status", "/deltasync/ready"):
-            self._answer({"state": replica.state, "version": replica.version, "head_version": 99})
+            self._answer({"state": replica.state, "version": replica.version, "newest_version": 99})
         else:
             self._answer({"path": path})
 

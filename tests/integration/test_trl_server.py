@@ -167,7 +167,7 @@ def test_examples(server: Server, tmp_path: Path, example: str, processes: int) 
         cwd=tmp_path,
         processes=processes,
     )
-    assert server.wait(lambda status: status["version"] == status["head_version"])["version"] > before
+    assert server.wait(lambda status: status["version"] == status["newest_version"])["version"] > before
 
 
 def test_a_replica_that_does_not_serve_the_version_ends_the_training(server: Server, tmp_path: Path) -> None:

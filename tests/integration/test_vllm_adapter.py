@@ -16,8 +16,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, TrainerCallback
 
-from deltasync import Publisher, heartbeat
+from deltasync import Publisher
 from deltasync.bits import bits_of
+from deltasync.channel import heartbeat
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving

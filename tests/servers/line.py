@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 
-_CHUNK_BYTES = 1 << 14
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Line:
 def _give(sink: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
     while True:
         due_s, data = under_way.get()
-        time.sleep(max(0.0, due_s - time.monotonic()))
+        if (early_s := due_s - time.monotonic()) > 0:
+            time.sleep(early_s)
         try:
             if not data:
                 sink.shutdown(socket.SHUT_WR)

@@ -19,7 +19,7 @@ def test_everything_is_measured_and_nothing_is_left(kind: str, memory_url: str, 
     assert result["large"]["share"] > 0
     assert all(0 < times["p50_ms"] <= times["p95_ms"] for times in result["small"].values())
     assert result["version"]["delta_bytes"] >= 10_000
-    assert result["calls"]["look_at_head"] == {"read": 1}
+    assert result["calls"]["idle_poll"] == {"read": 1}
     assert list(open_store(url).list("")) == []
     assert kind == "memory" or list(tmp_path.iterdir()) == []
 

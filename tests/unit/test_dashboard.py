@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import io
 import json
@@ -15,16 +16,20 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from deltasync import Publisher, Replica, codec, heartbeat, housekeeping, layout, open_store
+from deltasync import Publisher, Replica, codec, housekeeping, open_store
+from deltasync.channel import heartbeat, keys, payloads
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored as StoredRecord
 from deltasync.cli import watch
 from deltasync.config import Retention
 from deltasync.dashboard import Observer, PageServer, page
 from deltasync.dashboard.costs import RATES, Stored, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, TransientStoreError
-from deltasync.heartbeat import Heartbeat
-from deltasync.reader import ChannelReader
-from deltasync.retention import Keep
+from deltasync.housekeeping import Keep
+from deltasync.stores import ObjectInfo
+from tests.channels import RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
 
 SHAPES = {
@@ -38,13 +43,13 @@ LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
 
 
 class RangeStore(FaultyStore):
-    """Also counts the bytes of payload that were read."""
+    """Also counts the bytes of headers that were read."""
 
     payload_bytes = 0
 
-    def read(self, key: str, most_bytes: int | None = None) -> bytes:
-        assert not key.startswith(("deltas/", "anchors/")) and "/part-" not in key
-        return super().read(key, most_bytes)
+    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+        assert not key.startswith(("parts/", "anchors/"))
+        return super().read(key, most_bytes, known)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         self.payload_bytes += end - start
@@ -100,36 +105,51 @@ def test_layer_of_a_tensor(name: str, layer: str) -> None:
     assert layer_of(name) == layer
 
 
+def records(store: FaultyStore) -> dict[int, StoredRecord]:
+    reader = ChannelReader(store.inner)
+    return {slot.version: reader.numbered(slot.version) for slot, _ in reader.slots().slots}
+
+
 def test_versions_and_folds_are_those_of_the_documents(
     publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 9)
     publisher.close()
     found = Observer(store).look()
-    manifests = housekeeping.read_manifests(ChannelReader(store))
+    documents = records(store)
     assert (found.head_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
-    assert [row.version for row in found.versions] == list(manifests)
-    assert [row.kind for row in found.versions if row.kind != "delta"] == ["anchor", "anchor"]
+    assert (found.head_sha256, [row.version for row in found.versions]) == (documents[9].sha256, list(documents))
+    assert [row.version for row in found.versions if row.anchor_bytes is not None] == [1, 7]
     for row in found.versions:
-        delta, anchor = manifests[row.version].delta, manifests[row.version].anchor
-        assert row.delta_bytes == (None if delta is None else delta.payload_bytes)
+        stored = documents[row.version]
+        delta = stored.record.delta
+        assert (row.sha256, row.epoch) == (stored.sha256, stored.record.epoch)
+        assert row.delta_bytes == (None if delta is None else stored.payload_bytes)
         assert row.changed == (None if delta is None else delta.changed)
-        assert row.anchor_bytes == (None if anchor is None else anchor.payload_bytes)
         assert row.step == 10 * row.version
     assert [(fold.base_version, fold.version) for fold in found.folds] == [(1, 5), (5, 9)]
     assert found.full_bytes == 2 * found.element_count == 2 * sum(tensor.numel() for tensor in weights.values())
 
 
+@pytest.mark.parametrize("parts", [0, 2], ids=["in the record", "in parts"])
 def test_heat_is_what_payloads_say_though_only_headers_are_read(
-    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, parts: int
 ) -> None:
-    publish(publisher, weights, 6)
+    states = [weights]
+    for seed in range(5):
+        random = torch.Generator().manual_seed(seed)
+        states.append({name: tensor.clone() for name, tensor in states[-1].items()})
+        for position, tensor in enumerate(states[-1].values()):
+            tensor.view(torch.int16)[torch.rand(tensor.shape, generator=random) < 0.02 * position] += 1
+    filled(store.inner, states, parts=range(parts, 7) if parts else ())
     expected = {}
-    for version, manifest in housekeeping.read_manifests(ChannelReader(store.inner)).items():
-        if manifest.delta is not None:
-            patches = codec.open_payload(store.inner.read(manifest.delta.files[0].key)).patches
-            counts = [sum(row["changed"] for name, row in patches.items() if name.startswith(f"{one}.")) for one in LAYERS]
-            expected[version] = counts
+    for version, stored in records(store).items():
+        if stored.record.delta is not None:
+            counts = dict.fromkeys(LAYERS, 0)
+            for _, data in payloads.fetch(ChannelReader(store.inner), stored).payloads:
+                for name, row in codec.open_payload(data).patches.items():
+                    counts[layer_of(name)] += row["changed"]
+            expected[version] = list(counts.values())
     monkeypatch.setattr("deltasync.dashboard.heat._FIRST_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)
     observer.look()
@@ -156,18 +176,27 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
 
 def test_a_look_reads_what_is_new_only(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
     publish(publisher, weights, 4)
+    settle(publisher, store)
     observer = Observer(store, last=3)
     assert [row.version for row in observer.look().versions] == [2, 3, 4]
     assert observer.snapshot().unread == 1
     store.calls.clear()
     observer.look()
-    assert store.calls == [("read", layout.HEAD), ("list", layout.REPLICAS)]
+    assert store.calls == [("read", keys.HEAD), ("list", keys.REPLICAS)]
     publish(publisher, weights, 1)
+    settle(publisher, store)
     store.calls.clear()
     assert [row.version for row in observer.look().versions] == [3, 4, 5]
-    assert [key for operation, key in store.calls if operation == "read" and key.startswith("manifests/")] == [
-        layout.manifest(5)
-    ]
+    read = [key for operation, key in store.calls if operation == "read" and key.startswith(keys.VERSIONS)]
+    assert [keys.slot_of(key).version for key in read] == [5]  # type: ignore[union-attr]
+
+
+def settle(publisher: Publisher, store: RangeStore) -> None:
+    """Until head, which nobody waits for, names the newest version."""
+    deadline = time.monotonic() + 30
+    while (head := ChannelReader(store.inner).head()) is None or head.version != publisher.version:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_is_forgotten_meanwhile(
@@ -178,7 +207,7 @@ def test_what_is_forgotten_meanwhile(
     publisher.close()
     observer = Observer(store)
     before = observer.look()
-    housekeeping.forget(ChannelReader(store.inner), Keep(last=2))
+    housekeeping.forget(ChannelReader(store.inner), Keep(last=2), grace_s=0)
     found = observer.look()
     assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
     assert before.costs is not None and found.costs is not None
@@ -236,20 +265,17 @@ def test_damage_is_told_and_the_rest_shown(
     publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(publisher, weights, 4)
-    store.tamper(layout.manifest(2), lambda data: data[:-20])
-    store.tamper(layout.delta_dir(3), lambda data: b"\xff" * len(data))
-    store.tamper(layout.delta_dir(4), lambda data: data.replace(b'\\"changed\\"', b'\\"chanted\\"'))
-    store.inner.replace(layout.replica("odd"), b"{")
+    slots = {slot.version: slot.key for slot, _ in ChannelReader(store.inner).slots().slots}
+    store.tamper(slots[2], lambda data: data[:-20])
+    store.inner.put(keys.replica("odd"), b"{")
     observer = Observer(store, heat=9)
     assert [row.version for row in observer.look().versions] == [1, 3, 4]
+    store.tamper(slots[3], lambda data: b"\xff" * len(data))
+    store.tamper(slots[4], lambda data: data.replace(b'\\"changed\\"', b'\\"chanted\\"'))
     observer.read_headers(9)
     found = observer.snapshot()
     assert found.heat == {}
-    assert [problem.partition(" ")[0] for problem in found.problems] == [
-        layout.manifest(2),
-        f"{layout.delta_dir(3)}/part-00001-of-00001.safetensors",
-        "The",
-    ]
+    assert [slots[number] in problem for number, problem in zip((2, 3, 4), found.problems, strict=True)] == [True] * 3
     assert [change["problem"] for change in watch.changes(None, found) if change["event"] == "problem"] == found.problems
     store.heal()
     monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
@@ -259,6 +285,29 @@ def test_damage_is_told_and_the_rest_shown(
     assert next(watch.changes(found, healed))["version"] == 2
 
 
+def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
+    store: RangeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
+    channel, versions = filled(store.inner, states_of(50, 5))
+    observer = Observer(store)
+    before = observer.look()
+    channel.announce(versions[3])
+    channel.epoch, channel.tip = keys.new_epoch(2), versions[2]  # after a restored backup, say
+    channel.delta(states_of(50, 6)[5])
+    channel.head()
+    beat(store, RUN, "lost", 4, epoch=versions[3].epoch, sha256=versions[3].sha256)
+    beat(store, RUN, "right", 4, epoch=channel.tip.epoch, sha256=channel.tip.sha256)
+    found = observer.look()
+    assert (found.head_version, found.head_sha256, len(found.versions)) == (4, channel.tip.sha256, 4)
+    assert {row.replica_id: row.strange for row in found.replicas} == {"lost": True, "right": False}
+    sentences = [watch.sentence(change) for change in watch.changes(before, found)]
+    assert any("which is another than the channel's" in sentence for sentence in sentences)
+    channel.announce(channel.tip)
+    (told,) = watch.changes(found, observer.look())
+    assert told["event"] == "anchor" and f"anchor of version 4 ({channel.tip.sha256[:12]})" in watch.sentence(told)
+
+
 def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
     store = RangeStore(open_store(memory_url))
     observer = Observer(store)
@@ -266,7 +315,7 @@ def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: di
     with Publisher(memory_url) as publisher:
         publish(publisher, weights, 2)
     assert observer.look().head_version == 2
-    store.fail_at("read", layout.HEAD, times=FOREVER)
+    store.fail_at("read", keys.HEAD, times=FOREVER)
     with pytest.raises(TransientStoreError):
         observer.look()
     found = observer.snapshot(error="away")
@@ -280,6 +329,7 @@ def test_costs_add_up() -> None:
         Stored(kind="delta", version=version, payload_bytes=gigabyte, objects=1, age_s=3600.0, held=version > 1)
         for version in (1, 2, 3)
     ]
+    stored[0] = dataclasses.replace(stored[0], objects=0)  # in its record
     stored.append(Stored(kind="anchor", version=1, payload_bytes=10 * gigabyte, objects=2, age_s=3600.0, held=True))
     stored.append(Stored(kind="fold", version=3, payload_bytes=2 * gigabyte, objects=1, age_s=3600.0, held=True))
     beats = [
@@ -289,12 +339,12 @@ def test_costs_add_up() -> None:
     costs = estimate("s3://bucket/run", stored, 3, beats, hour_ago)
     rows = {row.what: row for row in costs.rows}
     assert {what: (row.times, row.requests) for what, row in rows.items()} == {
-        "deltas, upload": (3, 3),
+        "deltas, upload": (3, 2),
         "anchors, upload": (1, 2),
-        "folds, upload": (1, 2),
-        "manifests and head, upload": (3, 6),
-        "deltas, download": (4, 12),
-        "looks at head": (7280, 7280),
+        "folds, upload": (1, 1),
+        "records and head, upload": (3, 6),
+        "deltas, download": (4, 6),
+        "looks for a record": (7280, 7280),
         "heartbeats": (720, 720),
     }
     assert rows["deltas, upload"].up_bytes == pytest.approx(3e9, rel=1e-5)
@@ -302,7 +352,7 @@ def test_costs_add_up() -> None:
     assert costs.stored_bytes == 14 * gigabyte
     assert costs.storage_usd == pytest.approx(14 * 0.023 / 730)
     assert costs.traffic_usd == pytest.approx(4 * 0.09, rel=0.01)
-    requests_usd = (3 + 2 + 2 + 6 + 720) * 0.005 / 1000 + (12 + 7280) * 0.0004 / 1000
+    requests_usd = (2 + 2 + 1 + 6 + 720) * 0.005 / 1000 + (6 + 7280) * 0.0004 / 1000
     assert costs.usd == pytest.approx(requests_usd + 14 * 0.023 / 730)
     for url in ("file:///run", "hf://buckets/a/b/run", "s3://bucket/run?endpoint=http://localhost:1"):
         assert estimate(url, stored, 3, beats, hour_ago).usd is None
@@ -317,10 +367,9 @@ def test_a_version_takes_as_many_requests_as_costs_say(memory_url: str, weights:
         replica.sync()
         store.calls.clear()
         publish(publisher, weights, 1)
-        assert len(store.calls) == RATES["s3"].publish.requests
-        store.calls.clear()
-        replica.sync()
-        assert len(store.calls) == RATES["s3"].follow.requests
+        publisher.close()
+    writes = [call for call in store.calls if call[0] in ("create", "put")]
+    assert len(writes) == RATES["s3"].publish.requests
 
 
 def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
@@ -339,9 +388,10 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore,
     ]
     assert lines[1]["changed_fraction"] == lines[1]["changed"] / sum(tensor.numel() for tensor in weights.values())
     shown = CliRunner().invoke(watch.command, [url, "--once", "--last", "2"])
+    digests = {number: stored.sha256[:12] for number, stored in records(store).items()}
     assert [line.split("  ", 1)[1].partition(":")[0] for line in shown.stdout.splitlines()] == [
-        "version 4 (step 40)",
-        "version 5 (step 50)",
+        f"version 4 ({digests[4]}, step 40)",
+        f"version 5 ({digests[5]}, step 50)",
         "fold 1-5",
         "replica a",
     ]
@@ -374,7 +424,7 @@ def test_the_terminal_shows_versions_replicas_and_cost(
     console = Console(width=120, file=io.StringIO())
     console.print(watch.screen(Observer(store).look()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "version 5 (step 50)" in text
+    assert f"version 5 ({records(store)[5].sha256[:12]}, step 50)" in text
     assert "failed" in text and "[red]it broke" in text
     states = [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["gone"], ["lost"])]
     assert states == [["gone", "stopped"], ["lost", "silent"]]
@@ -423,7 +473,7 @@ def test_the_server_answers_this_machine_only(
             publish(publisher, weights, 1)
             while data()["head_version"] != 4:
                 assert time.monotonic() < deadline
-            store.fail_at("read", layout.HEAD, times=FOREVER)
+            store.fail_at("read", keys.HEAD, times=FOREVER)
             while data()["error"] is None:
                 assert time.monotonic() < deadline
             with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 cannot be used"):
