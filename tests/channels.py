@@ -108,7 +108,7 @@ class Made:
         return self.append(self.record("anchor", number, model, anchor=anchor, requires=[REFERENCE]), None, model)
 
     def delta(self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True) -> Stored:
-        """The next version, a delta; of its tensors each of so many parts holds some, and the record the rest, if `inline`."""
+        """The next version, a delta; so many parts hold some of its tensors each, the record the rest, if `inline`."""
         assert self.tip is not None
         number = self.tip.version + 1
         groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + inline)

@@ -78,7 +78,9 @@ def main() -> None:
         for path in Path(folder).iterdir():
             TARGETS[name](path.read_bytes())  # kernels are compiled without a limit
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _LIMIT_BYTES,) * 2)
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)  # of a merge, which starts itself again, the outer one's
+    limit = used + _LIMIT_BYTES if hardest == resource.RLIM_INFINITY else min(used + _LIMIT_BYTES, hardest)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     custom = _mutated_behind_first if name in ("documents", "small") else _mutated
     # As libFuzzer starts itself again to merge, without the folders.
     program = f"{sys.executable} -W ignore -m tests.fuzz.fuzz {name}"

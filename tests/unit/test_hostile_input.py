@@ -437,7 +437,7 @@ def test_numbers_that_no_document_has_are_corrupt(field: str, number: str) -> No
 
 @pytest.mark.parametrize("text", ["", "now", "2025-01-01", "2025-01-01T00:00:00", "2025-13-01T00:00:00+00:00", "1" * 5000])
 def test_a_version_from_no_time_is_corrupt(text: str) -> None:
-    with pytest.raises(CorruptDataError, match="no time|created_at"):
+    with pytest.raises(CorruptDataError, match=r"no time|created_at"):
         documents.decode(_record(created_at=text), Record, KEY)
 
 
