@@ -22,34 +22,29 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from deltasync import fingerprint
 from deltasync.channel import anchors
 from deltasync.channel.documents import Reference
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherSettings, Retention
 from deltasync.errors import (
-    ApplyError,
-    ChainError,
     ConfigError,
-    FormatError,
-    ModelMismatchError,
     PublishError,
 )
 from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.encode import Job
-from deltasync.publish.initial import load_initial, refer
+from deltasync.publish.initial import load_initial
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.part_upload import PartUploader
 from deltasync.publish.receipt import Receipt
-from deltasync.publish.resume import Start, new_channel, open_first, read_shadow
-from deltasync.publish.shadow import Shadow, Stream, check_coverage, fold_changes
+from deltasync.publish.resume import FirstStream, Start, check_sharded, open_first
+from deltasync.publish.shadow import Shadow, Stream, fold_changes
 from deltasync.publish.upload import Uploader
 from deltasync.ranks.peers import Group, Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.types import Patch, TensorSpec, check_specs
+from deltasync.types import Patch, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +141,7 @@ class Publisher:
         )
         self._retention = Retention.from_env() if retention is None else retention
         if group is not None:
-            _check_sharded(given, self._retention, shadow)
+            check_sharded(given, self._retention, shadow)
         self.store = open_store(channel) if isinstance(channel, str) else channel
         if isinstance(model_files, str | Path):
             model_files = anchors.companion_files(Path(model_files))
@@ -181,13 +176,13 @@ class Publisher:
             )
         else:
             self._uploader = PartUploader(self.store, lambda: self.settings, self._peers.signals)
-        self._initial = None if initial is None or start.number else load_initial(self._peers, initial)
-        # The version to go on from; of a sharded trainer only the first stream tells which parts of it are to be read.
-        self._resumes = start if start.way else None
-        self._saved = shadow
+        checkpoint = None if initial is None or start.number else load_initial(self._peers, initial)
+        self._first = FirstStream(self._peers, self._reader(), start, checkpoint, shadow)
         if self._channel is not None and group is None:
             self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
-            self._shadow = self._read_resumed(self._held[0])
+            self._shadow = self._first.resumed(self._held[0])
+            if self._shadow is not None:
+                self._resume()
 
     @property
     def run_id(self) -> str | None:
@@ -264,7 +259,7 @@ class Publisher:
         assert self._shadow is not None
         self._shadow.keep()
         self._submit(jobs, live)
-        self._last = self._receipt(jobs[-1], time.perf_counter() - before_s)
+        self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         if nan := self._shadow.with_nan:
             logger.warning(
                 "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
@@ -377,7 +372,7 @@ class Publisher:
             if waiting is not None:
                 uploader.submit(waiting)
             raise
-        if full and version == 1 and self._initial is not None and self._peers.size == 1:
+        if full and version == 1 and self._first.initial is not None and self._peers.size == 1:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
         return _Base(version, bool(full), bool(spools), waiting)
 
@@ -390,48 +385,16 @@ class Publisher:
         Raises:
             ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
         """
-        first, problem = attempt(lambda: Shadow.of(named_tensors, self.settings.dtype, self._peers.rank))
-        if first is not None and self._channel is not None:
-            known = self._channel.specs
-            _, problem = attempt(lambda: check_specs(known, first.specs, "The published model"))
-        self._peers.agree(problem)
-        assert first is not None
-        told = self._peers.share((self._channel or new_channel(first.specs, self.settings.dtype), first.ranges))
-        channel, held = told[0][0], [ranges for _, ranges in told]
-        differs = [rank for rank, (other, _) in enumerate(told) if other.tensors_sha256 != channel.tensors_sha256]
-        if differs:
-            raise ModelMismatchError(f"Rank {differs[0]} publishes other names, dtypes or shapes than rank 0.")
-        check_coverage(channel.specs, held)
-        resumed = self._read_resumed(first.ranges)
-        changes: dict[str, Patch] = {}
-        reference: Reference | None = None
-        if resumed is not None:
-            changes = resumed.advance(first.stream(), "keep", self._peers.rank)
+        begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, refers=base.version == 1)
+        if begun.resumed:
+            self._resume()
             base = dataclasses.replace(base, full=False, collects=False)
-        elif self._initial is not None and base.version == 1:
-            reference, changes = refer(self._peers, self._initial, first)
-            if changes:
-                logger.warning("%d tensors are not as in %s; they follow as a delta.", len(changes), reference)
-        self._channel, self._held, self._shadow = channel, held, resumed or first
-        return base, changes, reference
+        self._channel, self._held, self._shadow = begun.channel, begun.held, begun.shadow
+        return base, begun.changes, begun.reference
 
-    def _read_resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
-        """These ranges of the version that is resumed; None if there is none, or if it cannot be read."""
-        start, self._resumes = self._resumes, None
-        if start is None:
-            return None
-        alone = self._peers.size == 1
-        shadow, problem = attempt(lambda: read_shadow(self._reader(), start, ranges if not alone else None, self._saved))
-        damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
-        added = 0 if shadow is None else sum(shadow.fingerprints.values())
-        damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
-        if damaged or fingerprint.to_hex(total) != start.way[-1].record.fingerprint:
-            why = damage or "on another rank, or it has other bits than it promises"
-            logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
-            return None
+    def _resume(self) -> None:
         if isinstance(self._uploader, Uploader):
-            self._uploader.resume(start.end)
-        return shadow
+            self._uploader.resume(self._first.start.end)
 
     def _take(self, named_tensors: Stream, live: Job | None) -> tuple[dict[str, Patch], BaseException | None]:
         """Take the stream into the shadow; the steps, or what this rank failed with."""
@@ -528,28 +491,6 @@ class Publisher:
                 self._uploader.submit(job)
         self._version = jobs[-1].version
 
-    def _receipt(self, job: Job, held_s: float) -> Receipt:
-        total = sum(spec.element_count for spec in self._specs.values())
-        return Receipt(
-            version=job.version,
-            kind=job.kind,
-            step=job.step,
-            changed=total if job.full else job.changed,
-            total=total,
-            held_s=held_s,
-            _encoded=job.encoded,
-            _uploaded=job.uploaded,
-        )
-
     @property
     def _weight_bytes(self) -> int:
         return 0 if self._channel is None else sum(spec.element_count * spec.item_bytes for spec in self._specs.values())
-
-
-def _check_sharded(settings: PublisherSettings, retention: Retention, shadow: str | Path | None) -> None:
-    if shadow is not None:
-        raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
-    if settings.codec == "context":
-        raise ConfigError("codec='context' needs whole tensors, which no rank of a sharded trainer has; use 'packed'.")
-    if retention.fold_every:
-        raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Self
 
+from deltasync.publish.encode import Job
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
@@ -101,3 +103,18 @@ class Receipt:
         except TimeoutError:
             raise TimeoutError(f"Version {self.version} is still being uploaded after {timeout_s} s.") from None
         return self
+
+    @classmethod
+    def of(cls, job: Job, held_s: float) -> Self:
+        """What is told of a job."""
+        total = sum(spec.element_count for spec in job.shadow.specs.values())
+        return cls(
+            version=job.version,
+            kind=job.kind,
+            step=job.step,
+            changed=total if job.full else job.changed,
+            total=total,
+            held_s=held_s,
+            _encoded=job.encoded,
+            _uploaded=job.uploaded,
+        )

@@ -1,4 +1,4 @@
-"""What a publisher finds when it opens a channel, and the shadow that it goes on from."""
+"""What a publisher finds when it opens a channel, and what it compares its first stream with."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deltasync import fingerprint
 from deltasync.channel import documents, plan, signing
-from deltasync.channel.documents import Channel, Version
+from deltasync.channel.checkpoint import Checkpoint
+from deltasync.channel.documents import Channel, Reference, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.config import PublisherSettings
-from deltasync.errors import ChainError, ConfigError, FormatError, ModelMismatchError
+from deltasync.config import PublisherSettings, Retention
+from deltasync.errors import ApplyError, ChainError, ConfigError, FormatError, ModelMismatchError
 from deltasync.follow import Replica
+from deltasync.publish.initial import refer
 from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel
-from deltasync.publish.shadow import Shadow
+from deltasync.publish.shadow import Shadow, Stream, check_coverage
 from deltasync.publish.upload import Since
-from deltasync.ranks.peers import Range
+from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store
-from deltasync.types import TensorSpec
+from deltasync.types import Patch, TensorSpec, check_specs
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +129,113 @@ def new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
         tensors=table,
         tensors_sha256=documents.table_sha256(table),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """What the first stream told.
+
+    Attributes:
+        channel: The channel.
+        held: Ranges of each rank.
+        shadow: The bits of the stream, of this rank's ranges.
+        resumed: Whether it goes on from the newest version.
+        changes: Steps from that version, or from the reference, to the stream.
+        reference: What version 1 refers to.
+    """
+
+    channel: Channel
+    held: Sequence[Mapping[str, Range]]
+    shadow: Shadow
+    resumed: bool
+    changes: dict[str, Patch]
+    reference: Reference | None
+
+
+class FirstStream:
+    """Compares the first stream with what there is: the version that is resumed, or a checkpoint that everybody has.
+
+    Of a sharded trainer only that stream tells who holds what, so which parts of the version are to be read.
+
+    Args:
+        peers: All ranks.
+        reader: The channel's.
+        start: What was found in it.
+        initial: The checkpoint.
+        saved: See `read_shadow`.
+    """
+
+    def __init__(
+        self, peers: Peers, reader: ChannelReader, start: Start, initial: Checkpoint | None, saved: str | Path | None
+    ) -> None:
+        self.start = start
+        self.initial = initial
+        self._peers = peers
+        self._reader = reader
+        self._saved = saved
+        self._resumes = bool(start.way)
+
+    def compare(self, named_tensors: Stream, channel: Channel | None, dtype: str, refers: bool) -> Begun:
+        """Take the first stream.
+
+        Args:
+            named_tensors: The stream.
+            channel: None if there is none yet.
+            dtype: The served one.
+            refers: Whether the version may be a reference.
+
+        Raises:
+            ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
+        """
+        peers = self._peers
+        first, problem = attempt(lambda: Shadow.of(named_tensors, dtype, peers.rank))
+        if first is not None and channel is not None:
+            known = channel.specs
+            _, problem = attempt(lambda: check_specs(known, first.specs, "The published model"))
+        peers.agree(problem)
+        assert first is not None
+        told = peers.share((channel or new_channel(first.specs, dtype), first.ranges))
+        channel, held = told[0][0], [ranges for _, ranges in told]
+        differs = [rank for rank, (other, _) in enumerate(told) if other.tensors_sha256 != channel.tensors_sha256]
+        if differs:
+            raise ModelMismatchError(f"Rank {differs[0]} publishes other names, dtypes or shapes than rank 0.")
+        check_coverage(channel.specs, held)
+        resumed = self.resumed(first.ranges)
+        if resumed is not None:
+            return Begun(channel, held, resumed, True, resumed.advance(first.stream(), "keep", peers.rank), None)
+        if self.initial is None or not refers:
+            return Begun(channel, held, first, False, {}, None)
+        reference, changes = refer(peers, self.initial, first)
+        if changes:
+            logger.warning("%d tensors are not as in %s; they follow as a delta.", len(changes), reference)
+        return Begun(channel, held, first, False, changes, reference)
+
+    def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
+        """These ranges of the version that is resumed, once; None if there is none, or if it cannot be read."""
+        if not self._resumes:
+            return None
+        self._resumes, start = False, self.start
+        wanted = ranges if self._peers.size > 1 else None
+        shadow, problem = attempt(lambda: read_shadow(self._reader, start, wanted, self._saved))
+        damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
+        added = 0 if shadow is None else sum(shadow.fingerprints.values())
+        damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
+        if damaged or fingerprint.to_hex(total) != start.way[-1].record.fingerprint:
+            why = damage or "on another rank, or it has other bits than it promises"
+            logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
+            return None
+        return shadow
+
+
+def check_sharded(settings: PublisherSettings, retention: Retention, shadow: str | Path | None) -> None:
+    """Refuse what no rank of a sharded trainer can do.
+
+    Raises:
+        ConfigError: and why.
+    """
+    if shadow is not None:
+        raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
+    if settings.codec == "context":
+        raise ConfigError("codec='context' needs whole tensors, which no rank of a sharded trainer has; use 'packed'.")
+    if retention.fold_every:
+        raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")

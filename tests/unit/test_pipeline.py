@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,8 +97,8 @@ def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
         monkeypatch.undo()
         store.calls.clear()
         publisher.publish(third.items()).wait(60)
-        before = [call for call in store.calls if call[1] != keys.HEAD]
-        assert before == [("create", keys.slot(3, record.record.epoch))]
+        written = [call for call in store.calls if call[0] != "read" and call[1] != keys.HEAD]
+        assert written == [("create", keys.slot(3, record.record.epoch))]
     assert_holds(store, 2, second)
     assert_holds(store, 3, third)
 
@@ -279,6 +280,27 @@ def test_what_an_encoder_makes_wrong_is_not_published(
         receipt = publisher.publish(third.items()).wait(60)
         assert (receipt.version, receipt.kind) == (2, "anchor")
     assert_holds(store, 2, third)
+
+
+def test_connections_that_were_idle_are_opened_again_at_the_beginning_of_a_publish(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = states(3)
+    with Publisher(store) as publisher:
+        publisher.publish(first.items()).wait(60)
+        publisher._log.close()  # type: ignore[union-attr]  # head is there, and is not read again
+        monkeypatch.setattr(publisher._log, "_follow_with_head", lambda: None)
+        for weights, idle_s in ((second, 60.0), (third, 0.0)):
+            publisher._uploader._used_s -= idle_s  # type: ignore[union-attr]
+            store.calls.clear()
+
+            def stream(weights: Weights = weights, reads: int = int(idle_s > 0)) -> Iterator[tuple[str, torch.Tensor]]:
+                while store.calls.count(("read", keys.HEAD)) < reads:
+                    time.sleep(0.001)
+                yield from weights.items()
+
+            publisher.publish(stream()).wait(60)
+            assert store.calls.count(("read", keys.HEAD)) == (idle_s > 0)
 
 
 def test_receipts_tell_the_digest_and_the_publisher_what_it_published(store: FaultyStore) -> None:
