@@ -29,6 +29,7 @@ VERSIONS, POLLS = 10, 20
 HEAD_S = 0.5
 """Longer than head takes, which is written behind a version."""
 ELEMENTS = 4_000_000
+PART = os.urandom(100_000)
 
 
 @contextlib.contextmanager
@@ -95,10 +96,14 @@ def measure(name: str, url: str, proxy: FaultProxy) -> None:
         )
         polled = taken(lambda: [replica.poll() for _ in range(POLLS)])
         beaten = taken(lambda: [heartbeat.write(store, beat) for _ in range(POLLS)])
+        put = taken(lambda: [store.put(f"parts/{number}", PART) for number in range(POLLS)])
+        got = taken(lambda: [store.read(f"parts/{number}") for number in range(POLLS)])
     print(f"{name}, payload of {payload_bytes / VERSIONS:,.0f} bytes")
     rates = RATES[url.partition(":")[0]]
     print(row("publish a version", published, VERSIONS, rates.publish))
     print(row("follow a version", followed, VERSIONS, rates.follow))
+    print(row(f"one more object of {len(PART):,} bytes, put", put, POLLS, rates.put))
+    print(row("the same, read", got, POLLS, rates.get))
     print(row("poll of an idle channel", polled, POLLS, rates.look))
     print(row("heartbeat", beaten, POLLS, rates.heartbeat))
 

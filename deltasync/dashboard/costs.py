@@ -1,7 +1,7 @@
 """What a run has cost so far: requests, bytes and, where there are list prices, dollars.
 
 How many requests and bytes an action takes beside its payload was counted by `benchmarks/cost_sheet.py`, which prints its
-count beside what is said here. Without TLS, on S3 (moto) and a stand-in of the Hub, 2026-11-21.
+count beside what is said here. Without TLS, on S3 (moto) and a stand-in of the Hub, 2026-11-22.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rates:
     A replica looks once a second, or rarely where the store tells of changes; more often when a version is due (`poll`).
 
     Attributes:
-        publish: A version whose payload is in its record, with head behind it.
+        publish: A version whose payload is in its record, with head read and replaced behind it.
         put: One more object: a part, a file of an anchor, a fold.
         follow: A version whose payload is in its record.
         get: One more object.
@@ -54,22 +54,22 @@ class Rates:
 
 
 _S3 = Rates(
-    publish=Exchange(2, 1_500, 700),
-    put=Exchange(1, 750, 350),
-    follow=Exchange(1, 470, 900),
-    get=Exchange(1, 470, 850),
-    look=Exchange(1, 470, 700),
-    heartbeat=Exchange(1, 700, 345),
+    publish=Exchange(3, 2_300, 1_430),
+    put=Exchange(1, 470, 345),
+    follow=Exchange(1, 500, 1_050),
+    get=Exchange(1, 450, 455),
+    look=Exchange(1, 497, 643),
+    heartbeat=Exchange(1, 660, 345),
     looks_per_hour=3_600,
     looks_per_version=20,
 )
 _HUB = Rates(
-    publish=Exchange(17, 7_500, 7_000),
-    put=Exchange(9, 3_700, 3_500),
-    follow=Exchange(3, 900, 1_700),
-    get=Exchange(3, 900, 1_700),
-    look=Exchange(1, 309, 476),
-    heartbeat=Exchange(4, 2_000, 900),
+    publish=Exchange(12, 5_700, 3_900),
+    put=Exchange(4, 1_850, 860),
+    follow=Exchange(3, 920, 1_900),
+    get=Exchange(3, 840, 1_330),
+    look=Exchange(1, 358, 229),
+    heartbeat=Exchange(4, 2_000, 880),
     looks_per_hour=120,
 )
 RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}

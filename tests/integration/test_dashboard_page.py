@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from deltasync.heartbeat import Heartbeat
-from deltasync.reader import ChannelReader
 
-from deltasync import Publisher, heartbeat, open_store
+from deltasync import Publisher, open_store
+from deltasync.channel import heartbeat
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.demo.processes import Child
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 PATIENCE_S = 120
 LAYERS = 6
 NAMES = ["model.embed_tokens", *(f"model.layers.{layer}.mlp" for layer in range(LAYERS)), "model.norm", "lm_head"]
-ERROR = "deltas/0000000042/part-00001-of-00001.safetensors does not have the sha256 that its manifest names."
+ERROR = "parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors does not have the sha256 that it is named by."
 
 # Runs in the page: what is shown, whether labels overlap, whether anything is wider than the window.
 LOOK = """<script>
@@ -132,7 +133,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
-    versions = ChannelReader(open_store(channel)).versions()
+    versions = [slot.version for slot, _ in ChannelReader(open_store(channel)).slots().slots]
     assert versions[0] > 1 and versions[-1] == 60
     document = export(channel, tmp_path / "run.html")
     assert set(re.findall(r"\w+://[^\"'`\s]*", document.read_text())) == {"http://www.w3.org/2000/svg", channel}
