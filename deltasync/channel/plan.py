@@ -200,10 +200,11 @@ def _read(
             assert at is not None
             key = hop.key or at.key
             found = read if key == guess else _attempt(reader, key, left_out, known)
+            if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
+                found = f"{key} does not lead to version {at}."
             if isinstance(found, str):
-                raise _UnreadableError(found, hop)
-            if found.version != at or found.record.kind == "seal":
-                raise _UnreadableError(f"{key} does not lead to version {at}.", hop)
+                # A fold may name a base that there is not.
+                raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_fold else hop)
             held_bytes += found.size
             way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
             if found.use_anchor:

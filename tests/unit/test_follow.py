@@ -10,7 +10,7 @@ import pytest
 from deltasync.channel import keys
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, NotPublishedError
+from deltasync.errors import CorruptDataError, MissingVersionError, NotPublishedError
 from deltasync.follow import Replica
 from deltasync.follow.course import Course
 from deltasync.stores import Store, open_store
@@ -294,66 +294,3 @@ def test_a_channel_that_was_not_there_is_found_at_once(store: Store) -> None:
     channel.anchor(weights())
     assert replica.sync() == 1
     _holds(replica, channel)
-
-
-class TestBatches:
-    @pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
-    def test_several_deltas_are_one_commit(self, store: Store, codec_name: str, caplog: pytest.LogCaptureFixture) -> None:
-        channel = made(store, 1)
-        channel.codec_name = codec_name
-        for seed in range(4):
-            channel.delta(trained(channel.bits[channel.tip.sha256], seed, 0.9 if seed == 2 else 0.02), parts=seed % 2)
-        channel.head()
-        replica = Replica(store)
-        replica.sync(1)
-        with caplog.at_level("INFO", "deltasync.follow.replica"):
-            assert replica.sync() == 5
-        assert ["steps=4" in record.getMessage() for record in caplog.records] == [True]
-        _holds(replica, channel)
-
-    def test_changes_that_cancel_out_leave_the_bits_as_they_were(self, store: Store) -> None:
-        channel = made(store, 2)
-        first = channel.bits[ChannelReader(store).numbered(1).sha256]
-        channel.delta(first)
-        channel.head()
-        replica = Replica(store)
-        replica.sync(1)
-        assert replica.sync() == 3
-        assert_same_bits(replica.state_dict(), first)
-
-    def test_batches_are_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        channel = made(store, 9)
-        reader = ChannelReader(store)
-        way = find_way(reader, reader.numbered(1).version, channel.tip)
-        course = Course(reader)
-        monkeypatch.setattr("deltasync.follow.course._BATCH", 3)
-        assert course._batch(way, way[0].base) == way[:3]
-        monkeypatch.setattr("deltasync.follow.course._BATCH_BYTES", way[0].payload_bytes + way[1].payload_bytes)
-        assert course._batch(way, way[0].base) == way[:2]
-        monkeypatch.setattr("deltasync.follow.course._BATCH_BYTES", 0)
-        assert course._batch(way, way[0].base) == way[:1]
-        replica = Replica(store)
-        replica.sync(1)
-        assert replica.sync() == 9
-        _holds(replica, channel)
-
-    def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found(self, store: Store) -> None:
-        channel = made(store, 4)
-        base, model = channel.tip, trained(channel.bits[channel.tip.sha256], 30)
-        wrong = channel.delta(model)
-        channel.tip = base
-        lies = dataclasses.replace(wrong.record, fingerprint="0" * 16)
-        channel.append(lies, channel.encode(channel.bits[base.sha256], model, 5, 4, 1)[0][0], model)
-        for seed in (40, 41):
-            channel.delta(trained(channel.bits[channel.tip.sha256], seed))
-        channel.head()
-        replica = Replica(store)
-        replica.sync(1)
-        replica_bits = None
-        for _ in range(3):  # all of them in one commit would hide it: only the last fingerprint counts
-            assert replica.sync() in (4, 7)
-            replica_bits = channel.bits[replica.digest]
-            assert_same_bits(replica.state_dict(), replica_bits)
-        assert replica_bits is not None
-        with pytest.raises((FingerprintMismatchError, MissingVersionError)):
-            replica.sync(5)

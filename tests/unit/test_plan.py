@@ -1,0 +1,223 @@
+"""What a replica reads before it fetches weights, and which way it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from deltasync import Replica, open_store
+from deltasync.channel import keys, record
+from deltasync.channel.documents import Version
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import MissingVersionError
+from deltasync.follow import Course, course
+from deltasync.stores import Store
+from tests.channels import Made, made, trained
+from tests.conftest import assert_same_bits
+from tests.faults import FaultyStore, flipped
+
+
+@pytest.fixture
+def store(memory_url: str) -> FaultyStore:
+    return FaultyStore(open_store(memory_url))
+
+
+def asked(store: FaultyStore) -> list[str]:
+    return [key for operation, key in store.calls if operation in ("read", "list")]
+
+
+def identity(store: Store, number: int) -> Version:
+    return ChannelReader(store).numbered(number).version
+
+
+def holds(replica: Replica, channel: Made) -> bool:
+    assert channel.tip is not None and replica.identity == channel.tip
+    assert_same_bits(replica.state_dict(), channel.bits[channel.tip.sha256])
+    return True
+
+
+def at(store: Store, number: int) -> Replica:
+    replica = Replica(store)
+    replica.sync(number)
+    return replica
+
+
+def test_a_cold_start_reads_few_documents_before_weights(store: FaultyStore) -> None:
+    channel = made(store, 60)
+    channel.announce(identity(store, 59))
+    store.calls.clear()
+    replica = Replica(store)
+    assert replica.sync() == 60
+    calls = asked(store)
+    before = calls[: [key.startswith(keys.ANCHORS) for key in calls].index(True)]
+    folds = keys.fold(0, 59, channel.epoch)
+    assert sorted(before[:4]) == sorted([keys.CHANNEL, keys.HEAD, keys.VERSIONS, keys.FOLDS])
+    assert sorted(before[4:]) == sorted([folds, keys.slot(60, channel.epoch)])
+    assert holds(replica, channel)
+
+
+def test_a_replica_a_little_behind_lists_nothing(store: FaultyStore) -> None:
+    channel = made(store, 5)
+    replica = at(store, 2)
+    store.calls.clear()
+    replica.sync()
+    assert holds(replica, channel)
+    assert not any(operation == "list" for operation, _ in store.calls)
+
+
+class TestFolds:
+    def test_a_replica_far_behind_takes_a_fold(self, store: FaultyStore) -> None:
+        channel = made(store, 20, folds=[(2, 19)])
+        replica = at(store, 1)
+        store.calls.clear()
+        replica.sync()
+        assert holds(replica, channel)
+        read = {key for key in asked(store) if key.endswith(".safetensors")}
+        slots = [keys.slot(number, channel.epoch) for number in (2, 20, 21)]
+        assert read == {keys.fold(2, 19, channel.epoch), *slots}
+
+    def test_a_cold_start_takes_it_after_the_anchor(self, store: FaultyStore) -> None:
+        channel = made(store, 20, folds=[(1, 20)])
+        store.calls.clear()
+        replica = Replica(store)
+        replica.sync()
+        assert holds(replica, channel)
+        read = {key for key in asked(store) if keys.slot_of(key) is not None}
+        assert read == {keys.slot(number, channel.epoch) for number in (1, 21)}
+
+    @pytest.mark.parametrize("damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"])
+    def test_a_bad_fold_is_passed_by(self, store: FaultyStore, damage: str) -> None:
+        channel = made(store, 20)
+        base, version, other = (identity(store, number) for number in (2, 19, 4))
+        key = keys.fold(2, 19, channel.epoch)
+        channel.fold(base, version)
+        if damage == "bytes":
+            store.tamper(key, flipped)
+        elif damage == "missing":
+            store.drop(key)
+        else:
+            honest = ChannelReader(store).stored(key).record
+            changed = {
+                "wrong bits": {},
+                "other run": {"run_id": "x"},
+                "other version": {"sha256": "0" * 64},
+                "other base": {"base": dataclasses.replace(base, sha256=other.sha256)},
+            }[damage]
+            after = channel.bits[version.sha256]
+            after = trained(after, 99) if damage == "wrong bits" else after
+            payload = channel.encode(channel.bits[base.sha256], after, 19, 2, 1)[0][0]
+            stored = record.encode(dataclasses.replace(honest, **changed), key, payload, None)  # type: ignore[arg-type]
+            assert stored.data is not None
+            store.put(key, stored.data)
+        replica = at(store, 1)
+        store.calls.clear()
+        replica.sync()
+        assert holds(replica, channel)
+        assert {keys.slot(number, channel.epoch) for number in range(2, 21)} <= set(asked(store))
+
+    def test_records_that_are_gone_are_bridged_by_a_fold(self, store: FaultyStore) -> None:
+        channel = made(store, 20, folds=[(2, 19)])
+        store.inner.delete(*(keys.slot(number, channel.epoch) for number in range(3, 19)))
+        replica = Replica(store)
+        replica.sync()
+        assert holds(replica, channel)
+
+    def test_records_that_are_gone_are_passed_by_on_an_anchor(self, store: FaultyStore) -> None:
+        channel = made(store, 12)
+        channel.announce(identity(store, 9))
+        replica = at(store, 2)
+        store.inner.delete(*(keys.slot(number, channel.epoch) for number in range(3, 9)))
+        replica.sync()
+        assert holds(replica, channel)
+
+    def test_what_is_gone_for_good_is_named(self, store: FaultyStore) -> None:
+        channel = made(store, 4)
+        replica = at(store, 2)
+        gone = keys.slot(3, channel.epoch)
+        data = store.inner.read(gone)
+        store.inner.delete(gone)
+        with pytest.raises(MissingVersionError, match="No way leads from version 2"):
+            replica.sync(4)
+        assert replica.version == 2
+        store.inner.put(gone, data)
+        replica.sync()
+        assert holds(replica, channel)
+
+
+class TestBatches:
+    @pytest.mark.parametrize("encoding", ["packed", "context", "raw"])
+    def test_several_deltas_are_one_commit(
+        self, store: FaultyStore, encoding: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        channel = made(store, 1)
+        channel.codec_name = encoding
+        for number in range(2, 6):
+            assert channel.tip is not None
+            model = trained(channel.bits[channel.tip.sha256], number)
+            if number == 4:
+                model["layer.weight"] = model["layer.weight"] * -1.5
+            channel.delta(model, parts=number % 2)
+        channel.head()
+        replica = at(store, 1)
+        with caplog.at_level("INFO", "deltasync.follow.replica"):
+            assert replica.sync() == 5
+        assert ["steps=4" in line.getMessage() for line in caplog.records] == [True]
+        assert holds(replica, channel)
+
+    def test_changes_that_cancel_out_leave_the_bits_as_they_were(self, store: FaultyStore) -> None:
+        channel = made(store, 2)
+        channel.delta(channel.bits[identity(store, 1).sha256])
+        channel.head()
+        replica = at(store, 1)
+        assert replica.sync() == 3
+        assert holds(replica, channel)
+
+    @pytest.mark.parametrize(("most", "records"), [(3, 3), (64, 8), (1, 1)])
+    def test_batches_are_bounded_by_their_number(
+        self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, most: int, records: int
+    ) -> None:
+        channel = made(store, 9)
+        monkeypatch.setattr(course, "_BATCH", most)
+        way = Course(ChannelReader(store)).next(identity(store, 1))
+        assert [stored.record.version for stored in way] == list(range(2, 2 + records))
+        replica = at(store, 1)
+        assert replica.sync() == 9
+        assert holds(replica, channel)
+
+    @pytest.mark.parametrize("records", [1, 2, 5])
+    def test_batches_are_bounded_by_their_bytes(
+        self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, records: int
+    ) -> None:
+        made(store, 9)
+        reader = ChannelReader(store)
+        sizes = [reader.numbered(number).payload_bytes for number in range(2, 10)]
+        monkeypatch.setattr(course, "_BATCH_BYTES", sum(sizes[:records]))
+        assert len(Course(reader).next(identity(store, 1))) == records
+
+    def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(self, store: FaultyStore) -> None:
+        channel = made(store, 6)
+        base = channel.tip
+        assert base is not None
+        model = trained(channel.bits[base.sha256], 70)
+        encoded, changed = channel.encode(channel.bits[base.sha256], model, 7, 6, 1)[0]
+        honest = channel.delta(model).record
+        channel.tip = base
+        channel.append(dataclasses.replace(honest, fingerprint="0" * 16), encoded, model)
+        assert changed
+        for seed in (71, 72):
+            assert channel.tip is not None
+            channel.delta(trained(channel.bits[channel.tip.sha256], seed))
+        channel.head()
+        replica = at(store, 1)
+        with pytest.raises(MissingVersionError, match=r"No way leads from version 6.*published bits"):
+            replica.sync(7)
+        assert replica.version == 6
+        assert_same_bits(replica.state_dict(), channel.bits[base.sha256])
+        assert at(store, 9).identity == channel.tip, "who does not stop there does not meet it"
+        assert channel.tip is not None
+        channel.announce(channel.tip)
+        assert replica.sync() == 9
+        assert holds(replica, channel)
+        assert torch.equal(replica.state_dict()["ids"], channel.bits[channel.tip.sha256]["ids"])
