@@ -29,6 +29,7 @@ LOOK_S = 5.0
 
 _LOOK_LIVE_S = 30.0
 _LIST_EVERY = 12  # looks
+_CLOCKS_S = 2.0  # by which our clock and the store's, which may tell whole seconds, are taken to differ
 _AVOID_S = 60.0
 _SEALS = 16  # followed in one poll
 _BATCH = 64  # hops that are merged into one commit
@@ -303,7 +304,8 @@ class Course:
         listing = self.reader.slots()
         if self._absent is not None:  # something between here and the store may remember that there was nothing
             key, since_s = self._absent
-            self._lists_instead = any(info.key == key and 0 < info.modified_s < since_s for _, info in listing.slots)
+            before_s = since_s - _CLOCKS_S
+            self._lists_instead = any(info.key == key and 0 < info.modified_s < before_s for _, info in listing.slots)
         stored = self.reader.newest(listing)
         self.looked_s = time.monotonic()
         if stored is not None and stored.record.is_version:

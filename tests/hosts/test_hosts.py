@@ -31,7 +31,10 @@ def _run(**changed: object) -> dict[str, Any]:
         "refused": True,
         "opened_by_vllm": {"vllm-a": 0, "vllm-b": 0},
         "refused_packets": {"trainer": 0},
-        "lag_s_allowed": None,
+        "shaped": False,
+        "store": "s3",
+        "ack_s_mean": 0.05,
+        "lag_s_p50": 0.3,
         "lag_s_p95": 0.4,
         "pause_ms_p50": 10.0,
         "upload": {"alone": {"ratio": 1.2}},
@@ -42,9 +45,9 @@ def _run(**changed: object) -> dict[str, Any]:
 
 def test_a_run_that_is_fine_meets_its_bars() -> None:
     fleet = {"alone": {"ratio": 1.2}, "with_fleet": {"ratio": 1.25}}
-    runs = {"s3": _run(), "s3-shaped": _run(lag_s_allowed=0.5, pause_ms_p50=11.0), "s3-8": _run(upload=fleet, replicas=8)}
+    runs = {"s3": _run(), "s3-shaped": _run(shaped=True, pause_ms_p50=11.0), "s3-8": _run(upload=fleet, replicas=8)}
     found = summary.bars(runs, 50)
-    assert len(found) == 3 * 4 + 2 + 1
+    assert len(found) == 3 * 4 + 4 + 1
     assert all(met for _, _, met in found)
 
 
@@ -56,14 +59,16 @@ def test_a_run_that_is_fine_meets_its_bars() -> None:
         {"refused": False},
         {"opened_by_vllm": {"vllm-a": 60, "vllm-b": 0}},
         {"refused_packets": {"trainer": 1}},
-        {"lag_s_p95": 0.51},
+        {"lag_s_p50": 0.36},
+        {"lag_s_p95": 0.61},
+        {"ack_s_mean": 0.11},
         {"pause_ms_p50": 12.1},
         {"pause_ms_p50": 8.2},
         {"upload": {"alone": {"ratio": 1.2}, "with_fleet": {"ratio": 1.4}}},
     ],
 )
 def test_each_bar_can_be_missed(changed: dict[str, Any]) -> None:
-    runs = {"s3": _run(), "s3-shaped": _run(**{"lag_s_allowed": 0.5, **changed})}
+    runs = {"s3": _run(), "s3-shaped": _run(**{"shaped": True, **changed})}
     assert [met for _, _, met in summary.bars(runs, 50)].count(False) == 1
 
 
