@@ -334,12 +334,15 @@ class Log:
         """
         assert self._lease is not None
         began_s = boot_s()
-        newest = max(self._reader.epochs(), default="")
-        if newest > self.epoch:
-            raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+        self._check_epochs()
         age_s = boot_s() - began_s
         if not 0 <= age_s <= self._lease.look_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
+
+    def _check_epochs(self) -> None:
+        newest = max(self._reader.epochs(), default="")
+        if newest > self.epoch:
+            raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
 
     def _look_for_channel(self) -> None:
         assert self._new_channel is not None
@@ -363,9 +366,9 @@ class Log:
         try:
             found = put.retried(self._settings, self._reader.head)
             if found is not None and found.epoch > self.epoch:
-                raise self._fence(
-                    f"head names epoch {found.epoch}, after {self.epoch}: another publisher opened the channel"
-                )
+                put.retried(
+                    self._settings, self._check_epochs
+                )  # head itself is not believed: one damaged byte must not stop a writer
             known = None if found is None else found.anchor
             head = Head(
                 run_id=self.run_id,

@@ -425,10 +425,21 @@ class TestRestoredBackup:
         d.log.close()
         found = memory.store.read(keys.HEAD)
         b.publish("a fork")
-        with pytest.raises(FencedError, match=f"head names epoch {d.log.epoch}"):
+        with pytest.raises(FencedError, match=f"opened the channel as epoch {d.log.epoch}"):
             b.publish()
         assert memory.store.read(keys.HEAD) == found
         assert history(memory.store) == [first.version, second.version]
+
+
+def test_a_head_that_names_an_epoch_which_nobody_opened_stops_nobody(quick: Place) -> None:
+    a = quick.script("a")
+    a.publish()
+    found = head(quick.store)
+    assert found is not None
+    wrong = dataclasses.replace(found, epoch=keys.new_epoch(100_001))
+    quick.damage(keys.HEAD, documents.encode(wrong))
+    second = a.publish().version
+    assert head(quick.store) == dataclasses.replace(found, version=second.version, sha256=second.sha256)
 
 
 class TestStoresThatDoNotDecide:
