@@ -425,13 +425,13 @@ class TestRestoredBackup:
         d.log.close()
         found = memory.store.read(keys.HEAD)
         b.publish("a fork")
-        with pytest.raises(FencedError, match=f"opened the channel as epoch {d.log.epoch}"):
+        with pytest.raises(FencedError, match=f"head names epoch {d.log.epoch}"):
             b.publish()
         assert memory.store.read(keys.HEAD) == found
         assert history(memory.store) == [first.version, second.version]
 
 
-def test_a_head_that_names_an_epoch_which_nobody_opened_stops_nobody(quick: Place) -> None:
+def test_a_head_that_names_a_version_which_is_not_there_stops_nobody(quick: Place) -> None:
     a = quick.script("a")
     a.publish()
     found = head(quick.store)
