@@ -19,7 +19,7 @@ from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import Version
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import AckTimeoutError, ConfigError, FencedError, NotPublishedError
+from deltasync.errors import AckTimeoutError, ConfigError, FencedError, MissingVersionError, NotPublishedError
 from tests.faults_matrix.matrix import (
     PATIENCE_S,
     REPEATS,
@@ -125,16 +125,18 @@ def _zombie_restored(open_: Open) -> Seen:
         replica.sync()
     assert_holds(replica, published.get(replica.digest, 3))
     fresh = Replica(open_())
-    fresh.sync()
-    assert_holds(fresh, published[fresh.digest])
+    with contextlib.suppress(MissingVersionError):  # if the zombie has the greater epoch: what it builds on is lost
+        fresh.sync()
+        assert_holds(fresh, published[fresh.digest])
     for publisher in (successor, zombie):
         with contextlib.suppress(FencedError):
             publisher.close()
     assert said
     with Publisher(open_(), resume=True) as last:
         publish(last, 50)
-    replica.sync()
-    assert_holds(replica, 50)
+    for each in (replica, fresh):
+        each.sync()
+        assert_holds(each, 50)
     return Seen(said, took[0])
 
 
