@@ -42,6 +42,7 @@ def main() -> None:
             warm_up_s=given.warm_up,
             seed=given.seed,
             chaos=given.chaos,
+            trouble_s=4.0 if given.chaos else 20.0,
         )
         result = servers.run(soak, say) if given.vllm else run.run(soak, say)
     say(json.dumps(result, indent=2))

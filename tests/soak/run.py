@@ -123,7 +123,9 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
             cast.start(name)
         result = attend(soak, watch, lambda: list(cast.pids.values()), look, say, troubles)
         if soak.chaos:
-            cast.start("publisher")  # which fences whatever is left
+            result["summary"] = {}  # who is started anew begins small
+            for name in cast.names:
+                cast.revive(name)
         (soak.folder / "end").touch()
         codes = cast.join()
         assert set(codes.values()) == {0}, codes
@@ -224,6 +226,8 @@ def failures(result: dict[str, Any], versions: int, growth: float = 0.05) -> lis
     if result["versions"] < versions:
         found.append(f"only {result['versions']} versions")
     for number, replica in enumerate(result["replicas"], 1):
+        if replica["version"] != result["publisher"]["version"]:
+            found.append(f"replica {number} ended with version {replica['version']}")
         if replica["wrong"] or not replica["checked"]:
             found.append(f"replica {number}: {replica['wrong']} of {replica['checked']} versions had wrong bits")
     for what, numbers in result["summary"].items():
