@@ -351,13 +351,21 @@ class ChannelReader:
 
         Args:
             listing: Of all records; made now if None.
+
+        Raises:
+            FormatError: there are records, and none of them can be read.
         """
         found = self.slots() if listing is None else listing
         newest_first = sorted(found.slots, key=lambda pair: (pair[0].epoch, pair[0].version), reverse=True)
+        problem: FormatError | None = None
         for slot, info in newest_first[: MOST_DAMAGED + 1]:
-            with contextlib.suppress(FormatError):
+            try:
                 if (stored := self.slot(slot, info)) is not None:
                     return stored
+            except FormatError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
         return None
 
     def numbered(self, version: int) -> Stored:
