@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from deltasync import Replica
 from tests.conftest import assert_same_bits
-from tests.integration.test_sharded import ROOT, expected, manifests, torchrun
+from tests.integration.test_sharded import ROOT, expected, records, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def prove(folder: Path, sharded: bool) -> list[dict[str, Any]]:
     assert [row[:3] for row in reports[0]["history"]] == [[1, 0, "anchor"], [2, 3, "delta"], [3, 4, "delta"]]
     assert reports[1]["history"] == (reports[0]["history"] if sharded else [])
     assert [report["sharded"] for report in reports] == [sharded, sharded]
-    parts = {len(document.delta.files) for document in manifests(folder).values() if document.delta}
+    parts = {len(document.delta.parts) for document in records(folder).values() if document.delta}
     assert parts == ({2} if sharded else {1})
     return reports
 
@@ -49,7 +49,7 @@ def test_a_trainer_publishes_what_each_process_holds(trainers: Path, kind: str) 
     folder = trainers / kind
     prove(folder, sharded=kind != "ddp")
     states = expected(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder / "channel" / manifests(folder)[1].anchor.directory)  # type: ignore[union-attr]
+    model = AutoModelForCausalLM.from_pretrained(folder / "channel" / records(folder)[1].anchor.directory)  # type: ignore[union-attr]
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     assert_same_bits({name: model.state_dict()[name] for name in states[1]}, states[1])
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from deltasync import Replica
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
-from tests.integration.test_sharded import expected, manifests, torchrun
+from tests.integration.test_sharded import expected, records, torchrun
 from trl_callback import gather
 
 pytestmark = [
@@ -39,7 +39,7 @@ def prove(folder: Path, steps: list[int]) -> list[dict[str, Any]]:
     assert found[0]["history"] == found[1]["history"]
     assert [row[:2] for row in found[0]["history"]] == [[number, step] for number, step in enumerate(steps, start=1)]
     assert all(row[3] > 0 for row in found[0]["history"][1:])
-    assert all(len(document.delta.files) == 2 for document in manifests(folder).values() if document.delta)
+    assert all(len(document.delta.parts) == 2 for document in records(folder).values() if document.delta)
     return found
 
 
@@ -86,7 +86,7 @@ def test_experts_are_published_one_by_one(slow: Path) -> None:
 def test_async_distillation_publishes_what_each_process_holds(slow: Path) -> None:
     prove(slow / "distillation", [0, 1, 2, 3])
     states = expected(slow / "distillation")
-    anchor = manifests(slow / "distillation")[1].anchor
+    anchor = records(slow / "distillation")[1].anchor
     assert anchor is not None
     model = AutoModelForCausalLM.from_pretrained(slow / "distillation/channel" / anchor.directory)
     assert_same_bits(gather.held_tensors(model), states[1])

@@ -182,7 +182,7 @@ def lost_upload() -> None:
     store = FaultyStore(sync.weight_transfer._store._inner)
     sync.weight_transfer._store._inner = store
     if dist.get_rank() == 1:
-        store.fail_at("create", "deltas/", error=StoreError)
+        store.fail_at("put", "parts/", error=StoreError)
     with replicas("lost_upload", 1):
         async_grpo("lost_upload", sync)
 
