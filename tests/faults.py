@@ -154,7 +154,7 @@ class FaultyStore:
 
 
 class FlakyStore(FaultyStore):
-    """Fails at random, before or after the operation, and now and then returns damaged bytes."""
+    """Fails at random, before or after the operation, and now and then returns damaged bytes, or some of them."""
 
     def __init__(self, inner: Store, rate: float, seed: int) -> None:
         super().__init__(inner)
@@ -165,10 +165,12 @@ class FlakyStore(FaultyStore):
         if self._random.random() >= self._rate:
             return action()
         self.faults += 1
-        kind = self._random.choice(("before", "after", "damaged"))
+        kind = self._random.choice(("before", "after", "damaged", "truncated"))
         if kind == "before":
             raise TransientStoreError(f"{operation} {key} failed by chance")
         result = action()
+        if kind == "truncated" and isinstance(result, bytes) and result:
+            return result[: self._random.randrange(len(result))]  # type: ignore[return-value]
         if kind == "damaged" and isinstance(result, bytes) and result:
             place = self._random.randrange(len(result))
             return result[:place] + bytes([result[place] ^ 1]) + result[place + 1 :]  # type: ignore[return-value]

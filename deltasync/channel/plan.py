@@ -121,7 +121,10 @@ class _Search:
 
     def way(self, have: Version | None) -> list[Stored]:
         """See `find_way`."""
-        start = 0 if have is None or have.version >= self._target.version else have.version
+        if have is not None and have.version >= self._target.version:
+            _say_forked(have)
+            have = None
+        start = 0 if have is None else have.version
         problem = ""
         while True:
             hops = [hop for hop in self._hops if hop not in self._gone and hop.key not in self._left_out]
@@ -134,9 +137,7 @@ class _Search:
                 return _read(self._reader, have, self._target, found, self._left_out, self._epochs, self._known)
             except _ForkedError:
                 assert have is not None
-                logger.warning(
-                    "Version %s is not the channel's version %d any more; starting from full weights.", have, have.version
-                )
+                _say_forked(have)
                 have, start = None, 0
             except _UnreadableError as error:
                 self._gone.add(error.hop)
@@ -144,6 +145,10 @@ class _Search:
                     raise
                 problem = str(error)
                 logger.warning("%s Looking for another way.", error)
+
+
+def _say_forked(have: Version) -> None:
+    logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)
 
 
 class _UnreadableError(MissingVersionError):

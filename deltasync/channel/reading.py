@@ -103,6 +103,7 @@ class ChannelReader:
         self.signed = False
         self.held: dict[str, bytes] = {}
         self._channel: Channel | None = None
+        self._confirmed = False  # by a record of the same run
         self._specs: dict[str, TensorSpec] = {}
 
     def channel(self) -> Channel:
@@ -134,7 +135,7 @@ class ChannelReader:
         return found
 
     def check_run(self) -> None:
-        """Make sure that the channel is still the one that was read first.
+        """Make sure that the channel is still the one that was read first. If no record bore that out, it is read anew.
 
         If its description is damaged now, the one that was read first goes on to count.
 
@@ -144,13 +145,17 @@ class ChannelReader:
         """
         expected = self.channel().run_id
         try:
-            found = self.read_channel().run_id
+            found = self.read_channel()
         except FormatError:
             return
-        if found != expected:
+        if found.run_id == expected:
+            return
+        if self._confirmed:
             raise RunMismatchError(
-                f"{self.store.url} now holds run {found}, and not {expected}, which was followed. Start anew to follow it."
+                f"{self.store.url} now holds run {found.run_id}, and not {expected}, which was followed. "
+                "Start anew to follow it."
             )
+        self._channel, self._specs = found, found.specs  # the first answer may have been damaged on the way
 
     @property
     def run_id(self) -> str | None:
@@ -262,17 +267,20 @@ class ChannelReader:
         self._check_run(found, info.key)
         return found
 
-    def _check_run(self, found: Record, key: str) -> None:
-        expected = self.channel().run_id
-        if found.run_id != expected:
-            raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
-
     def handed(self, key: str, sha256: str, data: bytes | None) -> Stored:
         """As `stored`, out of bytes that another process has read already; None where those were not kept."""
         if data is None:
             return self.stored(key, sha256)
         _check_digest(data, key, sha256)
         return self._decoded(data, key)
+
+    def _check_run(self, found: Record, key: str) -> None:
+        if found.run_id != self.channel().run_id and not self._confirmed:
+            self.check_run()
+        expected = self.channel().run_id
+        if found.run_id != expected:
+            raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
+        self._confirmed = True
 
     def _decoded(self, data: bytes, key: str) -> Stored:
         found = record.decode(data, key, self.trusted)

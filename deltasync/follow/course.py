@@ -147,9 +147,16 @@ class Course:
             self._avoided[failed] = time.monotonic(), str(why)
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
-        else:
+        elif self._is_again(way[0]):
             self._suspects[way[0].key] = str(why)
         self._blamed = failed or way[0].key
+
+    def _is_again(self, stored: Stored) -> bool:
+        """Whether the store gives the same record again. If not, an answer was damaged where nothing unsigned tells."""
+        try:
+            return self.reader.stored(stored.key).sha256 == stored.sha256
+        except (MissingVersionError, FormatError, StoreError):
+            return False
 
     def acquit(self) -> None:
         """What was refused last is not to blame: an audit found that the bits it met were of no version."""

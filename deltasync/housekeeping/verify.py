@@ -221,7 +221,8 @@ class Examined:
         for key, kind in places.items():
             try:
                 found = documents.decode(self.reader.store.read(key, documents.SMALL_BYTES), kind, key)
-                if found.run_id != self.reader.channel().run_id:
+                claimed = isinstance(found, Opening) and found.epoch < self.reader.channel().epoch  # by who died before that
+                if found.run_id != self.reader.channel().run_id and not claimed:
                     raise CorruptDataError(f"{key} belongs to run {found.run_id}.")
             except ObjectMissingError:
                 continue

@@ -23,7 +23,15 @@ from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
-from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishPendingError, TransientStoreError
+from deltasync.errors import (
+    ConfigError,
+    DeltaSyncError,
+    FencedError,
+    FormatError,
+    MissingVersionError,
+    PublishPendingError,
+    TransientStoreError,
+)
 from deltasync.publish import put
 from deltasync.stores.base import REQUEST_S
 
@@ -341,6 +349,14 @@ class Log:
         if not 0 <= age_s <= self._lease.look_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
 
+    def _is_there(self, version: Version) -> bool:
+        """Whether there is such a version. Head is not believed: a damaged byte of it must stop nobody."""
+        try:
+            put.retried(self._settings, lambda: self._reader.record(version))
+        except (MissingVersionError, FormatError):
+            return False
+        return True
+
     def _look_for_channel(self) -> None:
         assert self._new_channel is not None
         if put.holds(self._store, keys.CHANNEL, self._new_channel[1]) is False:
@@ -362,7 +378,7 @@ class Log:
         assert tip is not None
         try:
             found = put.retried(self._settings, self._reader.head)
-            if found is not None and found.epoch > self.epoch:
+            if found is not None and found.epoch > self.epoch and self._is_there(found.newest):
                 raise self._fence(
                     f"head names epoch {found.epoch}, after {self.epoch}: another publisher opened the channel"
                 )

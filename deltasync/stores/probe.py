@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-from deltasync.errors import ObjectExistsError, StoreError, TransientStoreError
+from deltasync.errors import CorruptDataError, ObjectExistsError, StoreError, TransientStoreError
 from deltasync.stores.base import Store
+
+_LOOKS = 3
 
 
 def decides(store: Store, key: str) -> bool:
@@ -24,12 +26,20 @@ def decides(store: Store, key: str) -> bool:
     first, second = os.urandom(16), os.urandom(16)
     try:
         _create(store, key, first)  # if it is taken, the reply of an earlier request got lost: reading back tells
-        return _create(store, key, second) == "taken" and store.read(key, len(first)) == first
+        # Read again, since an answer may be damaged on the way, and a channel keeps what is found out here.
+        return _create(store, key, second) == "taken" and any(_holds(store, key, first) for _ in range(_LOOKS))
     except _CannotError:
         return False
     finally:
         with contextlib.suppress(StoreError):  # a trainer need not be allowed to delete
             store.delete(key)
+
+
+def _holds(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return store.read(key, len(data)) == data
+    except CorruptDataError:
+        return False  # larger
 
 
 class _CannotError(Exception):

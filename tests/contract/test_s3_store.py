@@ -22,7 +22,7 @@ from deltasync.errors import (
 from deltasync.stores import Store, cloud, object
 from deltasync.stores.probe import decides
 from tests.contract.store_contract import StoreContract
-from tests.http_faults import FaultProxy, empty, ignored, late, reset, s3_error, shortened, slow, status, truncated
+from tests.http_faults import FaultProxy, empty, flipped, ignored, late, reset, s3_error, shortened, slow, status, truncated
 from tests.servers import s3
 from tests.servers.endless import Endless
 from tests.servers.reverse_proxy import Action, Reply
@@ -420,6 +420,12 @@ class TestProbe:
             proxy.strike(ignored("nothing"), "PUT")
         proxy.strike(status(503), "PUT", after=True)
         assert decides(proxied, self.KEY)
+
+    @pytest.mark.parametrize("action", [flipped(), shortened(), empty()], ids=lambda action: action.name)
+    def test_a_damaged_answer_is_no_proof_against_it(self, proxy: FaultProxy, proxied: Store, action: Action) -> None:
+        fault = proxy.strike(action, "GET")
+        assert decides(proxied, self.KEY)
+        assert fault.hits == 1
 
     def test_a_writer_that_may_not_delete_leaves_it(self, proxy: FaultProxy, proxied: Store) -> None:
         proxy.strike(s3_error(403, "AccessDenied"), "POST", query="delete", times=FOREVER)

@@ -17,18 +17,18 @@ from safetensors.torch import save_file
 
 from deltasync import Publisher, Replica
 from deltasync.bits import bits_of
-from deltasync.manifest import sha256_hex
+from deltasync.channel.documents import sha256_hex
 from deltasync.stores.cache import CachedStore
 from deltasync.stores.local import LocalStore
 from tests.faults_matrix import steps
-from tests.faults_matrix.matrix import PATIENCE_S, REPEATS, Lab, Seen, row, weights
+from tests.faults_matrix.matrix import REPEATS, Lab, Seen, publish, row, weights, wrong_promise
 from tests.integration import test_kill_publisher as publishing
 from tests.integration.test_kill_publisher import Warned
 from tests.processes import in_a_process
 
 _CACHE_BYTES = 1 << 20
 _VERSIONS = 6
-_ENDS_WRONG = 7  # a version whose manifest promises other bits than its delta gives
+_ENDS_WRONG = 7  # a version whose record promises other bits than its delta gives
 
 
 def _kill_publisher(name: str, lab: Lab) -> Seen:
@@ -60,10 +60,12 @@ def _kill_publisher(name: str, lab: Lab) -> Seen:
 for _name, _which in {
     "a new channel": "the publisher is killed at each step of the first two versions of a new channel",
     "a new channel by reference": "the publisher is killed at each step of a new channel that starts from a checkpoint",
-    "a head that lags": "the publisher is killed while it resumes what another killed one left",
+    "a new channel with a lease": "the publisher is killed at each step of a new channel where the store does not decide",
+    "a log that was sealed": "the publisher is killed at each step of an opening of a log that was sealed",
+    "a log with a lease": "the publisher is killed at each step of an opening where the store does not decide",
     "sweeps": "the publisher is killed while it writes anchors and folds, forgets and prunes",
 }.items():
-    row("Publish", _which, noticed="resuming looks for manifests after head", back="restart with resume=True", slow=True)(
+    row("Publish", _which, noticed="opening finds the end of the log", back="restart with resume=True", slow=True)(
         functools.partial(_kill_publisher, _name)
     )
 
@@ -114,11 +116,10 @@ def _follow(follower: Follower) -> tuple[str, list[str]] | None:
 def _kill_replica(step: str, lab: Lab) -> Seen:
     with Publisher(f"file://{lab.folder}/channel") as publisher:
         for seed in range(1, _VERSIONS + 1):
-            publisher.publish(weights(seed).items(), step=seed).wait(PATIENCE_S)
+            publish(publisher, seed)
         if "rollback" in step:
-            publisher._fingerprints["no such tensor"] = 1
-            publisher.publish(weights(_ENDS_WRONG).items()).wait(PATIENCE_S)
-            del publisher._fingerprints["no such tensor"]
+            with wrong_promise():
+                publish(publisher, _ENDS_WRONG)
     last = _ENDS_WRONG if "rollback" in step else _VERSIONS
     slowest_s, heard = 0.0, ""
     for time_ in range(REPEATS):

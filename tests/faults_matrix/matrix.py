@@ -12,13 +12,18 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from deltasync import Publisher, Replica
+from deltasync.channel.documents import Record
+from deltasync.publish.upload import Uploader
 from tests.conftest import assert_same_bits
 from tests.integration.test_kill_publisher import Warned
+from tests.integration.test_store_faults import settle
 from tests.processes import PATIENCE_S
 
 Weights = dict[str, torch.Tensor]
@@ -123,8 +128,23 @@ def weights(seed: int, count: int = 4000) -> Weights:
 
 
 def publish(publisher: Publisher, seed: int) -> int:
-    """Publish that model, and wait for it."""
-    return publisher.publish(weights(seed).items(), step=seed).wait(PATIENCE_S).version
+    """Publish that model, and wait for it and for what follows it: head, anchors, folds."""
+    try:
+        return publisher.publish(weights(seed).items(), step=seed).wait(PATIENCE_S).version
+    finally:
+        settle(publisher)
+
+
+@contextlib.contextmanager
+def wrong_promise() -> Iterator[None]:
+    """Versions that are published meanwhile promise a fingerprint that their deltas do not give."""
+    original = Uploader._record
+
+    def record(self: Uploader, *arguments: Any, **keywords: Any) -> Record:
+        return dataclasses.replace(original(self, *arguments, **keywords), fingerprint="0" * 16)
+
+    with mock.patch.object(Uploader, "_record", record):
+        yield
 
 
 def assert_holds(replica: Replica, seed: int) -> None:

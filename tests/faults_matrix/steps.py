@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from deltasync.channel import payloads
+from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Course, Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Staged
 from deltasync.live.staging import HostStaging
-from deltasync.reader import ChannelReader
-from deltasync.replica import Follower
 from deltasync.stores import cache
 from deltasync.stores.cache import CachedStore
 
@@ -26,8 +27,9 @@ Tell = Callable[[str], None]
 
 STAGE = (
     "head is read",
+    "a record is read",
     "the way is planned",
-    "a payload is fetched",
+    "an object is fetched",
     "the cache has a file under its temporary name",
     "the cache has a file",
     "a tensor is decoded",
@@ -52,8 +54,9 @@ def patched(tell: Tell) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, step in (
             (ChannelReader, "head", "head is read"),
-            (Follower, "plan", "the way is planned"),
-            (CachedStore, "_download", "a payload is fetched"),
+            (ChannelReader, "stored", "a record is read"),
+            (Course, "next", "the way is planned"),
+            (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "_keep", "the cache has a file"),
             (HostStaging, "add", "a tensor is translated"),
             (Follower, "stage", "all is staged"),
@@ -70,7 +73,7 @@ def patched(tell: Tell) -> Iterator[None]:
             replace(*names, **folders)
 
         stack.enter_context(mock.patch.object(cache.os, "replace", replace_told))
-        stack.enter_context(mock.patch.object(ChannelReader, "patches", _decoding(ChannelReader.patches, tell)))
+        stack.enter_context(mock.patch.object(payloads, "patches", _decoding(payloads.patches, tell)))
         stack.enter_context(mock.patch.object(cpu, "swap_by", _swapping(cpu.swap_by, tell)))
         stack.enter_context(mock.patch.object(LiveMemory, "commit", _copying(LiveMemory.commit, tell)))
         yield

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults_matrix import channel, kills, machine, servers, stores, table
+from tests.faults_matrix import channel, damage, kills, machine, servers, stores, successors, table
 from tests.faults_matrix.matrix import ROWS, Lab, Row
+from tests.hub import fixtures
 from tests.servers import s3, services
 
+hub_server, hub, hub_url = fixtures.hub_server, fixtures.hub, fixtures.hub_url
 s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
 
 supervised = servers.supervised
 
-assert channel and kills and machine and stores  # whose import fills ROWS
+assert channel and damage and successors and kills and machine and stores  # whose import fills ROWS
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=row.marks, id=row.fault) for row in ROWS])

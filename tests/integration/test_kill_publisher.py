@@ -29,20 +29,27 @@ from safetensors.torch import save_file
 
 from deltasync import Publisher, Replica, housekeeping, open_store
 from deltasync.channel import keys
+from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored
 from deltasync.config import Retention
-from deltasync.errors import FencedError, MissingVersionError, NotPublishedError
+from deltasync.errors import FencedError, NotPublishedError
+from deltasync.publish.log import Lease, Log
+from deltasync.stores.base import Capabilities
 from deltasync.stores.local import LocalStore
 from tests.conftest import assert_same_bits
 from tests.processes import PATIENCE_S, PROCESSES, in_a_process
 
 Weights = dict[str, torch.Tensor]
 
+_LEASE = Lease(0.3, 0.2, 0.05)
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A write to the store: the `number`-th with this operation and key. `moment` is `during` or `after`."""
+    """A write to the store: the `number`-th with this operation and key.
+
+    `moment` is `during` it, `after` it, or after the `look` of a writer with a lease, just before it.
+    """
 
     moment: str
     operation: str
@@ -54,25 +61,37 @@ class Point:
 
 
 class KillingStore(LocalStore):
-    """A directory that kills its process at one point, and notes the others that it passes."""
+    """A directory that kills its process at one point, and notes the others that it passes.
 
-    def __init__(self, root: Path, kill: Point | None) -> None:
+    Args:
+        root: The directory.
+        kill: The point.
+        decides: Whether it says that it can create; if not, its writers take a lease.
+    """
+
+    def __init__(self, root: Path, kill: Point | None, decides: bool = True) -> None:
         super().__init__(str(root))
+        self.capabilities = Capabilities(conditional_put=decides)
         self.passed: list[Point] = []
         self._kill = kill
+        self._lock = threading.RLock()
         self._doing = threading.local()
-        self._lock = threading.Lock()
 
     def create(self, key: str, data: bytes) -> None:
         with self._step("create", key):
             super().create(key, data)
 
     def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        with self._step("put", key):
-            super().put(key, data, guard=guard)
+        def look() -> None:
+            assert guard is not None
+            guard()
+            self._at("look", *self._doing.now)
 
-    def delete(self, *keys: str) -> None:
-        for key in keys:
+        with self._step("put", key):
+            super().put(key, data, guard=None if guard is None else look)
+
+    def delete(self, *names: str) -> None:
+        for key in names:
             with self._step("delete", key):
                 super().delete(key)
 
@@ -80,23 +99,23 @@ class KillingStore(LocalStore):
     def _temporary(self, key: str, data: bytes) -> Iterator[tuple[int, str, str]]:
         """The object is written and synced under another name when this yields."""
         with super()._temporary(key, data) as names:
-            self._at("during", *self._doing.what)
+            self._at("during", *self._doing.now)
             yield names
 
     @contextlib.contextmanager
     def _step(self, operation: str, key: str) -> Iterator[None]:
-        self._doing.what = what = operation, re.sub(r"[0-9]{6}-[0-9a-f]{8}", "epoch", key)
+        self._doing.now = operation, re.sub(r"\b([0-9]{6})-[0-9a-f]{8}\b", r"\1", key)
         yield
-        self._at("after", *what)
+        self._at("after", *self._doing.now)
 
     def _at(self, moment: str, operation: str, key: str) -> None:
         point = Point(moment, operation, key, 1)
         with self._lock:
-            number = 1 + sum(dataclasses.replace(passed, number=1) == point for passed in self.passed)
-            point = dataclasses.replace(point, number=number)
+            before = sum(dataclasses.replace(each, number=1) == point for each in self.passed)
+            point = dataclasses.replace(point, number=1 + before)
             self.passed.append(point)
-        if point == self._kill:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if point == self._kill:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def weights(step: int) -> Weights:
@@ -115,12 +134,16 @@ class Trainer:
     Attributes:
         steps: The steps to publish, one after the other.
         by_reference: Start the channel from a reference.
+        parts: Store payloads beside the records.
         sweeps: Write anchors, fold, forget and prune all the time.
+        leases: Take the store for one that does not decide which of two writers wins.
     """
 
     steps: tuple[int, ...]
     by_reference: bool = False
+    parts: bool = False
     sweeps: bool = False
+    leases: bool = False
 
     def open(self, store: LocalStore) -> Publisher:
         return Publisher(
@@ -135,17 +158,30 @@ class Trainer:
         torch.set_num_threads(1)
         warned = Warned()
         logging.getLogger("deltasync").addHandler(warned)
-        store = KillingStore(root, kill)
-        with (
-            mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1),
-            mock.patch("deltasync.publish.encode.INLINE_BYTES", 0),
-            self.open(store) as publisher,
-        ):
+        store = KillingStore(root, kill, not self.leases)
+        with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
                 for thread in (publisher._uploader._pool, publisher._keeper._pool):  # type: ignore[union-attr]
-                    thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time, but for head
+                    thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
         passed.send((store.passed, warned.messages))
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        """One write after the other, in an order that is the same every time; and no long waits."""
+        follow = Log._follow_with_head
+
+        def follow_and_wait(log: Log) -> None:
+            follow(log)
+            log._head_pool.submit(int).result(PATIENCE_S)
+
+        with (
+            mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1),
+            mock.patch("deltasync.publish.opening.Lease", lambda _: _LEASE),
+            mock.patch.object(Log, "_follow_with_head", follow_and_wait),
+            mock.patch("deltasync.publish.encode.INLINE_BYTES", 0) if self.parts else contextlib.nullcontext(),
+        ):
+            yield
 
 
 class Warned(logging.Handler):
@@ -170,26 +206,32 @@ def process(trainer: Trainer, root: Path, kill: Point | None = None) -> tuple[li
     return told or ([], [])
 
 
-def records(root: Path) -> dict[int, Stored]:
-    """The versions that lead to the newest one."""
+def records(root: Path) -> dict[str, bytes]:
+    """All records that are there, by key."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted((root / "versions").rglob("*.safetensors"))}
+
+
+def history(root: Path) -> list[Version]:
+    """The versions that lead to the newest one, oldest first, as a new reader finds them."""
     reader = ChannelReader(open_store(f"file://{root}"))
-    if not (root / keys.CHANNEL).exists():
-        return {}
-    return {version.version: reader.record(version) for version in reversed(list(reader.versions()))}
+    with contextlib.suppress(NotPublishedError):
+        return list(reader.versions())[::-1]
+    return []
 
 
 class Following:
     """A replica that follows all the time and compares every version that it gets with what the trainer had."""
 
     def __init__(self, root: Path) -> None:
-        self._reader = ChannelReader(open_store(f"file://{root}"))
         self._replica = Replica(f"file://{root}")
         self._end = threading.Event()
-        self.served: dict[int, int] = {}
+        self.served: dict[Version, int] = {}
 
     def sync(self) -> None:
         with contextlib.suppress(NotPublishedError):
-            version = self._replica.sync()
+            self._replica.sync()
+            version = self._replica.identity
+            assert version is not None
             if version not in self.served:
                 step = int(self._replica.state_dict()["step"])
                 assert_same_bits(self._replica.state_dict(), weights(step))
@@ -221,46 +263,58 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
     with Following(root) as following:
         before = records(root)
         process(killed, root, kill)
-        after = records(root)
-        assert all(after[version] == stored for version, stored in before.items() if version in after)
-        assert_sound(root, after)
+        after, was, began = records(root), history(root), (root / keys.CHANNEL).exists()
+        assert all(after[key] == data for key, data in before.items() if key in after)
+        assert_sound(root)
         restarted_s = time.monotonic()
         passed, warned = process(resumed, root)
-        end = records(root)
-        newest = max(end)
+        newest = history(root)[-1]
         while newest not in following.served and time.monotonic() < restarted_s + PATIENCE_S:
             time.sleep(0.005)
         took_s = time.monotonic() - restarted_s
-    published = len(resumed.steps) + (resumed.by_reference and not after)
+    end, found = records(root), history(root)
+    writes = [p for p in passed if p.moment == "after" and p.operation != "delete" and p.key.startswith(keys.VERSIONS)]
+    published = len(resumed.steps) + (resumed.by_reference and not was)
+    seals = began and not resumed.leases
+    assert len(writes) == published + seals, f"killed {kill}; then {list(map(str, passed))}, {warned}"
     # None skipped, none used again: those that were there are as they were, or forgotten, and the others come right after.
-    assert newest == max(after, default=0) + published, f"killed {kill}; then {list(map(str, passed))}, {warned}"
-    assert all(end[version] == stored for version, stored in after.items() if version in end)
-    kept = sorted(end)
-    assert kept == list(range(newest - len(kept) + 1, newest + 1))
-    assert len(kept) == newest or resumed.sweeps
-    assert_sound(root, end)
+    assert newest.version == (was[-1].version if was else 0) + published
+    assert all(end[key] == data for key, data in after.items() if key in end)
+    assert [version.version for version in found] == list(range(newest.version - len(found) + 1, newest.version + 1))
+    assert len(found) == newest.version or resumed.sweeps
+    assert not was or len(found) <= published or found[-published - 1] == was[-1]
+    assert_sound(root)
+    assert_nothing_left(root)
     head = ChannelReader(open_store(f"file://{root}")).head()
-    assert head is not None and head.newest == end[newest].version
+    assert head is not None and head.newest == newest
     assert following.served[newest] == resumed.steps[-1]
     return took_s, warned
 
 
-def assert_sound(root: Path, found: dict[int, Stored]) -> None:
-    """Nothing is damaged or missing, and every version has the bits of its step."""
-    if not found:
+def assert_sound(root: Path) -> None:
+    """Nothing is damaged or missing, and every version that leads to the newest has the bits of its step."""
+    versions = history(root)
+    if not versions:
         return
     reader = ChannelReader(open_store(f"file://{root}"))
-    assert [str(problem) for problem in housekeeping.check(reader, read_data=True).problems] == []
-    for version, stored in found.items():
+    report = housekeeping.check(reader, read_data=True)
+    assert [str(problem) for problem in report.problems] == []
+    for version in versions:
+        record = reader.record(version).record
         replica = Replica(reader.store)
-        try:
-            replica.sync(version)
-        except MissingVersionError:  # what it builds on was forgotten, and it is about to be
-            assert version < max(found)
-            continue
-        step = 0 if stored.record.reference is not None else stored.record.step
+        replica.sync(version.version)
+        assert replica.identity == version
+        step = 0 if record.reference is not None else record.step
         assert step is not None
         assert_same_bits(replica.state_dict(), weights(step))
+
+
+def assert_nothing_left(root: Path) -> None:
+    """After `prune`, there is no file that no document names, but what the last writer may still name."""
+    reader = ChannelReader(open_store(f"file://{root}"))
+    housekeeping.prune(reader, grace_s=0.0)
+    left = housekeeping.prune(reader, grace_s=0.0, dry_run=True)
+    assert (left.objects, left.waiting) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -275,24 +329,37 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def template(base: Path, name: str) -> Path:
     """The channel that a case starts from."""
     root = base / f"template {name}"
-    if name in ("a new channel", "a new channel by reference"):
+    if name.startswith("a new channel"):
         return root
-    process(Trainer((1, 2, 3), sweeps=name == "sweeps"), root)
-    if name == "a head that lags":
-        process(Trainer((4,)), root, Point("during", "put", keys.HEAD, 1))
+    trainer = dataclasses.replace(CASES[name][0], steps=(1, 2, 3))
+    process(trainer, root)
+    if name == "a log that was sealed":
+        process(Trainer((4,)), root, Point("after", "create", "versions/0000000/0000000004.000001.safetensors", 1))
     return root
 
 
 CASES = {
     "a new channel": (Trainer((1, 2)), Trainer((3, 4))),
     "a new channel by reference": (Trainer((1, 2), by_reference=True), Trainer((3, 4), by_reference=True)),
-    "a head that lags": (Trainer((5,)), Trainer((6,))),
+    "a new channel with a lease": (Trainer((1, 2), leases=True), Trainer((3, 4), leases=True)),
+    "a log that was sealed": (Trainer((5,), parts=True), Trainer((6,), parts=True)),
+    "a log with a lease": (Trainer((5,), parts=True, leases=True), Trainer((6,), parts=True, leases=True)),
     "sweeps": (Trainer((4, 5), sweeps=True), Trainer((6, 7), sweeps=True)),
 }
-LEAST_POINTS = {"a new channel": 14, "a new channel by reference": 14, "a head that lags": 8, "sweeps": 34}
+LEAST_POINTS = {
+    "a new channel": 12,
+    "a new channel by reference": 12,
+    "a new channel with a lease": 14,
+    "a log that was sealed": 14,
+    "a log with a lease": 9,
+    "sweeps": 30,
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+_SLOW = ("a new channel by reference", "a new channel with a lease")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=(pytest.mark.slow,) * (name in _SLOW)) for name in CASES])
 def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> None:
     killed, resumed = CASES[name]
     start = template(base, name)
@@ -300,8 +367,6 @@ def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> Non
     if start.exists():
         shutil.copytree(start, rehearsal)
     points, _ = process(killed, rehearsal)
-    # How often head is put depends on how quick its thread is.
-    points = [point for point in points if point.key != keys.HEAD or point.number == 1]
     assert len(points) >= LEAST_POINTS[name], [str(point) for point in points]
     with ThreadPoolExecutor(2) as pool:
         runs = {
@@ -313,13 +378,17 @@ def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> Non
 
 
 def contend(root: Path, step: int, start: Barrier, told: Connection) -> None:
+    """Open the channel; once all have, publish."""
+    publisher: Publisher | None = None
+    refused = ""
     try:
         publisher = Trainer(()).open(LocalStore(str(root)))
     except FencedError as error:
-        start.wait(PATIENCE_S)
-        told.send((None, str(error)))
-        return
+        refused = str(error)
     start.wait(PATIENCE_S)
+    if publisher is None:
+        told.send((None, refused))
+        return
     try:
         version = publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S).version
         publisher.close()
@@ -349,4 +418,4 @@ def test_of_two_processes_that_resume_a_run_one_publishes(base: Path) -> None:
         replica = Replica(f"file://{root}")
         assert replica.sync() == version
         assert_same_bits(replica.state_dict(), weights(winners[0]))
-        assert_sound(root, records(root))
+        assert_sound(root)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from moto import settings
 
-from deltasync import Publisher, Replica, heartbeat, open_store
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import heartbeat, keys
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
-from deltasync.heartbeat import Heartbeat
 from deltasync.stores import Store
 from tests.servers import s3
 
@@ -51,21 +53,24 @@ def as_user(s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_the_policies_allow_what_each_side_does_and_nothing_else(as_user: Callable[[str], Store]) -> None:
     trainer = as_user("trainer")
     weights = {"w": torch.randn(100).bfloat16()}
-    with Publisher(trainer) as publisher:
-        for _ in range(3):
-            weights["w"][:2] += 1
-            publisher.publish(weights.items()).wait(60)
+    for resume in (False, True):
+        with Publisher(trainer, resume=resume) as publisher:
+            for _ in range(2):
+                weights["w"][:2] += 1
+                publisher.publish(weights.items()).wait(60)
     replica = as_user("replica")
-    assert Replica(replica).sync() == 3
-    heartbeat.write(replica, Heartbeat(replica_id="one", run_id="run", version=3, state="serving"))
-    (beat,) = heartbeat.read_all(trainer, "run")
+    assert Replica(replica).sync() == 4
+    assert ChannelReader(replica).channel().fencing == "seal"  # the probe needs no right to delete
+    heartbeat.write(replica, Heartbeat(replica_id="one", run_id=publisher.run_id, version=4, state="serving"))
+    (beat,) = heartbeat.read_all(trainer, str(publisher.run_id))
     assert beat.replica_id == "one"
+    newest = ChannelReader(trainer).numbered(4).key
     before = {info.key: info.modified_s for info in trainer.list("")}
     for refused in (
-        lambda: replica.replace("head.json", b"{}"),
-        lambda: replica.create("manifests/0000000004.json", b"{}"),
-        lambda: replica.delete("head.json"),
-        lambda: trainer.delete("manifests/0000000001.json"),
+        lambda: replica.put(keys.HEAD, b"{}"),
+        lambda: replica.create(keys.slot(5, "000002-00000000"), b"{}"),
+        lambda: replica.delete(keys.HEAD),
+        lambda: trainer.delete(newest),
     ):
         with pytest.raises(StoreError, match=r"(?i)access ?denied"):
             refused()

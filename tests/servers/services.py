@@ -43,13 +43,13 @@ class Service:
 
 
 S3_STEPS = {
-    "put payload": ("PUT", r"/deltas/", ""),
-    "put manifest": ("PUT", r"/manifests/", ""),
+    "put part": ("PUT", r"/parts/", ""),
+    "put record": ("PUT", r"/versions/", ""),
     "put head": ("PUT", r"/head\.json$", ""),
     "get channel": ("GET", r"/channel\.json$", ""),
     "get head": ("GET", r"/head\.json$", ""),
-    "get manifest": ("GET", r"/manifests/", ""),
-    "get payload": ("GET", r"/deltas/", ""),
+    "get record": ("GET", r"/versions/", ""),
+    "get part": ("GET", r"/parts/", ""),
     "list": ("GET", "", "list-type"),
     "any": (".*", "", ""),
 }

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=600.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm", action="store_true", help="real servers")
+    parser.add_argument("--chaos", action="store_true", help="kill, replace, restore; not with --vllm")
     given = parser.parse_args()
     interrupt_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="deltasync-soak-") as folder:
@@ -40,6 +41,8 @@ def main() -> None:
             replicas=given.replicas,
             warm_up_s=given.warm_up,
             seed=given.seed,
+            chaos=given.chaos,
+            trouble_s=4.0 if given.chaos else 20.0,
         )
         result = servers.run(soak, say) if given.vllm else run.run(soak, say)
     say(json.dumps(result, indent=2))

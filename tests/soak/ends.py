@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ from safetensors.torch import load_file
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.bits import bits_of, cast
-from deltasync.errors import DeltaSyncError, PublishError, TransientStoreError
-from deltasync.manifest import sha256_hex
+from deltasync.channel import heartbeat
+from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.errors import AckTimeoutError, DeltaSyncError, FencedError, PublishError, StoreError, TransientStoreError
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
 from tests.faults import FlakyStore
@@ -28,6 +31,8 @@ from tests.soak.settings import CACHE_BYTES, ELEMENTS, FAULT_RATE, RETENTION, So
 Weights = dict[str, torch.Tensor]
 
 _REMEMBERED = 2000  # steps of the ledger
+_STARTS = 10_000_000  # steps of one start of the publisher, at most
+_ACK_EVERY = 20  # steps
 
 
 class _Unreliable(FlakyStore):
@@ -62,12 +67,28 @@ class Ledger:
             with self._path.open() as file:
                 file.seek(self._at)
                 for line in iter(file.readline, ""):
+                    if not line.endswith("\n"):
+                        break
                     entry = json.loads(line)
                     self._known[entry["step"]] = entry["sha256"]
-                self._at = file.tell()
+                    self._at += len(line)
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[step]
+
+
+def note(path: Path, entry: object) -> None:
+    """Add a line to a file that several processes write and read, any of which may be killed."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(file, json.dumps(entry).encode() + b"\n")
+    finally:
+        os.close(file)
+
+
+def noted(path: Path) -> list[Any]:
+    """The lines of such a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _begin() -> None:
@@ -77,19 +98,25 @@ def _begin() -> None:
     numba.set_num_threads(1)
 
 
-def random_walk(seed: int) -> Iterator[Weights]:
-    """A model, and again after each step: one bf16 value in a hundred goes up or down by one bit pattern."""
+def random_walk(seed: int, start: int = 0) -> Iterator[Weights]:
+    """A model, and again after each step: one bf16 value in a hundred goes up or down by one bit pattern.
+
+    It holds the number of its step, counted from that of the `start`.
+    """
     source = torch.Generator().manual_seed(seed)
     weights = {
         "large": torch.randn(ELEMENTS // 100, 100, generator=source).to(torch.bfloat16),
         "small": torch.randn(100, generator=source).to(torch.bfloat16),
+        "step": torch.tensor(start * _STARTS),
     }
+    source.manual_seed(1000 * seed + start)
     while True:
         yield weights
-        for tensor in weights.values():
+        for tensor in (weights["large"], weights["small"]):
             flat = tensor.view(-1).view(torch.int16)
             at = torch.randint(0, flat.numel(), (1 + flat.numel() // 100,), generator=source)
             flat[at] += (2 * torch.randint(0, 2, at.shape, generator=source) - 1).to(torch.int16)
+        weights["step"] += 1
 
 
 def noise(checkpoint: Path, seed: int) -> Iterator[Weights]:
@@ -102,35 +129,69 @@ def noise(checkpoint: Path, seed: int) -> Iterator[Weights]:
             tensor += 2e-5 * torch.randn(tensor.shape, generator=source)
 
 
-def publish(soak: Soak, channel: str, states: Callable[[], Iterator[Weights]], flaky: bool) -> None:
-    """The trainer: writes down what it is about to publish, then publishes, until the file `end` is there."""
+def publish(soak: Soak, channel: str, states: Callable[[], Iterator[Weights]], flaky: bool, start: int = 0) -> None:
+    """The trainer: writes down what it is about to publish, then publishes, until the file `end` is there.
+
+    It ends, too, when another one has opened the channel. Killed at any time, it can be started anew, with another `start`.
+    """
     _begin()
-    store = open_store(channel)
-    publisher = Publisher(
-        _Unreliable(store, soak, 0) if flaky else store,
-        anchor_every=50,
-        retries=8,
-        retry_delay_s=0.02,
-        retention=RETENTION,
-    )
-    lost, started = 0, time.monotonic()
-    with (soak.folder / "ledger").open("w", buffering=1) as ledger:
-        for step, weights in enumerate(states()):
-            ledger.write(json.dumps({"step": step, "sha256": digests(weights)}) + "\n")
-            if (soak.folder / "end").exists():
-                break
-            try:
-                publisher.publish(weights.items(), step=step)
-            except PublishError:
-                lost += 1
-            tell(soak.folder / "publisher", {"version": publisher.version, "steps": step + 1, "lost": lost})
-            time.sleep(max(0.0, started + (step + 1) / soak.rate - time.monotonic()))
-        last = None
-        while last is None:  # to be reached by all
-            with contextlib.suppress(PublishError):
-                last = publisher.publish(weights.items(), step=step).wait(60).version
+    inner = open_store(channel)
+    store = _Unreliable(inner, soak, start) if flaky else inner
+    with contextlib.suppress(FencedError):
+        _publish(soak, store, states, start)
+
+
+def _opened(store: Store) -> Publisher:
+    while True:
+        try:
+            return Publisher(store, anchor_every=50, retries=8, retry_delay_s=0.02, retention=RETENTION, resume=True)
+        except StoreError:
+            time.sleep(0.1)
+
+
+def _publish(soak: Soak, store: Store, states: Callable[[], Iterator[Weights]], start: int) -> None:
+    publisher, lost, acks, started = _opened(store), 0, 0, time.monotonic()
+    said = {"start": start, "lost": 0, "acks": 0}
+    for number, weights in enumerate(states()):
+        step = start * _STARTS + number
+        note(soak.folder / "ledger", {"step": step, "sha256": digests(weights)})
+        if (soak.folder / "end").exists():
+            break
+        try:
+            publisher.publish(weights.items(), step=step)
+        except FencedError:
+            raise
+        except PublishError:
+            lost += 1
+        if number % _ACK_EVERY == _ACK_EVERY - 1:
+            acks += _acknowledged(soak, store, publisher)
+        said |= {"version": publisher.version, "steps": number + 1, "lost": lost, "acks": acks}
+        tell(soak.folder / "publisher", said)
+        time.sleep(max(0.0, started + (number + 1) / soak.rate - time.monotonic()))
+    last = None
+    while last is None:  # to be reached by all
+        try:
+            last = publisher.publish(weights.items(), step=step).wait(60)
+        except FencedError:
+            raise
+        except PublishError:
+            time.sleep(0.1)
     publisher.close()
-    tell(soak.folder / "publisher", {"version": last, "steps": step + 1, "lost": lost, "ended": True})
+    tell(soak.folder / "publisher", said | {"version": last.version, "digest": last.digest, "ended": True})
+
+
+def _acknowledged(soak: Soak, store: Store, publisher: Publisher) -> int:
+    """Wait a moment for any replica to serve the newest version, and note by whom it is said to be served."""
+    newest = max(publisher.published, default=None)
+    if newest is None:
+        return 0
+    try:
+        beats = heartbeat.wait_for(store, str(publisher.run_id), newest, publisher.published, "any", 2.0)
+    except (AckTimeoutError, StoreError):
+        return 0
+    for beat in beats:
+        note(soak.folder / "acks", [beat.replica_id, beat.sha256])
+    return 1
 
 
 def follow(soak: Soak, channel: str, number: int) -> None:
@@ -138,28 +199,45 @@ def follow(soak: Soak, channel: str, number: int) -> None:
     _begin()
     inner = _Unreliable(open_store(channel), soak, number)
     replica, ledger = Replica(CachedStore(inner, soak.folder / "cache", CACHE_BYTES)), Ledger(soak.folder / "ledger")
-    checked, wrong, refused, last = 0, 0, 0, 0
+    said = {"checked": 0, "wrong": 0, "refused": 0} | told(soak.folder / f"replica-{number}")
+    last: Version | None = None
     while True:
         ending = (soak.folder / "end").exists()
-        before = replica.version
         try:
             replica.sync()
         except DeltaSyncError:
-            refused += 1
-        if replica.version not in (None, before):
-            last = replica.version or 0
-            step = replica._reader.manifest(last).step
-            checked += 1
-            wrong += step is None or digests(replica.state_dict()) != ledger.of(step)
-        elif ending and _ended(soak.folder) == last:
+            said["refused"] += 1
+        found = replica.identity
+        if found not in (None, last):
+            last = found
+            assert found is not None
+            right = digests(replica.state_dict()) == ledger.of(int(replica.state_dict()["step"]))
+            said["checked"] += 1
+            said["wrong"] += not right
+            if right:
+                note(soak.folder / f"served-{number}", found.sha256)
+            _beat(inner, replica, number, found)
+        elif ending and last is not None and _ended(soak.folder) == last.sha256:
             return
-        numbers = {"version": last, "checked": checked, "wrong": wrong, "refused": refused, "faults": inner.faults}
-        tell(soak.folder / f"replica-{number}", numbers)
-        if replica.version in (None, before):
+        else:
             time.sleep(0.5 / soak.rate)
+        tell(soak.folder / f"replica-{number}", said | {"version": 0 if last is None else last.version})
 
 
-def _ended(folder: Path) -> int | None:
-    """The last version, once the publisher has ended."""
+def _beat(store: Store, replica: Replica, number: int, version: Version) -> None:
+    beat = Heartbeat(
+        replica_id=str(number),
+        run_id=replica._reader.channel().run_id,
+        state="serving",
+        version=version.version,
+        epoch=version.epoch,
+        sha256=version.sha256,
+    )
+    with contextlib.suppress(StoreError):
+        heartbeat.write(store, beat)
+
+
+def _ended(folder: Path) -> str | None:
+    """Digest of the last version, once the publisher has ended."""
     found = told(folder / "publisher")
-    return found["version"] if "ended" in found else None
+    return found["digest"] if "ended" in found else None

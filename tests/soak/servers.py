@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deltasync import open_store
+from deltasync.channel.reading import ChannelReader
 from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import free_port
 from deltasync.errors import DeltaSyncError
-from deltasync.reader import ChannelReader
 from tests import http_faults as faults
 from tests.http_faults import FaultProxy
 from tests.integration.vllm_server import complete, save_model, start
@@ -97,7 +97,7 @@ class _Checked:
             return 0
         version = int(found["version"])
         with contextlib.suppress(DeltaSyncError):  # forgotten meanwhile
-            step = self._reader.manifest(version).step
+            step = self._reader.numbered(version).record.step
             self.numbers["wrong"] += step is None or found["sha256"] != self._ledger.of(step)
             self.numbers["checked"] += 1
         self.numbers["version"] = version
@@ -142,7 +142,8 @@ def run(soak: Soak, say: Say) -> dict[str, Any]:
             watch.note("bucket objects", len(sizes))
             watch.note("bucket bytes", sum(sizes))
 
-        result = attend(soak, watch, [trainer.pid or 0, *(server.pids()[0] for server in servers)], look, say)
+        pids = [trainer.pid or 0, *(server.pids()[0] for server in servers)]
+        result = attend(soak, watch, lambda: pids, look, say)
         (soak.folder / "end").touch()
         trainer.join(_PATIENCE_S)
         last = told(soak.folder / "publisher")

@@ -28,6 +28,8 @@ class Soak:
         sample_s: Between two looks at the processes.
         trouble_s: Between two times that the store is away or a process is stopped, on average.
         seed: Of all chance.
+        chaos: Processes are also killed and started again, second writers come and go, the channel is restored from a
+            backup once, and its disk is filled where a small one can be mounted.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Soak:
     sample_s: float = 5.0
     trouble_s: float = 20.0
     seed: int = 0
+    chaos: bool = False
 
     @property
     def away(self) -> Path:

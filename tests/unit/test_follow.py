@@ -206,6 +206,22 @@ def test_a_version_that_does_not_give_its_bits_is_passed_by(store: Store) -> Non
     _holds(replica, channel)
 
 
+def test_an_answer_with_a_wrong_fingerprint_is_asked_for_again(store: Store) -> None:
+    """Its document is as good as any: nothing has named its digest yet."""
+    channel = made(store, 3)
+    faulty = FaultyStore(store)
+    replica = Replica(faulty)
+    replica.sync()
+    following = channel.delta(trained(channel.bits[channel.tip.sha256], 30))
+    promised = str(following.record.fingerprint).encode()
+    answers = [promised.translate(bytes.maketrans(b"0123456789abcdef", b"1032547698badcfe"))]
+    faulty.tamper(following.key, lambda data: data.replace(promised, answers.pop()) if answers else data)
+    assert replica.sync() == 4
+    assert replica.identity == channel.tip
+    assert not answers
+    _holds(replica, channel)
+
+
 def test_folds_save_requests(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 40, folds=[(at, at + 8) for at in range(1, 33, 8)])

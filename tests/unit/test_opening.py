@@ -431,6 +431,17 @@ class TestRestoredBackup:
         assert history(memory.store) == [first.version, second.version]
 
 
+def test_a_head_that_names_a_version_which_is_not_there_stops_nobody(quick: Place) -> None:
+    a = quick.script("a")
+    a.publish()
+    found = head(quick.store)
+    assert found is not None
+    wrong = dataclasses.replace(found, epoch=keys.new_epoch(100_001))
+    quick.damage(keys.HEAD, documents.encode(wrong))
+    second = a.publish().version
+    assert head(quick.store) == dataclasses.replace(found, version=second.version, sha256=second.sha256)
+
+
 class TestStoresThatDoNotDecide:
     def test_what_is_claimed_can_be_filled_at_once_but_a_version_waits(self, leased: Place) -> None:
         leased.lease = Lease(0.5, 0.1, 0.1)

@@ -1,0 +1,53 @@
+"""The stores that a fault is brought about on, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+from deltasync import open_store
+from deltasync.stores import Store
+from deltasync.stores.hub import hub_store
+from tests.faults_matrix.matrix import Lab, Seen
+from tests.writers import SLOW
+
+Open = Callable[[], Store]
+"""Opens a channel's store; each party has one of its own."""
+
+PLACES = ("file", "s3", "hub")
+DECIDING = PLACES[:2]
+
+
+def url_of(lab: Lab, kind: str) -> str:
+    """A channel's URL in a place."""
+    if kind == "file":
+        return f"file://{lab.folder}/channel"
+    if kind == "s3":
+        url: str = lab.request.getfixturevalue("s3_server").url(lab.request.getfixturevalue("s3_bucket"))
+        return url
+    return str(lab.request.getfixturevalue("hub_url"))
+
+
+def open_at(url: str) -> Store:
+    """The store of such a URL."""
+    return hub_store(url) if url.startswith("hf://") else open_store(url)
+
+
+@contextlib.contextmanager
+def short_leases() -> Iterator[None]:
+    """Writers where the store does not decide wait for two seconds instead of thirty."""
+    with mock.patch("deltasync.publish.opening.Lease", lambda _: SLOW):
+        yield
+
+
+def everywhere(action: Callable[[Open], Seen], kinds: tuple[str, ...] = PLACES) -> Callable[[Lab], Seen]:
+    """Does it in each place; tells what was said in the first one, and the longest recovery."""
+
+    def run(lab: Lab) -> Seen:
+        with short_leases():
+            seen = [action(functools.partial(open_at, url_of(lab, kind))) for kind in kinds]
+        return Seen(seen[0].said, max(each.recovered_s for each in seen), len(seen))
+
+    return run
