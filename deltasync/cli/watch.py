@@ -130,7 +130,8 @@ def sentence(change: dict[str, Any]) -> str:
             f"{clock(change['created_s'])}  {named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
         )
     if what == "anchor":
-        return f"{clock(time.time())}  anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+        version, size = named(change["version"], change["sha256"]), size_of(change["payload_bytes"])
+        return f"{clock(time.time())}  anchor of {version}: {size}"
     if what == "fold":
         span = f"{change['base_version']}-{change['version']}"
         return f"{clock(change['created_s'])}  fold {span}: {size_of(change['payload_bytes'])}"
@@ -140,7 +141,8 @@ def sentence(change: dict[str, Any]) -> str:
         behind = f", {change['behind']} behind" if change["behind"] else ""
         serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
         strange = ", which is another than the channel's" if change["strange"] else ""
-        return f"{clock(time.time())}  replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{live}{error}"
+        told = f"{change['state']}, {serves}{strange}{behind}{live}{error}"
+        return f"{clock(time.time())}  replica {change['replica_id']}: {told}"
     if what == "forgotten":
         return f"{clock(time.time())}  {count(change['count'], 'version')} forgotten, {change['left']} left"
     if what == "waiting":

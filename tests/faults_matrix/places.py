@@ -11,7 +11,7 @@ from deltasync import open_store
 from deltasync.stores import Store
 from deltasync.stores.hub import hub_store
 from tests.faults_matrix.matrix import Lab, Seen
-from tests.writers import SLOW
+from tests.hub.fixtures import LEASE
 
 Open = Callable[[], Store]
 """Opens a channel's store; each party has one of its own."""
@@ -38,7 +38,7 @@ def open_at(url: str) -> Store:
 @contextlib.contextmanager
 def short_leases() -> Iterator[None]:
     """Writers where the store does not decide wait for two seconds instead of thirty."""
-    with mock.patch("deltasync.publish.opening.Lease", lambda _: SLOW):
+    with mock.patch("deltasync.publish.opening.Lease", lambda _: LEASE):
         yield
 
 

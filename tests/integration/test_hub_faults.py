@@ -20,9 +20,8 @@ from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch
 from tests.contract.test_hub_watch import Told
 from tests.hub import fixtures
-from tests.hub.fixtures import ROOT, HubServer, running_server, wait_until
+from tests.hub.fixtures import LEASE, ROOT, HubServer, running_server, wait_until
 from tests.integration.test_store_faults import in_parts
-from tests.writers import SLOW
 
 hub_server, hub, hub_url, hub_channel = fixtures.hub_server, fixtures.hub, fixtures.hub_url, fixtures.hub_channel
 store = test_hub_watch.store
@@ -31,7 +30,7 @@ store = test_hub_watch.store
 @pytest.fixture(autouse=True)
 def short_leases() -> Iterator[None]:
     """Publishers wait for two seconds instead of thirty."""
-    with mock.patch("deltasync.publish.opening.Lease", lambda _: SLOW):
+    with mock.patch("deltasync.publish.opening.Lease", lambda _: LEASE):
         yield
 
 
@@ -144,8 +143,8 @@ from unittest import mock
 from deltasync import Publisher
 from deltasync.stores.hub import hub_store
 from tests.integration.test_hub_faults import weights_of
-from tests.writers import SLOW
-with mock.patch("deltasync.publish.opening.Lease", lambda _: SLOW), Publisher(hub_store(sys.argv[1])) as publisher:
+from tests.hub.fixtures import LEASE
+with mock.patch("deltasync.publish.opening.Lease", lambda _: LEASE), Publisher(hub_store(sys.argv[1])) as publisher:
     for version in range(1, 13):
         publisher.publish(weights_of(version).items()).wait(60)
         time.sleep(0.03)

@@ -5,38 +5,42 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from deltasync import Publisher, Replica, checkpoint, housekeeping, layout, manifest, open_store
+from deltasync import Publisher, Replica, housekeeping, open_store
 from deltasync.bits import spec_of
+from deltasync.channel import checkpoint, documents, keys, payloads
+from deltasync.channel.documents import Channel, Record
+from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
-from deltasync.config import Retention
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     DeltaSyncError,
     MissingVersionError,
     ModelMismatchError,
-    PublishError,
     UnsupportedFormatError,
 )
+from deltasync.follow import Course, Follower
+from deltasync.housekeeping import Keep
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.manifest import Channel, Head, Manifest
-from deltasync.reader import ChannelReader
-from deltasync.replica import Follower
-from deltasync.retention import Keep
 from deltasync.stores import Store
 from tests.conftest import assert_same_bits
-from tests.faults import FOREVER, FaultyStore
+from tests.faults import FaultyStore
+from tests.unit import test_initial
+from tests.unit.test_initial import Weights, assert_bits, save, trained, weights
 
-from tests.unit.test_initial import assert_bits, base, hub, save, trained, weights
+base, hub = test_initial.base, test_initial.hub
+
+
+def stored_keys(store: Store) -> list[str]:
+    return [info.key for info in store.list("")]
 
 
 def spoil(file: str, change: Callable[[Weights], object]) -> Callable[[Path], object]:
@@ -122,34 +126,41 @@ def test_a_model_that_the_checkpoint_is_not_of_is_refused(memory_url: str, base:
 
 class TestIdentify:
     @pytest.fixture
-    def channel(self, memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Weights]]:
-        """A chain that is longer than manifests name."""
-        monkeypatch.setattr(manifest, "CHAIN_LINKS", 3)
+    def channel(self, memory_url: str, base: Path) -> tuple[Store, Weights]:
+        """More versions than are looked at, and the weights of the newest."""
         state = weights()
         with Publisher(memory_url, initial=base) as publisher:
-            for seed in range(9):
+            for seed in range(12):
                 publisher.publish(state.items()).wait(60)
-                state = trained(state, seed) if seed < 8 else state
-        yield open_store(memory_url), state
+                state = trained(state, seed) if seed < 11 else state
+        return open_store(memory_url), state
 
-    def follower(self, store: Store, state: Weights) -> tuple[Follower, Head]:
+    def follower(self, store: Store, state: Weights) -> tuple[Follower, Course]:
         reader = ChannelReader(store)
-        head = reader.head()
         memory, tensors = LiveMemory.on_host(reader.specs)
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
         memory.audit()
-        return Follower(reader, memory), head
+        follower, course = Follower(reader, memory), Course(reader)
+        follower.identified(course.identify(model_fingerprint(memory.fingerprints)))
+        return follower, course
+
+    def advance(self, follower: Follower, course: Course) -> int:
+        while way := course.next(follower.version):
+            follower.confirm(follower.commit(follower.stage(way)))
+        assert follower.version is not None
+        return follower.version.version
 
     def test_the_loaded_checkpoint_is_recognised_and_only_deltas_are_read(
         self, channel: tuple[Store, Weights], base: Path
     ) -> None:
         store, newest = channel
         shutil.rmtree(base)
-        follower, head = self.follower(store, weights())
-        assert follower.identify(head, model_fingerprint(follower.memory.fingerprints)) == 1
-        assert follower.advance(head) == 9
+        follower, course = self.follower(store, weights())
+        assert follower.version == ChannelReader(store).numbered(1).version
+        assert self.advance(follower, course) == 12
         again, _ = self.follower(store, newest)
+        assert again.version == follower.version
         assert follower.memory.fingerprints == again.memory.fingerprints
 
     def test_other_weights_load_the_checkpoint_or_say_which_tensors_differ(
@@ -158,16 +169,19 @@ class TestIdentify:
         store, newest = channel
         state = weights()
         state["model.norm.weight"][3] = 2.0
-        follower, head = self.follower(store, state)
-        assert follower.identify(head, model_fingerprint(follower.memory.fingerprints)) is None
-        assert follower.reader.unlike(head, follower.memory.fingerprints) == (
+        follower, course = self.follower(store, state)
+        assert follower.version is None
+        reference = ChannelReader(store).numbered(1).record.reference
+        assert reference is not None
+        assert payloads.unlike(follower.reader, reference, follower.memory.fingerprints) == (
             f"The weights here are not those of {base}: 1 of 5 tensors differ: model.norm.weight."
         )
         moved = base.rename(base.parent / "moved")
         with pytest.raises(MissingVersionError, match="which this machine cannot load"):
-            follower.advance(head)
+            self.advance(follower, course)
         moved.rename(base)
-        assert follower.advance(head) == 9
+        follower, course = self.follower(store, state)
+        assert self.advance(follower, course) == 12
         assert follower.memory.fingerprints == self.follower(store, newest)[0].memory.fingerprints
 
     def test_a_replica_is_told_where_the_checkpoint_lies(self, channel: tuple[Store, Weights], base: Path) -> None:
@@ -179,14 +193,8 @@ class TestIdentify:
         assert replica.load(moved) == 1
         assert_same_bits(replica.state_dict(), weights())
         shutil.rmtree(moved)
-        assert replica.sync() == 9
+        assert replica.sync() == 12
         assert_same_bits(replica.state_dict(), newest)
-
-    def test_a_channel_without_reference_tells_nothing(self, memory_url: str) -> None:
-        with Publisher(memory_url) as publisher:
-            publisher.publish(weights().items()).wait(60)
-        reader = ChannelReader(open_store(memory_url))
-        assert reader.unlike(reader.head(), {}) is None
 
 
 class TestHousekeeping:
@@ -201,19 +209,19 @@ class TestHousekeeping:
 
     def test_nothing_is_pruned_that_is_needed_and_forgetting_keeps_what_leads_to_it(self, url: str) -> None:
         reader = ChannelReader(open_store(url))
-        before = keys(reader.store)
+        before = stored_keys(reader.store)
         housekeeping.prune(reader, grace_s=0.0)
-        assert [key for key in keys(reader.store) if key != layout.CLOCK] == before
+        assert stored_keys(reader.store) == before
         assert housekeeping.forget(reader, Keep(anchors=2), dry_run=True).kept == [1, 6, 7]
         assert housekeeping.forget(reader, Keep(step_every=3), dry_run=True).kept == [1, 2, 3, 4, 6, 7]
         housekeeping.forget(reader, Keep(last=1))
         housekeeping.prune(ChannelReader(reader.store), grace_s=0.0)
         assert housekeeping.check(ChannelReader(reader.store), read_data=True).problems == []
-        assert ChannelReader(reader.store).versions() == [6, 7]
+        assert [slot.version for slot, _ in ChannelReader(reader.store).slots().slots] == [6, 7]
 
     def test_a_copy_refers_to_the_same_checkpoint(self, url: str, memory_url: str) -> None:
         housekeeping.copy(ChannelReader(open_store(url)), open_store(memory_url))
-        assert keys(open_store(memory_url)) == keys(open_store(url))
+        assert stored_keys(open_store(memory_url)) == stored_keys(open_store(url))
         assert_bits(memory_url, weights(), 1)
 
     def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(self, url: str, base: Path, tmp_path: Path) -> None:
@@ -247,8 +255,8 @@ class TestHousekeeping:
 def test_readers_that_do_not_know_references_refuse(memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Publisher(memory_url, initial=base) as publisher:
         publisher.publish(weights().items()).wait(60)
-    monkeypatch.setattr(manifest, "FEATURES", frozenset())
-    with pytest.raises(UnsupportedFormatError, match="requires reference"):
+    monkeypatch.setattr(documents, "FEATURES", frozenset())
+    with pytest.raises((UnsupportedFormatError, MissingVersionError), match="requires reference"):
         Replica(memory_url).sync()
 
 
@@ -256,7 +264,7 @@ def test_readers_that_do_not_know_references_refuse(memory_url: str, base: Path,
     "change",
     [
         {"requires": []},
-        {"anchor": {"directory": "anchors/0000000001", "files": [], "reference": {"path": "/x"}}},
+        {"anchor": {"directory": "anchors/0000000001.000001-00000001.0", "files": [], "reference": {"path": "/x"}}},
         {"anchor": {"directory": "", "files": [], "reference": {}}},
         {"anchor": {"directory": "", "files": [], "reference": {"repo": "a/b"}}},
         {"anchor": {"directory": "", "files": [], "reference": {"repo": "a/b", "revision": "c", "path": "/x"}}},
@@ -266,9 +274,10 @@ def test_readers_that_do_not_know_references_refuse(memory_url: str, base: Path,
 def test_references_that_contradict_themselves_are_refused(memory_url: str, base: Path, change: dict[str, object]) -> None:
     with Publisher(memory_url, initial=base) as publisher:
         publisher.publish(weights().items()).wait(60)
-    document = json.loads(open_store(memory_url).read(layout.manifest(1))) | change
+    stored = ChannelReader(open_store(memory_url)).numbered(1)
+    document = json.loads(documents.encode(stored.record)) | change
     with pytest.raises(CorruptDataError):
-        manifest.decode(json.dumps(document).encode(), Manifest, "key")
+        documents.decode(json.dumps(document).encode(), Record, stored.key)
 
 
 def test_a_reference_to_other_tensors_than_the_channels_is_refused(memory_url: str, base: Path) -> None:
@@ -279,12 +288,12 @@ def test_a_reference_to_other_tensors_than_the_channels_is_refused(memory_url: s
 
     def shortened(data: bytes) -> bytes:
         document = json.loads(data)
-        document |= {"tensors": table, "tensors_sha256": manifest.table_sha256(table)}  # type: ignore[arg-type]
+        document |= {"tensors": table, "tensors_sha256": documents.table_sha256(table)}  # type: ignore[arg-type]
         return json.dumps(document).encode()
 
-    store.tamper(layout.CHANNEL, shortened)
-    assert manifest.decode(store.read(layout.CHANNEL), Channel, "key").tensors == table
-    with pytest.raises(CorruptDataError, match="does not name the channel's tensors"):
+    store.tamper(keys.CHANNEL, shortened)
+    assert documents.decode(store.read(keys.CHANNEL, 1 << 20), Channel, keys.CHANNEL).tensors == table
+    with pytest.raises((CorruptDataError, MissingVersionError), match="does not name the channel's tensors"):
         Replica(store).sync()
 
 
@@ -304,9 +313,7 @@ class TestSavedShadow:
             publisher.publish(states[2].items()).wait(60)
         store = FaultyStore(open_store(memory_url))
         with Publisher(store, resume=True, shadow=tmp_path / "shadow") as publisher:
-            assert [key for operation, key in store.calls if operation == "read" and key.startswith(layout.DATA)] == [
-                f"{layout.delta_dir(3)}/{layout.delta_part(1, 1)}"
-            ]
+            assert not [key for operation, key in store.calls if operation == "read" and key.startswith(keys.ANCHORS)]
             publisher.publish(states[3].items()).wait(60)
             assert publisher.publish(states[4].items()).wait(60).kind == "delta"
         for version, state in enumerate(states, start=1):
