@@ -152,7 +152,7 @@ def async_grpo(name: str, sync: DeltaSyncCallback, kind: str = "tiny", **setting
 
 def shards() -> None:
     """The first version is the checkpoint, the last one, between two syncs of TRL, is the callback's."""
-    sync = DeltaSyncCallback(url_of("shards"), ack="2", initial=str(checkpoint("tiny")), ack_timeout_s=120)
+    sync = DeltaSyncCallback(url_of("shards"), ack="2", initial=str(checkpoint("tiny")), ack_timeout_s=120, max_behind=0)
     with replicas("shards", 2):
         async_grpo("shards", sync, weight_sync_steps=2)
 
@@ -182,7 +182,7 @@ def lost_upload() -> None:
     store = FaultyStore(sync.weight_transfer._store._inner)
     sync.weight_transfer._store._inner = store
     if dist.get_rank() == 1:
-        store.fail_at("create", "deltas/", error=StoreError)
+        store.fail_at("put", "parts/", error=StoreError)
     with replicas("lost_upload", 1):
         async_grpo("lost_upload", sync)
 
