@@ -207,6 +207,8 @@ def _read(
             found = read if key == guess else _attempt(reader, key, left_out, known)
             if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
                 found = f"{key} does not lead to version {at}."
+            if not way and not isinstance(found, str) and found.is_fold and not _is_borne_out(reader, found, left_out):
+                found = f"{key} promises other bits than the record of version {at}."
             if isinstance(found, str):
                 # A fold may name a base that there is not.
                 raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_fold else hop)
@@ -216,12 +218,20 @@ def _read(
                 return way[::-1]
             at = found.record.base
             if have is not None and at is not None and at.version == have.version:
+                if at != have and found.is_fold:
+                    raise _UnreadableError(f"{key} starts from another version {at.version} than there is.", hop)
                 if at != have:
                     raise _ForkedError(f"{have} is not on the way to {target}.")
                 return way[::-1]
     finally:
         reads.close()
     raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
+
+
+def _is_borne_out(reader: ChannelReader, fold: Stored, left_out: Mapping[str, str]) -> bool:
+    """Whether a fold promises the bits of the record that it leads to, where that can be read: nobody else tells of them."""
+    found = _attempt(reader, fold.version.key, left_out, {})
+    return isinstance(found, str) or found.version != fold.version or found.record.fingerprint == fold.record.fingerprint
 
 
 def _attempt(reader: ChannelReader, key: str, left_out: Mapping[str, str], known: Mapping[str, ObjectInfo]) -> Stored | str:

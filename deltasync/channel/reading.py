@@ -5,7 +5,6 @@ Nothing here touches weights, and nothing decides where to go: `plan` does, and 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -310,3 +310,16 @@ def test_a_channel_that_was_not_there_is_found_at_once(store: Store) -> None:
     channel.anchor(weights())
     assert replica.sync() == 1
     _holds(replica, channel)
+
+
+def test_a_fold_that_promises_other_bits_than_its_version_is_passed_by(store: Store) -> None:
+    channel = made(store, 20)
+    first = ChannelReader(store).numbered(1).version
+    lie = trained(channel.bits[channel.tip.sha256], 99)
+    honest, channel.bits[channel.tip.sha256] = channel.bits[channel.tip.sha256], lie
+    channel.fold(first, channel.tip)
+    channel.bits[channel.tip.sha256] = honest
+    replica = Replica(store)
+    replica.sync(1)
+    assert replica.sync() == 20
+    _holds(replica, channel)

@@ -85,7 +85,9 @@ class TestFolds:
         replica.sync()
         assert holds(replica, channel)
         read = {key for key in asked(store) if keys.slot_of(key) is not None}
-        assert read == {keys.slot(number, channel.epoch) for number in (1, 21)}
+        assert read == {keys.slot(number, channel.epoch) for number in (1, 20, 21)}, (
+            "the start, what the fold leads to, the next"
+        )
 
     @pytest.mark.parametrize("damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"])
     def test_a_bad_fold_is_passed_by(self, store: FaultyStore, damage: str) -> None:
