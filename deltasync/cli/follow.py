@@ -26,11 +26,18 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
     from deltasync.follow import Poll, Replica
-    from deltasync.stores import open_store
+    from deltasync.stores import ObjectInfo, open_store
 
     store = open_store(channel)
     replica = Replica(store, trusted_keys=trusted_keys)
     changed = threading.Event()
+    told: ObjectInfo | None = None
+
+    def tell(info: ObjectInfo | None) -> None:
+        nonlocal told
+        told = info
+        changed.set()
+
     seen_s = time.monotonic()
     waiting = False
     poll = None
@@ -39,7 +46,11 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
         failed = False
         before, started = replica.identity, time.perf_counter()
         try:
-            replica.sync()
+            if once or before is None:
+                replica.sync()
+            else:
+                replica.poll(told)
+            told = None
         except NotPublishedError as error:
             if once:
                 raise
@@ -64,5 +75,5 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
             return
         if poll is None:
-            poll = Poll(store, ReplicaSettings.from_env().poll_interval_s, lambda _: changed.set())
+            poll = Poll(store, ReplicaSettings.from_env().poll_interval_s, tell)
         changed.wait(poll.delay_s(identity != before, settled=not failed))

@@ -72,7 +72,7 @@ def command(
             else:
                 for change in changes(before, found):
                     echo_json(change) if as_json else echo(sentence(change))
-            if before is not None and found.head_version != before.head_version:
+            if before is not None and found.newest_version != before.newest_version:
                 moved_s = time.monotonic()
             before = found
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
@@ -86,7 +86,7 @@ def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]
     anchored = {row.version for row in before.versions if row.anchor_bytes is not None} if before is not None else set()
     folds = {(fold.base_version, fold.version) for fold in before.folds} if before is not None else set()
     told = {row.replica_id: _state(row) for row in before.replicas} if before is not None else {}
-    if found.head_version is None and before is None:
+    if found.newest_version is None and before is None:
         yield {"event": "waiting", "channel": found.url}
     for row in found.versions:
         if row.version not in seen:
@@ -155,7 +155,7 @@ def screen(found: Snapshot) -> RenderableType:
     from rich.console import Group
 
     parts: list[RenderableType] = [cell(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
-    if found.head_version is None:
+    if found.newest_version is None:
         parts.append(cell("Waiting for the first version.", "yellow"))
     else:
         parts += [cell(_summary(found)), _versions(found), _replicas(found), cell(_cost(found), "dim")]

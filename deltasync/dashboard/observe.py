@@ -110,7 +110,7 @@ class Snapshot:
     """All that is shown. Times are seconds since the epoch.
 
     Attributes:
-        head_version: The newest; None as long as nothing is published; then most of the rest is empty.
+        newest_version: The newest; None as long as nothing is published; then most of the rest is empty.
         head_sha256: Its digest, None if it is not known yet.
         full_bytes: Of the weights, as served.
         versions: Ascending.
@@ -126,7 +126,7 @@ class Snapshot:
     time_s: float
     run_id: str | None = None
     created_s: float | None = None
-    head_version: int | None = None
+    newest_version: int | None = None
     head_sha256: str | None = None
     element_count: int = 0
     tensor_count: int = 0
@@ -294,7 +294,7 @@ class Observer:
             time_s=now_s,
             run_id=channel.run_id,
             created_s=created_s,
-            head_version=newest.version,
+            newest_version=newest.version,
             head_sha256=newest.sha256,
             element_count=sum(spec.element_count for spec in specs),
             tensor_count=len(specs),

@@ -117,7 +117,7 @@ def test_versions_and_folds_are_those_of_the_documents(
     publisher.close()
     found = Observer(store).look()
     documents = records(store)
-    assert (found.head_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
+    assert (found.newest_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
     assert (found.head_sha256, [row.version for row in found.versions]) == (documents[9].sha256, list(documents))
     assert [row.version for row in found.versions if row.anchor_bytes is not None] == [1, 7]
     for row in found.versions:
@@ -299,7 +299,7 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
     beat(store, RUN, "lost", 4, epoch=versions[3].epoch, sha256=versions[3].sha256)
     beat(store, RUN, "right", 4, epoch=channel.tip.epoch, sha256=channel.tip.sha256)
     found = observer.look()
-    assert (found.head_version, found.head_sha256, len(found.versions)) == (4, channel.tip.sha256, 4)
+    assert (found.newest_version, found.head_sha256, len(found.versions)) == (4, channel.tip.sha256, 4)
     assert {row.replica_id: row.strange for row in found.replicas} == {"lost": True, "right": False}
     sentences = [watch.sentence(change) for change in watch.changes(before, found)]
     assert any("which is another than the channel's" in sentence for sentence in sentences)
@@ -311,15 +311,15 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
 def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
     store = RangeStore(open_store(memory_url))
     observer = Observer(store)
-    assert observer.look().head_version is None
+    assert observer.look().newest_version is None
     with Publisher(memory_url) as publisher:
         publish(publisher, weights, 2)
-    assert observer.look().head_version == 2
+    assert observer.look().newest_version == 2
     store.fail_at("read", keys.HEAD, times=FOREVER)
     with pytest.raises(TransientStoreError):
         observer.look()
     found = observer.snapshot(error="away")
-    assert (found.head_version, len(found.versions), found.error) == (2, 2, "away")
+    assert (found.newest_version, len(found.versions), found.error) == (2, 2, "away")
 
 
 def test_costs_add_up() -> None:
@@ -470,7 +470,7 @@ def test_the_server_answers_this_machine_only(
             while data().get("heat_unread") != 0 or not data()["heat"]:
                 assert time.monotonic() < deadline
             publish(publisher, weights, 1)
-            while data()["head_version"] != 4:
+            while data()["newest_version"] != 4:
                 assert time.monotonic() < deadline
             store.fail_at("read", keys.HEAD, times=FOREVER)
             while data()["error"] is None:
