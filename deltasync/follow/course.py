@@ -274,6 +274,8 @@ class Course:
             if have is not None and not _is_after(newest, have) and not listed and self._lost:
                 listed = True
                 continue
+            if listed and have is not None and self._is_lost(have, newest):
+                have = self.newest = None
             try:
                 return self._way(have, newest)
             except (MissingVersionError, FormatError):
@@ -282,6 +284,24 @@ class Course:
                     self._avoided.clear()  # what the store answered once may have been wrong
                     raise
                 listed = True  # head may be wrong
+
+    def _is_lost(self, have: Version, newest: Version) -> bool:
+        """Whether the store went back to before a version, by a backup: nothing in it can come after that version then.
+
+        Whoever can only put back what was signed must not bring a replica back either, so that only says so.
+        """
+        if (
+            newest == have
+            or _is_after(newest, have)
+            or any(info.key == have.key for info in self.reader.store.list(have.key))
+        ):
+            return False
+        self.problem = f"Version {have} is not in the store any more, which holds {newest} as the newest."
+        if self.reader.trusted is not None:
+            logger.warning("%s If it was restored from a backup, restart this replica.", self.problem)
+            return False
+        logger.warning("%s Starting from full weights.", self.problem)
+        return True
 
     def _way(self, have: Version | None, newest: Version) -> list[Stored]:
         way: list[Stored] = []

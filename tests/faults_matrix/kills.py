@@ -24,6 +24,7 @@ from tests.faults_matrix import steps
 from tests.faults_matrix.matrix import REPEATS, Lab, Seen, publish, row, weights, wrong_promise
 from tests.integration import test_kill_publisher as publishing
 from tests.integration.test_kill_publisher import Warned
+from tests.integration.test_store_faults import in_parts
 from tests.processes import in_a_process
 
 _CACHE_BYTES = 1 << 20
@@ -114,7 +115,7 @@ def _follow(follower: Follower) -> tuple[str, list[str]] | None:
 
 
 def _kill_replica(step: str, lab: Lab) -> Seen:
-    with Publisher(f"file://{lab.folder}/channel") as publisher:
+    with in_parts(), Publisher(f"file://{lab.folder}/channel") as publisher:  # which go through the cache
         for seed in range(1, _VERSIONS + 1):
             publish(publisher, seed)
         if "rollback" in step:

@@ -81,6 +81,29 @@ def _restored(open_: Open) -> Seen:
     return Seen(warned.one("full weights"), took[0])
 
 
+def _restored_epochs(open_: Open) -> Seen:
+    """The store forgets epochs, so that the new one is less than that of the version that a replica has."""
+    store, replica = open_(), Replica(open_())
+    with Publisher(open_()) as first:
+        publish(first, 1)
+    saved = snapshot(store)
+    for seed in (2, 3, 4):
+        with Publisher(open_(), resume=True) as writer:
+            publish(writer, seed)
+    assert replica.sync() == 4
+    restore(store, saved)
+    with Publisher(open_(), resume=True) as second, listening() as warned:
+        for seed in (12, 13):
+            publish(second, seed)
+        with timed() as took:
+            for _ in range(12):  # of as many looks one is a listing
+                replica.sync()
+        assert_holds(replica, 13)
+        assert publish(second, 14) == replica.sync() == 4
+        assert_holds(replica, 14)
+    return Seen(warned.one("not in the store any more"), took[0])
+
+
 def _zombie(open_: Open) -> Seen:
     """The old writer goes on when the new one has published."""
     replica, zombie = Replica(open_()), Publisher(open_())
@@ -278,6 +301,12 @@ _PART = "One writer after another"
 row(
     _PART, "the store is restored from a backup", noticed="the digest of the version", back="full weights, at the next look"
 )(everywhere(_restored))
+row(
+    _PART,
+    "the store is restored from a backup that knows fewer epochs",
+    noticed="the record of the version, which is gone",
+    back="full weights, at the next look that lists; where records are signed, a restart of the replica",
+)(everywhere(_restored_epochs))
 row(_PART, "a writer goes on after another has opened the channel", noticed="the seal, or the epoch", back="the new writer")(
     everywhere(_zombie)
 )

@@ -144,8 +144,8 @@ class Run:
 
 def settle(publisher: Publisher) -> None:
     """Wait for all that follows a version: head, anchors, folds."""
+    assert publisher._log is not None and publisher._keeper is not None
     publisher._keeper._pool.submit(int).result(60)
-    assert publisher._log is not None
     wait_for_head(publisher._log)
 
 

@@ -204,7 +204,7 @@ def follow(soak: Soak, channel: str, number: int) -> None:
     while True:
         ending = (soak.folder / "end").exists()
         try:
-            replica.sync()
+            replica.sync() if ending else replica.poll()
         except DeltaSyncError:
             said["refused"] += 1
         found = replica.identity
