@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 
 from deltasync.channel import keys
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import CorruptDataError, MissingVersionError, NotPublishedError
 from deltasync.follow import Replica
 from deltasync.follow.course import Course
@@ -323,3 +325,26 @@ def test_a_fold_that_promises_other_bits_than_its_version_is_passed_by(store: St
     replica.sync(1)
     assert replica.sync() == 20
     _holds(replica, channel)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_version_that_a_restored_store_does_not_know(store: Store, tmp_path: Path, signed: bool) -> None:
+    signer = None
+    if signed:
+        pytest.importorskip("cryptography")
+        new_key(tmp_path / "key", "trainer")
+        signer = Signer(tmp_path / "key")
+    channel = made(store, 2, signer)
+    known, model = channel.tip, channel.bits[channel.tip.sha256]
+    sealed = channel.seal("000002-00000002")
+    lost = channel.delta(trained(model, 40))
+    replica = Replica(ChannelReader(store, None if signer is None else signer.trusted))
+    assert replica.sync() == 3
+    store.delete(sealed.key, lost.key)
+    channel.head(known)
+    for _ in range(12):  # of as many looks one is a listing
+        replica.sync()
+    assert replica.identity == (lost.version if signed else known)
+    _holds(replica, channel)
+    if signed:
+        assert "not in the store any more" in str(replica._course.problem)
