@@ -106,7 +106,6 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
     """
     cast, watch = Cast(soak), Watch()
     disk = chaos.small_disk(cast.channel.parent) if soak.chaos else contextlib.nullcontext()
-    troubles = chaos.Troubles(soak, cast).all if soak.chaos else {}
 
     def look() -> None:
         assert soak.chaos or set(cast.pids) == set(cast.names), "a process has ended"
@@ -119,6 +118,7 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
 
     with disk, contextlib.ExitStack() as stack:
         stack.callback(cast.end)
+        troubles = chaos.Troubles(soak, cast).all if soak.chaos else {}
         for name in cast.names:
             cast.start(name)
         result = attend(soak, watch, lambda: list(cast.pids.values()), look, say, troubles)
