@@ -21,7 +21,7 @@ import pytest
 
 from deltasync import Publisher
 from deltasync.cli import main
-from deltasync.config import PublisherSettings, ReplicaSettings, Retention
+from deltasync.config import PublisherSettings, ReplicaSettings, Retention, TrainerSettings
 from deltasync.demo.processes import Child
 from tests.docs.pages import PAGES, ROOT, Block, blocks, command_lines, spans
 from trl_callback import DeltaSyncConfig
@@ -32,7 +32,9 @@ SOURCES = [path for package in ("deltasync", "vllm_plugin", "trl_callback") for 
 # With the pieces of long messages joined.
 CODE = re.sub(r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in SOURCES))
 SETTINGS = {
-    field.name for settings in (PublisherSettings, ReplicaSettings, Retention) for field in dataclasses.fields(settings)
+    field.name
+    for settings in (PublisherSettings, ReplicaSettings, Retention, TrainerSettings)
+    for field in dataclasses.fields(settings)
 }
 
 

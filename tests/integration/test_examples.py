@@ -49,4 +49,4 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in told.splitlines()] == ["version 2", "version 3", "version 4"]
     replica = Replica(url)
     assert replica.sync() == 4
-    assert (tmp_path / "channel/anchors/0000000001/config.json").is_file()
+    assert len(list((tmp_path / "channel/anchors").glob("*/config.json"))) == 1
