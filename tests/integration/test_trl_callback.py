@@ -20,7 +20,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from deltasync import Replica, open_store
+from deltasync import Replica, housekeeping, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
@@ -32,7 +32,6 @@ from tests.http_faults import FaultProxy, status
 from tests.integration.trainers import (
     FlushEachStep,
     Recorder,
-    anchor_directory,
     beat,
     make_trainer,
     published_bits,
@@ -89,9 +88,10 @@ def test_an_anchor_is_a_checkpoint_with_a_tokenizer(make_model: Callable[[], Any
     sync = DeltaSyncCallback(f"file://{tmp_path}/channel", anchor_every=1)
     trainer = make_trainer(make_model(), tmp_path / "out", sync, max_steps=2)
     trainer.train()
-    sync.weight_transfer.destroy()  # waits for the anchor, which no version waits for
+    sync.weight_transfer.destroy()  # waits for anchors, which no version waits for
 
-    anchor = anchor_directory(tmp_path, sync.history[-1].version)
+    anchor = tmp_path / "exported"
+    housekeeping.export(ChannelReader(open_store(f"file://{tmp_path}/channel")), sync.history[-1].version, anchor)
     loaded, info = AutoModelForCausalLM.from_pretrained(anchor, output_loading_info=True)
     assert not any(info.values())
     assert loaded.dtype == torch.bfloat16  # from its config.json

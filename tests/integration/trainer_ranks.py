@@ -64,7 +64,7 @@ class Expected(TrainerCallback):
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             saved = {name: value.to(torch.bfloat16) for name, value in as_saved(model, gathered).items()}
-            torch.save(saved, self.folder / f"{self.sync.history[-1].version}.pt")
+            torch.save(saved, self.folder / f"{self.sync.weight_transfer.publisher.version}.pt")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.save(model)
