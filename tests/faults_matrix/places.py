@@ -46,8 +46,9 @@ def everywhere(action: Callable[[Open], Seen], kinds: tuple[str, ...] = PLACES) 
     """Does it in each place; tells what was said in the first one, and the longest recovery."""
 
     def run(lab: Lab) -> Seen:
+        urls = [url_of(lab, kind) for kind in kinds]  # fixtures that patch too come first
         with short_leases():
-            seen = [action(functools.partial(open_at, url_of(lab, kind))) for kind in kinds]
+            seen = [action(functools.partial(open_at, url)) for url in urls]
         return Seen(seen[0].said, max(each.recovered_s for each in seen), len(seen))
 
     return run

@@ -240,6 +240,7 @@ def _suspended(kind: str, lab: Lab) -> Seen:
 
 def _suspended_everywhere(lab: Lab) -> Seen:
     seen = []
+    url_of(lab, "hub")  # its fixtures patch too, and so come first
     with short_leases():
         for kind in PLACES:
             for number in range(REPEATS if kind == "file" else 1):
