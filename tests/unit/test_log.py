@@ -304,6 +304,7 @@ class TestHead:
         anchor = first.record.anchor
         assert anchor is not None
         fold = a.log.announce(first.version, "0" * 16, anchor, [])
+        a.log.close()  # head is written behind
         b = quick.script("b")
         b.publish()
         b.log.close()
