@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -53,12 +54,22 @@ class TensorSpec:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.element_count * self.item_bytes
+
+    @property
     def bits_dtype(self) -> np.dtype:
         """The unsigned integer dtype of the element's bit pattern."""
         return np.dtype(f"u{self.item_bytes}")
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+def weight_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of a model's weights."""
+    return sum(spec.nbytes for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -107,9 +107,6 @@ class FaultyStore:
     def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
         self._perform("put", key, lambda: self.inner.put(key, data, guard=guard))
 
-    def replace(self, key: str, data: bytes) -> None:
-        self._perform("replace", key, lambda: self.inner.replace(key, data))
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         data = self._perform("read", key, lambda: self.inner.read(key, None, known))
         for prefix, change in self._tampering:

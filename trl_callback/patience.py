@@ -53,9 +53,6 @@ class PatientStore:
     def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:  # noqa: D102
         self._ask(lambda: self._inner.put(key, data, guard=guard))
 
-    def replace(self, key: str, data: bytes) -> None:  # noqa: D102
-        self.put(key, data)
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:  # noqa: D102
         return self._ask(lambda: self._inner.read(key, most_bytes, known))
 

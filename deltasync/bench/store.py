@@ -66,11 +66,6 @@ class CountingStore:
         self.calls["put"] += 1
         self._inner.put(key, data, guard=guard)
 
-    def replace(self, key: str, data: bytes) -> None:
-        """See `Store`."""
-        self.calls["replace"] += 1
-        self._inner.replace(key, data)
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store`."""
         self.calls["read"] += 1

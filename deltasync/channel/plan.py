@@ -18,6 +18,7 @@ from deltasync.channel.reading import MOST_DAMAGED, ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
+from deltasync.types import weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +116,9 @@ class _Search:
         listing = reader.slots()
         self._epochs = {slot.version: slot.epoch for slot, _ in listing.slots if slot.epoch <= target.epoch}
         sizes = {slot.version: info.bytes for slot, info in listing.slots if slot.epoch <= target.epoch}
-        folds = reader.folds()
+        folds, full_bytes = reader.folds(), weight_bytes(reader.specs.values())
         self._known = {info.key: info for _, info in [*listing.slots, *folds]}
-        self._hops = [*_log_hops(reader, sizes), *_fold_hops(reader, folds)]
+        self._hops = [*_log_hops(sizes, full_bytes), *_fold_hops(folds, full_bytes)]
 
     def way(self, have: Version | None) -> list[Stored]:
         """See `find_way`."""
@@ -163,20 +164,18 @@ class _ForkedError(MissingVersionError):
     """What the replica has lies not on the way."""
 
 
-def _log_hops(reader: ChannelReader, sizes: Mapping[int, int]) -> Iterator[Hop]:
+def _log_hops(sizes: Mapping[int, int], full_bytes: int) -> Iterator[Hop]:
     """The log's own hops. What has no record before it may be full weights, or a fold may lead to where it starts."""
-    weight_bytes = sum(spec.element_count * spec.item_bytes for spec in reader.specs.values())
     for version, size in sizes.items():
         if version > 1:
             yield Hop(version - 1, version, size)
         if version - 1 not in sizes:
-            yield Hop(0, version, size + weight_bytes)
+            yield Hop(0, version, size + full_bytes)
 
 
-def _fold_hops(reader: ChannelReader, folds: Iterable[tuple[Span, ObjectInfo]]) -> Iterator[Hop]:
-    weight_bytes = sum(spec.element_count * spec.item_bytes for spec in reader.specs.values())
+def _fold_hops(folds: Iterable[tuple[Span, ObjectInfo]], full_bytes: int) -> Iterator[Hop]:
     for span, info in folds:
-        yield Hop(span.base, span.version, info.bytes + (0 if span.base else weight_bytes), info.key)
+        yield Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key)
 
 
 def _read(

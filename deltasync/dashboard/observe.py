@@ -20,6 +20,7 @@ from deltasync.errors import FormatError, MissingVersionError, NotPublishedError
 from deltasync.housekeeping import Progress, in_parallel, quiet
 from deltasync.housekeeping.survey import slot_of
 from deltasync.stores.base import ObjectInfo, Store
+from deltasync.types import weight_bytes
 
 _LIST_EVERY_S = 10.0  # what is stored after head (folds, anchors), and what is forgotten, is seen so late
 _LAGS = 2000  # kept
@@ -298,7 +299,7 @@ class Observer:
             head_sha256=newest.sha256,
             element_count=sum(spec.element_count for spec in specs),
             tensor_count=len(specs),
-            full_bytes=sum(spec.element_count * spec.item_bytes for spec in specs),
+            full_bytes=weight_bytes(specs),
             versions=rows,
             forgotten=newest.version - len(self._numbers),
             unread=len(self._numbers) - len(rows),

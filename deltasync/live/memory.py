@@ -28,7 +28,7 @@ from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, undo
 from deltasync.live.segments import Parts, Segment, combine
 from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
-from deltasync.types import Patch, TensorSpec
+from deltasync.types import Patch, TensorSpec, weight_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class LiveMemory:
         Raises:
             StageError: this machine has less memory.
         """
-        model_bytes = sum(spec.element_count * spec.item_bytes for spec in specs.values())
+        model_bytes = weight_bytes(specs.values())
         if model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
         bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}

@@ -130,4 +130,4 @@ def collect_weights(
 
 
 def _sizes(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    return {name: spec.element_count * spec.item_bytes for name, spec in specs.items()}
+    return {name: spec.nbytes for name, spec in specs.items()}

@@ -18,7 +18,7 @@ from deltasync.channel.record import INLINE_BYTES, Stored
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError
 from deltasync.publish.collect import Weights
-from deltasync.publish.shadow import Shadow, fold_changes
+from deltasync.publish.shadow import Shadow
 from deltasync.types import Patch
 
 GROUP_CHANGED = 1 << 20
@@ -82,11 +82,6 @@ class Job:
     def kind(self) -> str:
         """Of its record."""
         return "anchor" if self.full else "delta"
-
-    def fold(self, changes: Mapping[str, Patch]) -> None:
-        """Let a job that waits cover one more publish."""
-        self.patches = fold_changes(self.patches, changes)
-        self.coalesced += 1
 
     def add(self, patch: Patch) -> None:
         """One more changed tensor."""

@@ -44,7 +44,7 @@ from deltasync.publish.upload import Uploader
 from deltasync.ranks.peers import Group, Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.types import Patch, TensorSpec
+from deltasync.types import Patch, TensorSpec, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,7 @@ class Publisher:
         self._trusted = None if start.trusted is None else Trusted(start.trusted)
         self._version = start.number
         self._channel, self._run_id = start.channel, start.run_id
+        self._specs: Mapping[str, TensorSpec] = {} if start.channel is None else start.channel.specs
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
         self._fingerprints: dict[str, int] = {}
@@ -211,11 +212,6 @@ class Publisher:
             return {"host": 0, "device": 0}
         return {"host": sum(bits.nbytes for bits in self._shadow.bits.values()), "device": self._shadow.device_bytes}
 
-    @property
-    def _specs(self) -> dict[str, TensorSpec]:
-        assert self._channel is not None
-        return self._channel.specs
-
     def publish(self, named_tensors: Stream, step: int | None = None) -> Receipt:
         """Publish the weights as the next version; the upload goes on in the background.
 
@@ -233,7 +229,7 @@ class Publisher:
         Raises:
             ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the shadow is as
                 before, as with any error that the stream or the encoder raises.
-            HeadConflictError: another publisher writes to this channel.
+            FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
         """
         if self._closed:
@@ -390,6 +386,7 @@ class Publisher:
             self._resume()
             base = dataclasses.replace(base, full=False, collects=False)
         self._channel, self._held, self._shadow = begun.channel, begun.held, begun.shadow
+        self._specs = begun.channel.specs
         return base, begun.changes, begun.reference
 
     def _resume(self) -> None:
@@ -493,4 +490,4 @@ class Publisher:
 
     @property
     def _weight_bytes(self) -> int:
-        return 0 if self._channel is None else sum(spec.element_count * spec.item_bytes for spec in self._specs.values())
+        return weight_bytes(self._specs.values())

@@ -23,7 +23,7 @@ from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import fold_changes
 from deltasync.ranks.peers import Signals
-from deltasync.types import Patch
+from deltasync.types import Patch, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -137,14 +137,14 @@ class Uploader:
             self._used_s = time.monotonic()
             self._puts.submit(self._keeper.reader.head)
 
-    def is_due(self, version: int, payload_bytes: int, weight_bytes: int) -> bool:
+    def is_due(self, version: int, payload_bytes: int, full_bytes: int) -> bool:
         """Whether an anchor is to be announced beside a version.
 
         By default never after a reference by the count of versions: a late joiner has that already, and pays for the deltas
         alone. Once these are more bytes than the weights, an anchor is the cheaper way for it too.
         """
         every = self._settings().anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
-        due = version - self._since.version >= every or self._since.bytes + payload_bytes > weight_bytes
+        due = version - self._since.version >= every or self._since.bytes + payload_bytes > full_bytes
         return (due or self._keeper.failed) and not self._keeper.announcing
 
     def close(self) -> None:
@@ -220,9 +220,8 @@ class Uploader:
                 cause = error
                 error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
                 error.__cause__ = cause
-            with (
-                self._lock
-            ):  # at once, so that a publish that learns of the loss cannot fold anything into what builds on it
+            # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
+            with self._lock:
                 self.full, self._fold, self._running = True, None, None
                 lost, self._waiting = self._waiting, []
         logger.error("%s", error)
@@ -254,8 +253,8 @@ class Uploader:
         put = self._put_in(folder)
         found = encoder.payloads(job, put, inline=True, keep=bool(self._fold_every))
         fold = self._folded(job, encoder, found.patches)
-        weight_bytes = sum(spec.element_count * spec.item_bytes for spec in job.shadow.specs.values())
-        if not self._signals.others and self.is_due(job.version, found.bytes, weight_bytes):
+        full_bytes = weight_bytes(job.shadow.specs.values())
+        if not self._signals.others and self.is_due(job.version, found.bytes, full_bytes):
             job.weights = Weights.of(job.shadow, settings)
         job.released.set()
         parts = [future.result() for future in found.files] + self._signals.collect(job.serial)

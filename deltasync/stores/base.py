@@ -104,10 +104,6 @@ class Store(Protocol):
         """
         ...
 
-    def replace(self, key: str, data: bytes) -> None:
-        """As `put`."""
-        ...
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """The whole object.
 

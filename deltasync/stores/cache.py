@@ -124,10 +124,6 @@ class CachedStore:
         """See `Store.put`."""
         self._store.put(key, data, guard=guard)
 
-    def replace(self, key: str, data: bytes) -> None:
-        """See `Store.replace`."""
-        self._store.replace(key, data)
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`: never from the cache."""
         return self._store.read(key, most_bytes, known)

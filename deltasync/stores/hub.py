@@ -165,10 +165,6 @@ class HubStore:
             guard()
             self._name(path, xet_hash, timeout=_ONCE_TIMEOUT_S, follow_redirects=False)
 
-    def replace(self, key: str, data: bytes) -> None:
-        """See `Store.replace`."""
-        self.put(key, data)
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`."""
         path = self._path(key)

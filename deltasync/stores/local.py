@@ -57,10 +57,6 @@ class LocalStore:
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 os.fsync(folder)
 
-    def replace(self, key: str, data: bytes) -> None:
-        """See `Store.replace`."""
-        self.put(key, data)
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`."""
         with self._opened(key) as file:

@@ -75,10 +75,6 @@ class ObstoreStore:
         with self._mapped(key):
             obstore.put(client, key, data, mode="overwrite", use_multipart=False)
 
-    def replace(self, key: str, data: bytes) -> None:
-        """See `Store.replace`."""
-        self.put(key, data)
-
     def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`. The size that the store announces is looked at, and not believed."""
         check_key(key)
