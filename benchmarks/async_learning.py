@@ -1,6 +1,6 @@
 """AsyncGRPO trained through deltasync and through a dense transfer: the same reward curve, within noise.
 
-    .venv/bin/python -m benchmarks.async_learning --out DIR [--steps 40] [--seeds 3]
+    python -m benchmarks.async_learning --out DIR [--steps 40] [--seeds 3] [--json]
 
 from the root of the repository, with the development dependencies; no GPU, about ten minutes on two cores. The demo's task
 and trainer, on a real vLLM server for each way that weights take:
@@ -8,14 +8,13 @@ and trainer, on a real vLLM server for each way that weights take:
     dense       all weights as a bfloat16 checkpoint that vLLM itself reloads (`reload_weights`), at every sync
     deltasync   weights published to the channel that the server follows, counted when it serves them
 
-Asynchronous rollouts depend on when requests were batched, so two runs with one seed differ too; that is the noise. Prints a
-table, writes DIR/async_learning.json and docs/images/async_learning.png. Exits with 1 if the mean reward of the last ten
+Asynchronous rollouts depend on when requests were batched, so two runs with one seed differ too; that is the noise.
+Writes docs/images/async_learning.png. Exits with 1 if the mean reward of the last ten
 steps differs by more than two standard errors of the difference between the arms.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,9 +24,11 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks import common
 from benchmarks.learning import begin_dense, write_dense
 
 ARMS = ("dense", "deltasync")
@@ -37,18 +38,23 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "async_learning.png"
 
 def main() -> None:
     """Run all, compare and plot."""
-    parser = argparse.ArgumentParser(description="Train AsyncGRPO through deltasync and through a dense transfer.")
+    parser = common.parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for model, channels and results")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, at least two")
     parser.add_argument("--arm", choices=ARMS, help="used by the benchmark itself")
     parser.add_argument("--seed", type=int, help="used by the benchmark itself")
     parser.add_argument("--server-url", help="used by the benchmark itself")
-    arguments = parser.parse_args()
-    out = arguments.out.resolve()
-    if arguments.arm is not None:
-        train(arguments.arm, arguments.server_url, out, arguments.steps, arguments.seed)
-    elif not compare(run_all(out, arguments.steps, arguments.seeds)):
+    given = parser.parse_args()
+    out = given.out.resolve()
+    if given.arm is not None:
+        train(given.arm, given.server_url, out, given.steps, given.seed)
+        return
+    rewards = run_all(out, given.steps, given.seeds)
+    plot(rewards)
+    result = compare(rewards)
+    common.emit(given.json, result, lines(result))
+    if not result["within_noise"]:
         sys.exit(1)
 
 
@@ -80,8 +86,6 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
                     child.wait()
                     child.check()
                 rewards[arm].append([json.loads(line)["reward"] for line in metrics.read_text().splitlines()])
-    (out / "async_learning.json").write_text(json.dumps(rewards, indent=2) + "\n")
-    plot(rewards)
     return rewards
 
 
@@ -128,18 +132,30 @@ class DenseTransfer:
         """Nothing is kept."""
 
 
-def compare(rewards: dict[str, list[list[float]]]) -> bool:
-    """Print what came out; whether the difference between the arms is within the noise of their runs."""
-    print("| transfer | reward, first / last ten steps, each run | mean of the last ten |")
-    print("| --- | --- | --- |")
+def compare(rewards: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """Mean rewards of the last steps; whether the difference between the arms is within the noise of their runs."""
     ends = {arm: [statistics.fmean(run[-LAST:]) for run in runs] for arm, runs in rewards.items()}
-    for arm, runs in rewards.items():
-        each = ", ".join(f"{statistics.fmean(run[:LAST]):.3f} / {end:.3f}" for run, end in zip(runs, ends[arm], strict=True))
-        print(f"| {arm} | {each} | {statistics.fmean(ends[arm]):.3f} |")
     difference = statistics.fmean(ends["deltasync"]) - statistics.fmean(ends["dense"])
     noise = math.sqrt(sum(statistics.variance(runs) / len(runs) for runs in ends.values()))
-    print(f"\ndifference {difference:+.3f}, standard error of the difference {noise:.3f}")
-    return abs(difference) <= 2 * noise
+    return {
+        "steps": len(rewards["dense"][0]),
+        "rewards": rewards,
+        "reward_last_10": ends,
+        "mean": {arm: statistics.fmean(runs) for arm, runs in ends.items()},
+        "difference": difference,
+        "standard_error": noise,
+        "within_noise": abs(difference) <= 2 * noise,
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    rows = []
+    for arm in reversed(ARMS):
+        each = ", ".join(f"{reward:.3f}" for reward in result["reward_last_10"][arm])
+        rows.append((arm, each, f"{result['mean'][arm]:.3f}"))
+    yield from common.table(("transfer", "each run", "mean"), rows)
+    yield f"difference {result['difference']:+.3f}, standard error of the difference {result['standard_error']:.3f}"
 
 
 def plot(rewards: dict[str, list[list[float]]]) -> None:
@@ -165,4 +181,4 @@ def plot(rewards: dict[str, list[list[float]]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -1,6 +1,6 @@
 """Requests and bytes of a version and of an idle replica, counted between the real clients and servers on this machine.
 
-    .venv/bin/python -m benchmarks.cost_sheet
+    python -m benchmarks.cost_sheet [--json]
 
 from the root of the repository, with the development dependencies. S3 is moto in this process, the Hub is the stand-in of
 the tests; both are behind a proxy that counts. Bytes are whole HTTP messages, headers included, without TLS.
@@ -12,10 +12,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import huggingface_hub
 import torch
 
+from benchmarks import common
 from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
@@ -52,17 +54,19 @@ def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
         huggingface_hub.close_session()
 
 
-def row(what: str, exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -> str:
+def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -> dict[str, Any]:
     """Requests and bytes for one time, and what the dashboard takes them to be."""
-    to_hub = sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges)
-    up, down = sum(exchange.bytes_up for exchange in exchanges), sum(exchange.bytes_down for exchange in exchanges)
-    note = f" ({to_hub / times:g} to the Hub)" if to_hub else ""
-    counts = f"{len(exchanges) / times:g}{note} | {up / times:,.0f} | {down / times:,.0f}"
-    return f"| {what} | {counts} | {stated.requests}, {stated.up_bytes:,}, {stated.down_bytes:,} |"
+    return {
+        "requests": len(exchanges) / times,
+        "to_hub": sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges) / times,
+        "up_bytes": sum(exchange.bytes_up for exchange in exchanges) / times,
+        "down_bytes": sum(exchange.bytes_down for exchange in exchanges) / times,
+        "stated": {"requests": stated.requests, "up_bytes": stated.up_bytes, "down_bytes": stated.down_bytes},
+    }
 
 
-def measure(name: str, url: str, proxy: FaultProxy) -> None:
-    """Print the rows of one store."""
+def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
+    """Bytes of the payload, and the rows of one store."""
 
     def taken(action: Callable[[], object], behind_s: float = 0.0) -> list[reverse_proxy.Exchange]:
         proxy.exchanges.clear()
@@ -97,24 +101,54 @@ def measure(name: str, url: str, proxy: FaultProxy) -> None:
         polled = taken(lambda: [replica.poll() for _ in range(POLLS)])
         beaten = taken(lambda: [heartbeat.write(store, beat) for _ in range(POLLS)])
         put = taken(lambda: [store.put(f"parts/{number}", PART) for number in range(POLLS)])
-        got = taken(lambda: [store.read(f"parts/{number}") for number in range(POLLS)])
-    print(f"{name}, payload of {payload_bytes / VERSIONS:,.0f} bytes")
+        got = taken(lambda: [store.read(f"parts/{number}", 1 << 30) for number in range(POLLS)])
     rates = RATES[url.partition(":")[0]]
-    print(row("publish a version", published, VERSIONS, rates.publish))
-    print(row("follow a version", followed, VERSIONS, rates.follow))
-    print(row(f"one more object of {len(PART):,} bytes, put", put, POLLS, rates.put))
-    print(row("the same, read", got, POLLS, rates.get))
-    print(row("poll of an idle channel", polled, POLLS, rates.look))
-    print(row("heartbeat", beaten, POLLS, rates.heartbeat))
+    rows = {
+        "publish": row(published, VERSIONS, rates.publish),
+        "follow": row(followed, VERSIONS, rates.follow),
+        "put": row(put, POLLS, rates.put),
+        "get": row(got, POLLS, rates.get),
+        "look": row(polled, POLLS, rates.look),
+        "heartbeat": row(beaten, POLLS, rates.heartbeat),
+    }
+    return {"payload_bytes": payload_bytes / VERSIONS, "object_bytes": len(PART), "rows": rows}
+
+
+TEXTS = {
+    "publish": "publish a version",
+    "follow": "follow a version",
+    "put": "one more object, put",
+    "get": "the same, read",
+    "look": "look at an idle channel",
+    "heartbeat": "heartbeat",
+}
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    columns = ("requests", "bytes up", "bytes down", "in deltasync.dashboard.costs, without the payload")
+    for name, found in result.items():
+        rows = []
+        for key, text in TEXTS.items():
+            each = found["rows"][key]
+            note = f" ({each['to_hub']:g} to the Hub)" if each["to_hub"] else ""
+            stated = ", ".join(f"{count:,}" for count in each["stated"].values())
+            counts = (f"{each['requests']:g}{note}", f"{each['up_bytes']:,.0f}", f"{each['down_bytes']:,.0f}")
+            rows.append((text, *counts, stated))
+        title = f"{name}, payload of {found['payload_bytes']:,.0f} bytes, objects of {found['object_bytes']:,}"
+        yield from common.table((title, *columns), rows)
+        yield ""
 
 
 def main() -> None:
     """Measure all stores."""
-    print("| | requests | bytes up | bytes down | in deltasync.dashboard.costs, without the payload |")
+    given = common.parser(__doc__).parse_args()
+    result = {}
     for name, server in (("S3", s3), ("Hugging Face", hugging_face)):
         with server() as (url, proxy):
-            measure(name, url, proxy)
+            result[name] = measure(url, proxy)
+    common.emit(given.json, result, lines(result))
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -32,11 +32,11 @@ import numpy as np
 import torch
 
 from deltasync import Publisher, Replica
-from deltasync.bits import bits_of
 from deltasync.config import ReplicaSettings
 from deltasync.errors import NotPublishedError
 from deltasync.follow import Poll
 from deltasync.stores import open_store
+from deltasync.tensors.bits import bits_of
 from tests.http_faults import FaultProxy
 from tests.servers.line import Line, Shape
 from tests.servers.reverse_proxy import Exchange

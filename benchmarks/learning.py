@@ -1,6 +1,6 @@
 """Proof of learning: GRPO trained through deltasync and through a dense transfer gives the same parameters, bit for bit.
 
-    .venv/bin/python -m benchmarks.learning --out DIR [--steps 20]
+    python -m benchmarks.learning --out DIR [--steps 20] [--json]
 
 from the root of the repository, with the development dependencies; no GPU, about five minutes on two cores. One real vLLM
 server, and three runs of TRL's GRPOTrainer on it from the same seeds:
@@ -10,16 +10,15 @@ server, and three runs of TRL's GRPOTrainer on it from the same seeds:
     dense       all weights as a bfloat16 checkpoint that vLLM itself reloads (`reload_weights`), at every sync
 
 The server runs one request at a time and every request has a seed, so that tokens depend on weights alone and not on how
-requests happened to be batched. Prints a table, writes DIR/learning.json and docs/images/learning.png.
+requests happened to be batched. Writes docs/images/learning.png. Exits with 1 if the parameters are not
+as they should be.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from deltasync.bits import bits_of
+from benchmarks import common
+from deltasync.tensors.bits import bits_of
 
 ARMS = ("frozen", "deltasync", "dense")
 LEARNING_RATE = 2e-4  # the demo's would hardly move the reward in so few steps
@@ -37,19 +37,24 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "learning.png"
 
 
 def main() -> None:
-    """Run all arms, compare and plot; exits with 1 if the parameters are not as they should be."""
-    parser = argparse.ArgumentParser(description="Train through deltasync and through a dense transfer, and compare bits.")
+    """Run all arms, compare and plot."""
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="directory for model, channel and results; a model there is used"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--arm", choices=ARMS, help="used by the benchmark itself")
     parser.add_argument("--server-url", help="used by the benchmark itself")
-    arguments = parser.parse_args()
-    out = arguments.out.resolve()
-    if arguments.arm is not None:
-        train(arguments.arm, arguments.server_url, out, arguments.steps)
-    elif not compare(run_all(out, arguments.steps)):
+    given = parser.parse_args()
+    out = given.out.resolve()
+    if given.arm is not None:
+        train(given.arm, given.server_url, out, given.steps)
+        return
+    runs = run_all(out, given.steps)
+    plot(runs)
+    result = compare(runs)
+    common.emit(given.json, result, lines(result))
+    if not result["as_wanted"]:
         sys.exit(1)
 
 
@@ -74,8 +79,6 @@ def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
                 child.wait()
                 child.check()
             results[arm] = json.loads((out / f"{arm}.json").read_text())
-    (out / "learning.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot(results)
     return results
 
 
@@ -83,7 +86,7 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
     """One run; writes DIR/<arm>.json."""
     from trl import GRPOConfig, GRPOTrainer
 
-    from deltasync.demo import task, train
+    from deltasync.demo import task
     from trl_callback import DeltaSyncCallback, compat
 
     sync = DeltaSyncCallback(f"file://{out}/channel", ack_timeout_s=120)
@@ -96,7 +99,7 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
         learning_rate=LEARNING_RATE,
         per_device_train_batch_size=16,
         num_generations=8,
-        max_completion_length=train.MAX_COMPLETION_TOKENS,
+        max_completion_length=task.MAX_COMPLETION_TOKENS,
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=server_url,
@@ -163,27 +166,43 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
     return {name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in model.state_dict().items()}
 
 
-def compare(results: dict[str, dict[str, Any]]) -> bool:
-    """Print what came out; whether deltasync equals the dense transfer, and the control neither."""
-    reference = results["dense"]
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, ", end=""
-    )
-    print(f"torch {torch.__version__}; {reference['parameters']:,} parameters, {len(reference['rewards'])} steps of GRPO\n")
-    print("| transfer | parameters equal to dense | rewards equal to dense | reward, first / last 5 steps | wall time |")
-    print("| --- | --- | --- | --- | --- |")
-    for arm, result in results.items():
-        equal = sum(result["after"][name] == digest for name, digest in reference["after"].items())
-        same = sum(mine == theirs for mine, theirs in zip(result["rewards"], reference["rewards"], strict=True))
-        first, last = (sum(part) / len(part) for part in (result["rewards"][:5], result["rewards"][-5:]))
-        print(
-            f"| {arm} | {equal} of {len(reference['after'])} tensors | {same} of {len(reference['rewards'])} steps "
-            f"| {first:.3f} / {last:.3f} | {result['wall_s']:.0f} s |"
-        )
-    sizes = results["deltasync"]["bytes"]
-    print(f"\nper sync: deltasync {sum(sizes) / len(sizes) / 1e3:.0f} kB, dense {2 * reference['parameters'] / 1e3:.0f} kB")
-    moved = all(reference["before"][name] != digest for name, digest in reference["after"].items())
-    return moved and results["deltasync"]["after"] == reference["after"] != results["frozen"]["after"]
+def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What came out; `as_wanted`: deltasync equals the dense transfer, and the control neither."""
+    dense = runs["dense"]
+    arms = {}
+    for arm, run in runs.items():
+        arms[arm] = {
+            "equal_tensors": sum(run["after"][name] == digest for name, digest in dense["after"].items()),
+            "equal_rewards": sum(mine == theirs for mine, theirs in zip(run["rewards"], dense["rewards"], strict=True)),
+            "reward_first_5": sum(run["rewards"][:5]) / 5,
+            "reward_last_5": sum(run["rewards"][-5:]) / 5,
+            "wall_s": run["wall_s"],
+            "rewards": run["rewards"],
+        }
+    sizes = runs["deltasync"]["bytes"]
+    moved = all(dense["before"][name] != digest for name, digest in dense["after"].items())
+    return {
+        "parameters": dense["parameters"],
+        "tensors": len(dense["after"]),
+        "steps": len(dense["rewards"]),
+        "bytes_per_sync": {"deltasync": sum(sizes) / len(sizes), "dense": 2 * dense["parameters"]},
+        "arms": arms,
+        "as_wanted": moved and runs["deltasync"]["after"] == dense["after"] != runs["frozen"]["after"],
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    rows = []
+    for arm, found in result["arms"].items():
+        size = f"{result['bytes_per_sync'].get(arm, 0) / 1e3:,.0f} kB"
+        equal = f"{found['equal_tensors']} of {result['tensors']} tensors"
+        same = f"{found['equal_rewards']} of {result['steps']} steps"
+        rewards = f"{found['reward_first_5']:.3f} / {found['reward_last_5']:.3f}"
+        rows.append((arm, size, equal, same, rewards))
+    columns = ("per sync", "parameters equal to dense", "rewards equal to dense", "reward, first / last 5 steps")
+    yield from common.table(("transfer", *columns), rows)
+    yield f"{result['parameters']:,} parameters, {result['steps']} steps of GRPO"
 
 
 def plot(results: dict[str, dict[str, Any]]) -> None:
@@ -213,4 +232,4 @@ def plot(results: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -1,6 +1,6 @@
 """Training through an outage of the store: throughput while it is down, and all bits afterwards.
 
-    .venv/bin/python -m benchmarks.outage [--seconds 120]
+    python -m benchmarks.outage [--seconds 120] [--json]
 
 from the root of the repository, with the development dependencies; no GPU. A transformers.Trainer publishes every step to
 an S3 server (moto, in this process), through a proxy that answers 503 for the half of the time in the middle. The same
@@ -10,7 +10,6 @@ than 5 % or a published bit is wrong.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -18,16 +17,19 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks import common
+from benchmarks.common import table
 from deltasync import Replica
-from deltasync.bits import bits_of
 from deltasync.demo import model as demo_model
 from deltasync.demo.processes import Child, interrupt_on_sigterm
+from deltasync.tensors.bits import bits_of
 from tests.http_faults import FaultProxy, status
 from tests.servers.s3 import KEYS, MotoServer
 from trl_callback import DeltaSyncCallback, gather
@@ -37,31 +39,38 @@ DTYPE = torch.bfloat16
 
 def main() -> None:
     """Train twice, and compare."""
-    parser = argparse.ArgumentParser(description="Train with a store that goes away for half of the time.")
+    parser = common.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="length of each training")
     parser.add_argument("--channel", help="used by the benchmark itself")
     parser.add_argument("--steps-file", type=Path, help="used by the benchmark itself")
-    arguments = parser.parse_args()
-    if arguments.channel is not None:
-        train(arguments.channel, arguments.steps_file, arguments.seconds)
+    given = parser.parse_args()
+    if given.channel is not None:
+        train(given.channel, given.steps_file, given.seconds)
         return
     interrupt_on_sigterm()
     os.environ.update(KEYS)
     with contextlib.closing(MotoServer()) as server, FaultProxy(server.endpoint) as proxy:
-        calm = run(server, proxy, arguments.seconds, outage=False)
-        stormy = run(server, proxy, arguments.seconds, outage=True)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}, {stormy['elements']:,} weights, every step published\n")
-    print("| store | steps/s | steps/s in the middle half | versions | published in the largest | bits |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, result in (("up all the time", calm), (f"down for {arguments.seconds / 2:.0f} s in the middle", stormy)):
-        print(
-            f"| {name} | {result['rate']:.2f} | {result['middle_rate']:.2f} | {result['versions']} "
-            f"| {result['coalesced']} times | {'equal' if result['equal'] else 'WRONG'} |"
-        )
+        calm = run(server, proxy, given.seconds, outage=False)
+        stormy = run(server, proxy, given.seconds, outage=True)
     ratio = stormy["middle_rate"] / calm["middle_rate"]
-    print(f"\nthroughput while the store is down: {ratio:.1%} of that with it up")
+    result = {"seconds": given.seconds, "up": calm, "down": stormy, "ratio": ratio}
+    common.emit(given.json, result, lines(result))
     if ratio < 0.95 or not (calm["equal"] and stormy["equal"]):
         sys.exit(1)
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    rows = []
+    for name, key in (("up all the time", "up"), (f"down for {result['seconds'] / 2:.0f} s in the middle", "down")):
+        found = result[key]
+        bits = "equal" if found["equal"] else "WRONG"
+        rates = (f"{found['rate']:.2f}", f"{found['middle_rate']:.2f}")
+        rows.append((name, *rates, found["versions"], found["coalesced"], bits))
+    columns = ("steps/s", "steps/s in the middle half", "versions", "published in the largest", "bits of every version")
+    yield from table(("store", *columns), rows)
+    yield f"{result['up']['elements']:,} weights, every step published"
+    yield f"throughput while the store is down: {result['ratio']:.1%} of that with it up"
 
 
 def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) -> dict[str, Any]:
@@ -158,4 +167,4 @@ def train(channel: str, steps_file: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

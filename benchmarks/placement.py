@@ -1,12 +1,14 @@
 """What each placement of the shadow takes, by the numbers of the code: the table of docs/operations.md.
 
-python -m benchmarks.placement
+python -m benchmarks.placement [--json]
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from benchmarks import common
 from deltasync.kernels import groups
 
 MODELS = {"0.6B": (596_049_920, 1), "7B": (7_615_616_512, 1), "70B over 8 ranks": (70_553_706_496, 8)}
@@ -17,29 +19,29 @@ ITEM_BYTES = 2  # bfloat16
 _ROW_BYTES = 4 * 8
 
 
-def lines() -> Iterator[str]:
-    """The table, in Markdown."""
-    columns = (
-        "model",
-        "placement",
-        "host memory",
-        "copies on the device",
-        "beside them, in a publish",
-        "crosses to the host",
-    )
-    yield _line(*columns)
-    yield _line(*("---" for _ in columns))
+def measure() -> list[dict[str, Any]]:
+    """Bytes that each placement takes for each of `MODELS`, on a rank."""
+    rows = []
     for model, (elements, ranks) in MODELS.items():
         held = -(-elements // ranks)
         weights = held * ITEM_BYTES
         copied, beside = _compared_there(held)
-        yield _line(model, "`host`", _size(weights), "0", "0", _size(weights))
-        pinned = f"{_size(weights)} + {_size(copied)} pinned"
-        yield _line(model, "`device`", pinned, _size(weights), _size(beside), _size(copied))
+        on_host = {"pinned_bytes": 0, "copy_bytes": 0, "beside_bytes": 0, "crossing_bytes": weights}
+        on_device = {"pinned_bytes": copied, "copy_bytes": weights, "beside_bytes": beside, "crossing_bytes": copied}
+        for placement, found in (("host", on_host), ("device", on_device)):
+            rows.append({"model": model, "placement": placement, "host_bytes": weights, **found})
+    return rows
 
 
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def lines(result: list[dict[str, Any]]) -> Iterator[str]:
+    """The table of docs/operations.md."""
+    rows = []
+    for row in result:
+        pinned = f" + {_size(row['pinned_bytes'])} pinned" if row["pinned_bytes"] else ""
+        sizes = (_size(row[f"{name}_bytes"]) for name in ("copy", "beside", "crossing"))
+        rows.append((row["model"], f"`{row['placement']}`", _size(row["host_bytes"]) + pinned, *sizes))
+    columns = ("placement", "host memory", "copies on the device", "beside them, in a publish", "crosses to the host")
+    yield from common.table(("model", *columns), rows)
 
 
 def _compared_there(elements: int) -> tuple[int, int]:
@@ -57,8 +59,17 @@ def _compared_there(elements: int) -> tuple[int, int]:
 
 
 def _size(size_bytes: int) -> str:
+    if not size_bytes:
+        return "0"
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
 
 
+def main() -> None:
+    """Print it."""
+    given = common.parser(__doc__).parse_args()
+    result = measure()
+    common.emit(given.json, result, lines(result))
+
+
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    common.run(main)

@@ -1,6 +1,8 @@
 """How long a replica takes to roll back, and to load full weights again when it finds that its own are wrong.
 
-python benchmarks/recovery.py --elements 596_000_000      the size of Qwen3-0.6B; 8 GB of memory and 2.5 GB of disk
+    python -m benchmarks.recovery [--elements 596_000_000] [--json]
+
+The default is the size of Qwen3-0.6B and takes 8 GB of memory and 2.5 GB of disk.
 
 Everything is in one run, so that what disturbs one number disturbs the others: rollback of a version of 1 % changed elements
 that does not give the promised bits; the load of an anchor into an empty replica; the same after a bit flipped in memory,
@@ -9,16 +11,17 @@ audit included.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks import common
+from benchmarks.common import table
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.follow import Follower
@@ -27,19 +30,19 @@ TENSOR = 8_000_000  # elements of one; about as many tensors of a layer have
 
 
 def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure what the command line says."""
+    parser = common.parser(__doc__)
     parser.add_argument("--elements", type=int, default=596_000_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where the channel goes; the system's temporary one")
     given = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {given.elements:,} elements")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        measure(f"file://{folder}/channel", given.elements, given.repeats)
+        result = measure(f"file://{folder}/channel", given.elements, given.repeats)
+    common.emit(given.json, result, lines(result))
 
 
-def measure(url: str, elements: int, repeats: int) -> None:
-    """Print the times."""
+def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
+    """Seconds of each repeat."""
     weights = {f"w{i}": torch.randn(min(TENSOR, elements - i)).bfloat16() for i in range(0, elements, TENSOR)}
     with Publisher(url, dtype="keep", shard_bytes=1 << 28) as publisher:
         publisher.publish(weights.items()).wait(600)
@@ -53,8 +56,6 @@ def measure(url: str, elements: int, repeats: int) -> None:
     follower = replica._follower
     assert isinstance(follower, Follower)
     commits, rollbacks = zip(*(commit_and_rollback(follower, reader) for _ in range(repeats)), strict=True)
-    show("commit of 1 % changed", commits)
-    show("rollback of it", rollbacks)
     loads, again = [], []
     for number in range(repeats):
         fresh, before = Replica(reader.store), time.perf_counter()
@@ -67,9 +68,14 @@ def measure(url: str, elements: int, repeats: int) -> None:
         again.append(time.perf_counter() - before)
         assert replica.fingerprints == fresh.fingerprints
         del fresh
-    show("load of an anchor", loads)
-    show("audit and load again", again)
-    print(f"ratio {statistics.median(again) / statistics.median(loads):.2f}")
+    return {
+        "elements": elements,
+        "commit_s": commits,
+        "rollback_s": rollbacks,
+        "load_s": loads,
+        "audit_and_load_s": again,
+        "ratio": statistics.median(again) / statistics.median(loads),
+    }
 
 
 def commit_and_rollback(follower: Follower, reader: ChannelReader) -> tuple[float, float]:
@@ -82,10 +88,21 @@ def commit_and_rollback(follower: Follower, reader: ChannelReader) -> tuple[floa
     return times[1] - times[0], times[2] - times[1]
 
 
-def show(what: str, seconds: Sequence[float]) -> None:
-    """Median, least and most."""
-    print(f"{what}: {statistics.median(seconds):.4f} s ({min(seconds):.4f} to {max(seconds):.4f})")
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    texts = {
+        "commit_s": "commit of 1 % changed",
+        "rollback_s": "rollback of it",
+        "load_s": "load of an anchor",
+        "audit_and_load_s": "audit and load again",
+    }
+    rows = []
+    for key, text in texts.items():
+        times_s = result[key]
+        rows.append((text, *(f"{seconds:.4f}" for seconds in (statistics.median(times_s), min(times_s), max(times_s)))))
+    yield from table((f"{result['elements']:,} elements", "median, s", "least", "most"), rows)
+    yield f"audit and load again: {result['ratio']:.2f} loads"
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

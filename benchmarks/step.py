@@ -1,6 +1,6 @@
 """What publishing adds to an optimizer step: `DeltaSyncCallback` after each step, beside a copy of the weights.
 
-    python -m benchmarks.step [--size 0.6b] [--changed 0.01] [--rounds 10]
+    python -m benchmarks.step [--size 0.6b] [--changed 0.01] [--rounds 10] [--json]
 
 A Qwen3 of that shape in bfloat16 with random weights; between two publishes a fraction of its elements changes, as an
 optimizer step would do. The upload goes to a directory in the background; it is waited for before the next round, outside of
@@ -9,35 +9,46 @@ what is measured.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks import common
+from benchmarks.commit import versions
+from benchmarks.common import table
 from deltasync import Replica
-from deltasync.bench import commit_data
 from trl_callback import DeltaSyncConfig, DeltaWeightTransfer, gather
 
 
 def main() -> None:
-    """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=commit_data.SIZES, default="0.6b")
-    parser.add_argument("--changed", type=float, default=0.01)
-    parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
+    """Measure what the command line says."""
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--size", choices=versions.SIZES, default="0.6b", help="of the shape of Qwen3-0.6B, or the demo's model"
+    )
+    parser.add_argument("--changed", type=float, default=0.01, help="fraction of the elements that a step changes")
+    parser.add_argument("--rounds", type=int, default=10, help="steps to measure")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), arguments.size, arguments.changed, arguments.rounds)
+        result = run(Path(folder), given.size, given.changed, given.rounds)
+    common.emit(given.json, result, lines(result))
 
 
-def run(folder: Path, size: str, changed: float, rounds: int) -> None:
-    """Measure, print medians, and compare the last version's bits."""
-    commit_data.build_checkpoint(size, folder / "model")
+def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
+    """Measure, and compare the last version's bits.
+
+    Returns:
+        Bytes of the weights and of a delta, its elements; threads; medians of the seconds of a copy of the weights and of
+        what publishing adds to a step; seconds of each step.
+    """
+    versions.build_checkpoint(size, folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     weights = gather.checkpoint_tensors(model)
     channel = f"file://{folder}/channel"
@@ -48,7 +59,7 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> None:
     publish_s, memcpy_s = [], []
     for number in range(rounds + 2):  # the first is an anchor, the second meets new memory
         if number:
-            commit_data.change(weights, changed, seed=number)
+            versions.change(weights, changed, seed=number)
         before = time.perf_counter()
         transfer.publish(gather.checkpoint_tensors(model).items())
         publish_s.append(time.perf_counter() - before)
@@ -64,16 +75,31 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> None:
     published = replica.state_dict()
     assert all(torch.equal(published[name].view(torch.int16), weight.view(torch.int16)) for name, weight in weights.items())
 
-    size_bytes = sum(weight.nbytes for weight in weights.values())
-    copy_s, step_s = statistics.median(memcpy_s[2:]), statistics.median(publish_s[2:])
     last = transfer.history[-1]
-    print(
-        f"{size_bytes / 1e9:.2f} GB, {last.changed:,} of {last.total:,} changed, payload {last.payload_bytes / 1e6:.2f} MB"
+    copy_s, step_s = statistics.median(memcpy_s[2:]), statistics.median(publish_s[2:])
+    return {
+        "weight_bytes": sum(weight.nbytes for weight in weights.values()),
+        "changed": last.changed,
+        "total": last.total,
+        "payload_bytes": last.payload_bytes,
+        "threads": {"deltasync": numba.get_num_threads(), "torch": torch.get_num_threads()},
+        "copy_s": copy_s,
+        "step_s": step_s,
+        "copies": step_s / copy_s,
+        "steps_s": publish_s[2:],
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    yield (
+        f"{result['weight_bytes'] / 1e9:.2f} GB, {result['changed']:,} of {result['total']:,} changed, "
+        f"payload {result['payload_bytes'] / 1e6:.2f} MB; "
+        f"threads: {result['threads']['deltasync']} in deltasync's kernels, {result['threads']['torch']} in torch's copy"
     )
-    print(f"threads: {numba.get_num_threads()} in deltasync's kernels, {torch.get_num_threads()} in torch's copy")
-    print(f"copy of the weights     {1e3 * copy_s:8.1f} ms")
-    print(f"added to a step         {1e3 * step_s:8.1f} ms = {step_s / copy_s:.2f} times the copy")
+    rows = (("copy of the weights", result["copy_s"]), ("added to a step", result["step_s"]))
+    yield from table(("", "ms", "copies"), [(name, f"{1e3 * s:.1f}", f"{s / result['copy_s']:.2f}") for name, s in rows])
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync import errors
+    from deltasync.config import Retention
     from deltasync.follow import Replica
     from deltasync.publish import Publisher, Receipt
     from deltasync.stores import open_store
@@ -26,10 +27,11 @@ _HOME = {
     "Publisher": "deltasync.publish",
     "Receipt": "deltasync.publish",
     "Replica": "deltasync.follow",
+    "Retention": "deltasync.config",
     "open_store": "deltasync.stores",
 }
 
-__all__ = ["Publisher", "Receipt", "Replica", "__version__", "errors", "open_store"]
+__all__ = ["Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "open_store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,8 @@ An explicit argument (anything but None) beats the environment, which beats the 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import os
 import re
 import socket
@@ -13,7 +15,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypedDict
 
 from deltasync.errors import ConfigError
 
@@ -24,9 +26,47 @@ COMPRESSIONS = ("none", "zstd")
 KV_CACHE = ("keep", "recompute")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What values of a setting are allowed beside their type."""
+
+    said: str
+    pattern: str = ""
+    least: float = -math.inf
+    above: float = -math.inf
+
+    def allows(self, value: Any) -> bool:
+        if self.pattern:
+            return re.fullmatch(self.pattern, value) is not None
+        return bool(value >= self.least and value > self.above)
+
+
+def _one_of(names: tuple[str, ...]) -> _Rule:
+    return _Rule(f"one of {', '.join(names)}", pattern="|".join(names))
+
+
+_Natural = Annotated[int, _Rule("at least 0", least=0)]
+_Positive = Annotated[int, _Rule("at least 1", least=1)]
+_Seconds = Annotated[float, _Rule("at least 0", least=0)]
+_PositiveSeconds = Annotated[float, _Rule("more than 0", above=0)]
+_Name = Annotated[str, _Rule("1 to 100 letters, digits, '.', '_' or '-'", pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")]
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+    Path: (os.PathLike, "a path"),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Reads each field `x` from `DELTASYNC_X` where no argument was given."""
+    """Reads each field `x` from `DELTASYNC_X` where no argument was given. Types and rules are checked when one is made."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self), include_extras=True)
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), hints[field.name], shown=field.repr)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Self:
@@ -56,8 +96,7 @@ class _Settings:
 
 
 def _parse(variable: str, text: str, hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    hint = next(option for option in _options(hint) if option is not type(None))
     if hint is bool:
         _require(text in ("0", "1"), f"{variable} must be 0 or 1, not {text!r}.")
         return text == "1"
@@ -65,6 +104,41 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
         return hint(text)
     except ValueError:
         raise ConfigError(f"{variable}={text!r} is not a valid {hint.__name__}.") from None
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; of anything else itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
+    """Hold a value to its annotation.
+
+    Raises:
+        ConfigError: it is of another type, or out of range.
+    """
+    options = _options(hint)
+    if value is None and type(None) in options:
+        return
+    given = f"not {value!r}" if shown else "and this one (not shown) is not"
+    rules: list[_Rule] = [rule for option in options for rule in getattr(option, "__metadata__", ())]
+    kinds = [_KINDS[getattr(option, "__origin__", option)] for option in options if option is not type(None)]
+    fits = any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind, _ in kinds)
+    said = " or ".join([rule.said for rule in rules if rule.pattern] or [said for _, said in kinds])
+    _require(fits and value == value, f"{name} must be {said}, {given}.")
+    for rule in rules:
+        _require(rule.allows(value), f"{name} must be {rule.said}, {given}.")
+
+
+def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
+    """A whole number of 64 bits that somebody gave, also one of numpy's.
+
+    Raises:
+        ConfigError: it is something else, or less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 1 << 63:
+        raise ConfigError(f"{name} must be a whole number{f' from {least} on' if least > 0 else ''}, not {value!r}.")
+    return int(value)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -82,10 +156,24 @@ class ReaderSettings(_Settings):
     """
 
     trusted_keys: str | Path | None = None
-    max_age_s: float | None = None
+    max_age_s: _PositiveSeconds | None = None
 
-    def __post_init__(self) -> None:
-        _require(self.max_age_s is None or self.max_age_s > 0, "max_age_s must be positive.")
+
+class PublisherOptions(TypedDict, total=False):
+    """The fields of `PublisherSettings`; None, or nothing, for what the environment or the default says."""
+
+    codec: str | None
+    anchor_every: int | None
+    dtype: str | None
+    shadow_placement: str | None
+    shard_bytes: int | None
+    anchor_compression: str | None
+    retries: int | None
+    retry_delay_s: float | None
+    settle_s: float | None
+    peer_timeout_s: float | None
+    signing_key: str | Path | None
+    trusted_keys: str | Path | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,35 +200,18 @@ class PublisherSettings(_Settings):
         trusted_keys: File of the public keys of those who wrote before, if they had other ones.
     """
 
-    codec: str = "packed"
-    anchor_every: int | None = None
-    dtype: str = "bfloat16"
-    shadow_placement: str = "auto"
-    shard_bytes: int = 1 << 30
-    anchor_compression: str = "none"
-    retries: int = 6
-    retry_delay_s: float = 0.25
-    settle_s: float = 30.0
-    peer_timeout_s: float = 600.0
+    codec: Annotated[str, _one_of(CODECS)] = "packed"
+    anchor_every: _Positive | None = None
+    dtype: Annotated[str, _one_of(DTYPES)] = "bfloat16"
+    shadow_placement: Annotated[str, _one_of(PLACEMENTS)] = "auto"
+    shard_bytes: _Positive = 1 << 30
+    anchor_compression: Annotated[str, _one_of(COMPRESSIONS)] = "none"
+    retries: _Natural = 6
+    retry_delay_s: _Seconds = 0.25
+    settle_s: _Seconds = 30.0
+    peer_timeout_s: _PositiveSeconds = 600.0
     signing_key: str | Path | None = None
     trusted_keys: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        _require(self.codec in CODECS, f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}.")
-        _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}.")
-        _require(
-            self.shadow_placement in PLACEMENTS,
-            f"shadow_placement must be one of {', '.join(PLACEMENTS)}, not {self.shadow_placement!r}.",
-        )
-        _require(self.anchor_every is None or self.anchor_every >= 1, "anchor_every must be at least 1.")
-        _require(self.shard_bytes >= 1, "shard_bytes must be at least 1.")
-        _require(
-            self.anchor_compression in COMPRESSIONS,
-            f"anchor_compression must be one of {', '.join(COMPRESSIONS)}, not {self.anchor_compression!r}.",
-        )
-        _require(self.retries >= 0, "retries must not be negative.")
-        _require(self.retry_delay_s >= 0, "retry_delay_s must not be negative.")
-        _require(self.peer_timeout_s > 0, "peer_timeout_s must be positive.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,24 +219,22 @@ class Retention(_Settings):
     """How a publisher looks after its channel in the background. By default it does nothing: all versions stay.
 
     Attributes:
-        fold_every: Write a fold over every so many versions, for replicas that catch up; 0 for none. Costs memory for the
-            changes of so many versions, and the time to encode them with the last one.
-        keep_last: Forget all but the newest so many versions and what leads to them; None to keep all.
-        keep_anchors: Also keep the newest so many versions that have full weights.
-        prune_grace_s: Delete the bytes of what was forgotten so many seconds ago; more than the slowest replica takes to
+        fold_every: Write a fold over every N versions, for replicas that catch up; 0 for none. Costs memory for the changes
+            of N versions, and the time to encode them with the last one.
+        keep_last: Keep the newest N versions and their bases; None to keep all.
+        keep_anchors: Also keep the newest N versions with full weights.
+        prune_grace_s: Delete the bytes of what was forgotten longer ago; more than the slowest replica takes to
             load full weights.
     """
 
-    fold_every: int = 0
-    keep_last: int | None = None
-    keep_anchors: int | None = None
-    prune_grace_s: float = 3600.0
+    fold_every: _Natural = 0
+    keep_last: _Positive | None = None
+    keep_anchors: _Positive | None = None
+    prune_grace_s: _Seconds = 3600.0
 
     def __post_init__(self) -> None:
-        _require(self.fold_every == 0 or self.fold_every >= 2, "fold_every must be 0, or at least 2 versions.")
-        _require(self.keep_last is None or self.keep_last >= 1, "keep_last must be at least 1.")
-        _require(self.keep_anchors is None or self.keep_anchors >= 1, "keep_anchors must be at least 1.")
-        _require(self.prune_grace_s >= 0, "prune_grace_s must not be negative.")
+        super().__post_init__()
+        _require(self.fold_every != 1, "fold_every must be 0, or at least 2 versions.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,10 +246,7 @@ class TrainerSettings(_Settings):
             leaves it to the kind of trainer.
     """
 
-    max_behind: int | None = None
-
-    def __post_init__(self) -> None:
-        _require(self.max_behind is None or self.max_behind >= 0, "max_behind must not be negative.")
+    max_behind: _Natural | None = None
 
 
 def _default_replica_id() -> str:
@@ -212,43 +278,27 @@ class ReplicaSettings(ReaderSettings):
     """
 
     channel: str | None = None
-    adapter: str | None = None
+    adapter: _Name | None = None
     allowed_channels: str | None = None
-    replica_id: str = dataclasses.field(default_factory=_default_replica_id)
-    poll_interval_s: float = 1.0
-    heartbeat_interval_s: float = 10.0
-    audit_interval_s: float = 3600.0
-    ready_behind: int = 8
+    replica_id: _Name = dataclasses.field(default_factory=_default_replica_id)
+    poll_interval_s: _PositiveSeconds = 1.0
+    heartbeat_interval_s: _PositiveSeconds = 10.0
+    audit_interval_s: _Seconds = 3600.0
+    ready_behind: _Natural = 8
     wait_ready: bool = False
-    kv_cache: str = "keep"
+    kv_cache: Annotated[str, _one_of(KV_CACHE)] = "keep"
     cache_dir: str | None = None
-    cache_bytes: int = 4 << 30
+    cache_bytes: _Natural = 4 << 30
     digest_route: bool = False
-    http_token: str | None = dataclasses.field(default=None, repr=False)
+    http_token: Annotated[str, _Rule("visible ASCII characters without spaces", pattern="[!-~]+")] | None = (
+        dataclasses.field(default=None, repr=False)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.kv_cache in KV_CACHE, f"kv_cache must be one of {', '.join(KV_CACHE)}, not {self.kv_cache!r}.")
         _require(
             self.cache_dir is None or os.path.isabs(self.cache_dir),
             f"cache_dir must be an absolute path, not {self.cache_dir!r}.",
-        )
-        _require(self.cache_bytes >= 0, "cache_bytes must not be negative.")
-        _require(self.poll_interval_s > 0, "poll_interval_s must be positive.")
-        _require(self.heartbeat_interval_s > 0, "heartbeat_interval_s must be positive.")
-        _require(self.audit_interval_s >= 0, "audit_interval_s must not be negative.")
-        _require(self.ready_behind >= 0, "ready_behind must not be negative.")
-        _require(
-            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.replica_id) is not None,
-            f"replica_id must be 1 to 100 letters, digits, '.', '_' or '-', not {self.replica_id!r}.",
-        )
-        _require(
-            self.adapter is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.adapter) is not None,
-            f"adapter must be 1 to 100 letters, digits, '.', '_' or '-', not {self.adapter!r}.",
-        )
-        _require(
-            self.http_token is None or re.fullmatch(r"[!-~]+", self.http_token) is not None,
-            "http_token must be visible ASCII characters without spaces; this one (not shown) is not.",
         )
         _require(
             all("://" in prefix and _is_plain(prefix) for prefix in self._prefixes),
@@ -265,7 +315,7 @@ class ReplicaSettings(ReaderSettings):
 
         Args:
             port: That the server listens on.
-            rank: Of several engines that share the work of one port.
+            rank: The engine's, where several share one port.
         """
         if self.replica_id != _default_replica_id():
             return self

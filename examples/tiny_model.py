@@ -13,5 +13,5 @@ from deltasync.demo.model import build_checkpoint
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("Usage: python examples/tiny_model.py DIRECTORY")
-    info = build_checkpoint(Path(sys.argv[1]), seed=0)
-    print(f"{info['parameter_count']:,} parameters in {sys.argv[1]}")
+    parameter_count, _ = build_checkpoint(Path(sys.argv[1]), seed=0)
+    print(f"{parameter_count:,} parameters in {sys.argv[1]}")

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import codec, fingerprint
-from deltasync.bits import bits_of, spec_of, tensor_of
+from deltasync import codec
 from deltasync.channel import anchors, documents, keys, record
 from deltasync.channel.documents import (
     REFERENCE,
@@ -29,7 +28,8 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu
 from deltasync.stores import Store
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 
 Weights = Mapping[str, torch.Tensor]
 EPOCH = "000001-00000001"

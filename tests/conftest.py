@@ -1,33 +1,64 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from deltasync.bits import bits_of
+from deltasync.tensors.bits import bits_of
+from tests.interpreter import RUNS
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
     del os.environ[_variable]
 
 # No deadline: the first call of a numba kernel compiles it.
-settings.register_profile("deltasync", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("deltasync", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("many", settings.get_profile("deltasync"), max_examples=1000)
 settings.register_profile("long", settings.get_profile("deltasync"), max_examples=10_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deltasync"))
 
+_LEFT_OUT = {}
+if "LONG_TESTS" not in os.environ:
+    _LEFT_OUT["slow"] = "tests that are marked slow; make test-long runs them"
+if not RUNS:
+    _LEFT_OUT["gpu"] = "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "LONG_TESTS" in os.environ:
-        return
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="only with LONG_TESTS=1, as in make test-long"))
+_STARTS_VLLM = re.compile(r"/test_(vllm\w*|trl_server)\.py\b")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they wait."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "vLLM" if _STARTS_VLLM.search(nodeid) else str(super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False  # modules are taken in the order of collection
+    return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run here and what is slow, and begin with what takes longest."""
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in _LEFT_OUT)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _STARTS_VLLM.search(item.nodeid) is None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason in _LEFT_OUT.values():
+        terminalreporter.write_line(f"LEFT OUT: {reason}")
 
 
 def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -25,6 +25,7 @@ from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.driver import Driver
 from vllm_plugin.endpoints import DeltaSyncEndpoints
+from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.metrics import Metrics
 
@@ -43,7 +44,7 @@ class Model(torch.nn.Module):
             getattr(self, name).copy_(tensor)
 
 
-class Engine:
+class Engine(IdleEngine):
     """vLLM's engine client as far as the driver goes, with one worker on this thread."""
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Engine:
         self.events: list[tuple[str, int | None]] = []
         self.driver: Driver | None = None
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
         await asyncio.sleep(0)
         return [getattr(self.worker, method)(*args)]
 
@@ -76,7 +77,7 @@ class Engine:
         raise AssertionError("no request is made here")
         yield
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._note("pause")
 
     async def resume_generation(self) -> None:
@@ -127,7 +128,7 @@ def trainer(memory_url: str) -> Trainer:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     # There is no vLLM here to name the files that it loaded.
-    monkeypatch.setattr("vllm_plugin.load_plan.checkpoint", lambda _: iter(Model().state_dict().items()))
+    monkeypatch.setattr("vllm_plugin.load.proof.checkpoint", lambda _: iter(Model().state_dict().items()))
     return Engine()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch, check_size
+from deltasync.stores.base import ObjectInfo, Store, check_size
+from deltasync.stores.wrapper import WrappedStore
 
 FOREVER = 1 << 30
 
@@ -38,7 +39,7 @@ class Gate:
     opened: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
-class FaultyStore:
+class FaultyStore(WrappedStore):
     """Any store, with faults at named steps.
 
     Attributes:
@@ -46,20 +47,12 @@ class FaultyStore:
     """
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.calls: list[tuple[str, str]] = []
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self._gates: list[Gate] = []
         self._tampering: list[tuple[str, Callable[[bytes], bytes]]] = []
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
 
     def fail_at(
         self,
@@ -101,34 +94,20 @@ class FaultyStore:
                 gate.opened.set()
             self._gates = []
 
-    def create(self, key: str, data: bytes) -> None:
-        self._perform("create", key, lambda: self.inner.create(key, data))
-
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        self._perform("put", key, lambda: self.inner.put(key, data, guard=guard))
-
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
-        data = self._perform("read", key, lambda: self.inner.read(key, None, known))
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
+        data = self.ask("read", key, lambda: self.inner.read(key, 1 << 40, known))
         for prefix, change in self._tampering:
             if key.startswith(prefix):
                 data = change(data)
         check_size(key, len(data), most_bytes)
         return data
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._perform("list", prefix, lambda: self.inner.list(prefix))
-
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        return self._perform("read", key, lambda: self.inner.read_range(key, start, end))
-
     def delete(self, *keys: str) -> None:
         for key in keys:
-            self._perform("delete", key, lambda key=key: self.inner.delete(key))  # type: ignore[misc]
+            self.ask("delete", key, lambda key=key: self.inner.delete(key))  # type: ignore[misc]
 
-    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
-        return self.inner.watch(prefix, on_change)
-
-    def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        operation = "read" if verb == "read_range" else verb
         for gate in list(self._gates):
             if gate.operation == operation and key.startswith(gate.key_prefix):
                 gate.entered.set()
@@ -158,20 +137,20 @@ class FlakyStore(FaultyStore):
         self._rate, self._random = rate, random.Random(seed)
         self.faults = 0
 
-    def _perform(self, operation: str, key: str, action: Callable[[], _Result]) -> _Result:
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
         if self._random.random() >= self._rate:
             return action()
         self.faults += 1
         kind = self._random.choice(("before", "after", "damaged", "truncated"))
         if kind == "before":
-            raise TransientStoreError(f"{operation} {key} failed by chance")
+            raise TransientStoreError(f"{verb} {key} failed by chance")
         result = action()
         if kind == "truncated" and isinstance(result, bytes) and result:
             return result[: self._random.randrange(len(result))]  # type: ignore[return-value]
         if kind == "damaged" and isinstance(result, bytes) and result:
             place = self._random.randrange(len(result))
             return result[:place] + bytes([result[place] ^ 1]) + result[place + 1 :]  # type: ignore[return-value]
-        raise TransientStoreError(f"the reply of {operation} {key} got lost by chance")
+        raise TransientStoreError(f"the reply of {verb} {key} got lost by chance")
 
 
 def truncated(data: bytes) -> bytes:

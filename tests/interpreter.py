@@ -21,8 +21,8 @@ RUNS = INTERPRETED or (HAS_TRITON and torch.cuda.is_available())
 DEVICE = "cuda" if RUNS and not INTERPRETED else "cpu"
 
 
-def run_again(file: str, scratch: Path, *arguments: str, **environment: str) -> None:
-    """Run a test file, or the tests of it that are named, where triton can be imported."""
+def run_again(files: list[str], scratch: Path, *arguments: str, **environment: str) -> None:
+    """Run test files, or the tests of them that are named, where triton can be imported."""
     if not TRITON_SITE.is_dir():
         pytest.skip(f"no {TRITON_SITE}; `make setup` installs triton there")
     root = Path(__file__).parents[1]
@@ -32,6 +32,6 @@ def run_again(file: str, scratch: Path, *arguments: str, **environment: str) -> 
         "TRITON_CACHE_DIR": str(scratch),
         **environment,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *arguments]
     done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from deltasync.bits import tensor_of
-from deltasync.types import ITEM_BYTES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, TensorSpec
+from deltasync.tensors.bits import tensor_of
 
 # Both zeros, both infinities, quiet and signalling NaNs with payloads, subnormals, the largest finite number.
 SPECIAL_BITS: dict[str, tuple[int, ...]] = {

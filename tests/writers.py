@@ -19,10 +19,10 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.config import PublisherSettings
+from deltasync.errors import FormatError, MissingVersionError
 from deltasync.publish.log import Lease, Log
-from deltasync.publish.opening import Opened, open_channel
+from deltasync.publish.opening import open_channel
 from deltasync.stores import Store
-from deltasync.stores.base import Capabilities
 from tests.faults import FaultyStore
 from tests.hub import fixtures
 
@@ -59,7 +59,7 @@ class Journal:
         assert {pair: found for pair, found in sent.items() if len(found) > 1} == {}
         for info in store.list(""):
             if info.key != keys.HEAD:
-                assert {sha256_hex(store.read(info.key))} == self._held[info.key], info.key
+                assert {sha256_hex(store.read(info.key, 1 << 30))} == self._held[info.key], info.key
 
 
 class WriterStore(FaultyStore):
@@ -80,20 +80,20 @@ class WriterStore(FaultyStore):
         self._journal, self._name, self._decides, self._ignores = journal, name, decides, ignores
 
     @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_put=self._decides)
+    def can_create(self) -> bool:
+        return self._decides
 
     def create(self, key: str, data: bytes) -> None:
         assert self._decides
         self._journal.send(self._name, key, data)
         verb = self.inner.put if self._ignores else self.inner.create
-        self._perform("create", key, lambda: self._stored(verb, key, data))
+        self.ask("create", key, lambda: self._stored(verb, key, data))
 
     def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
         if guard is not None:
             guard()
         self._journal.send(self._name, key, data)
-        self._perform("put", key, lambda: self._stored(self.inner.put, key, data))
+        self.ask("put", key, lambda: self._stored(self.inner.put, key, data))
 
     def _stored(self, verb: Callable[[str, bytes], None], key: str, data: bytes) -> None:
         verb(key, data)
@@ -104,8 +104,10 @@ class Script:
     """A publisher reduced to its protocol: each version has one file, whose bytes tell who wrote it.
 
     Attributes:
-        opened: What opening found.
         log: Its log.
+        channel: The channel that it found, None if there was none.
+        tip: The newest version that it found.
+        end: The record of that one, if it can be read.
     """
 
     def __init__(
@@ -120,10 +122,14 @@ class Script:
     ) -> None:
         self.reader = ChannelReader(store, None if signer is None else signer.trusted)
         settings = PublisherSettings(retries=retries, retry_delay_s=0.0)
-        self.opened: Opened = open_channel(self.reader, settings, resume, signer, lease)
-        self.log: Log = self.opened.log
+        self.log: Log = open_channel(self.reader, settings, resume, signer, lease)
+        self.channel, self.tip = self.log.channel, self.log.tip
+        self.end: Stored | None = None
+        if self.tip is not None:
+            with contextlib.suppress(MissingVersionError, FormatError):
+                self.end = self.reader.record(self.tip)
         self._tensors = tensors
-        self._full = self.opened.end is None
+        self._full = self.end is None
 
     def create(self) -> Channel:
         """Create the channel."""
@@ -194,7 +200,7 @@ def wait_for_head(log: Log) -> None:
 
 def snapshot(store: Store) -> dict[str, bytes]:
     """All that a store holds."""
-    return {info.key: store.read(info.key) for info in store.list("")}
+    return {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
 
 
 def restore(store: Store, saved: dict[str, bytes]) -> None:

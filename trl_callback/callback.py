@@ -72,16 +72,13 @@ class DeltaSyncCallback(TrainerCallback):
         known = {field.name for field in dataclasses.fields(DeltaSyncConfig)} - {"channel"}
         if unknown := settings.keys() - known:
             raise ConfigError(f"Unknown setting: {', '.join(sorted(unknown))}. Known ones: {', '.join(sorted(known))}.")
-        if isinstance(channel, DeltaSyncConfig):
-            self.config = dataclasses.replace(channel, **settings)
-        else:
-            self.config = DeltaSyncConfig(channel, **settings)
+        config = channel if isinstance(channel, DeltaSyncConfig) else DeltaSyncConfig(channel)
+        self.config = dataclasses.replace(config, **settings)
         self._transfer = DeltaWeightTransfer(self.config)
         self._publishes = True  # at the end of steps; otherwise TRL asks for it, which the trainer decides when it starts
         self._on_policy = False
         self._restore: Callable[[], None] | None = None
-        self._first = _First(self)
-        self._leads = False
+        self._metrics = _Metrics(self._transfer)
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
@@ -125,7 +122,7 @@ class DeltaSyncCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
-        self._leads = compat.add_first(self._first)
+        compat.add_first(self._metrics)
         transfer = self._transfer
         transfer.step = state.global_step
         transfer.bind(model, processing_class)
@@ -178,27 +175,6 @@ class DeltaSyncCallback(TrainerCallback):
             else:
                 self._publish(model)
         transfer.flush()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add what is new since the last logs, if that was not done before all other callbacks."""
-        if not self._leads:
-            self.add_metrics(state, logs)
-
-    def add_metrics(self, state: TrainerState, logs: dict[str, Any] | None) -> None:
-        """Add to the logs what is new since the last ones."""
-        if logs is None or not state.is_world_process_zero:
-            return
-        metrics = self._transfer.metrics()
-        logs.update(metrics)
-        if state.log_history:
-            state.log_history[-1].update(metrics)
 
     def _check_merged(self) -> None:
         if self.config.adapter_only:
@@ -263,11 +239,11 @@ class DeltaSyncCallback(TrainerCallback):
         self._transfer.record(ack_s=None)
 
 
-class _First(TrainerCallback):
-    """Runs before all other callbacks, so that they find the metrics in the logs."""
+class _Metrics(TrainerCallback):
+    """Adds what is new to the logs. It runs before all other callbacks, so that they find it there."""
 
-    def __init__(self, sync: DeltaSyncCallback) -> None:
-        self._sync = sync
+    def __init__(self, transfer: DeltaWeightTransfer) -> None:
+        self._transfer = transfer
 
     def on_log(
         self,
@@ -277,4 +253,8 @@ class _First(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._sync.add_metrics(state, logs)
+        if logs is not None and state.is_world_process_zero:
+            metrics = self._transfer.metrics()
+            logs.update(metrics)
+            if state.log_history:
+                state.log_history[-1].update(metrics)

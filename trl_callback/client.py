@@ -17,7 +17,7 @@ def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] |
     the trainer is on-policy.
 
     Args:
-        transfer: Takes the weights. Told the server's URL, and that it has a client.
+        transfer: What publishes. It is told the server's URL.
         check: Called with the server's URL once it is up; raises if the trainer cannot use its log probabilities.
         base: TRL's `VLLMClient`.
     """
@@ -26,7 +26,7 @@ def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] |
         """Generation is the base class's."""
 
         def init_communicator(self, device: Any = 0) -> None:
-            """No process group."""
+            """Learn the server's URL."""
             transfer.server_url = self.base_url
             if check is not None:
                 check(self.base_url)

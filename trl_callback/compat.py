@@ -23,14 +23,11 @@ def generates_on_server(args: Any) -> bool:
 
 
 def streams_weights(args: Any) -> bool:
-    """Whether the trainer whose event is being handled syncs its weights by a `weight_transfer`, in any process.
+    """Whether the running trainer syncs its weights by a `weight_transfer`, in any process.
 
     AsyncGRPO and AsyncDistillation do, which their arguments tell before the transfer is built; others may.
     """
-    from transformers import Trainer
-
-    of_trl = any(_is_trl(base) and base.__name__.startswith("Async") for base in type(args).__mro__)
-    return of_trl or hasattr(_caller(Trainer), "weight_transfer")
+    return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(_trainer(), "weight_transfer")
 
 
 def compares_logprobs(args: Any) -> bool:
@@ -38,9 +35,7 @@ def compares_logprobs(args: Any) -> bool:
 
     AsyncGRPO always does, and GRPO unless told not to. RLOO and AsyncDistillation use none of the server's.
     """
-    if any(_is_trl(base) and base.__name__ == "AsyncGRPOConfig" for base in type(args).__mro__):
-        return True
-    return bool(getattr(args, "vllm_importance_sampling_correction", False))
+    return "AsyncGRPOConfig" in _names_in_trl(args) or bool(getattr(args, "vllm_importance_sampling_correction", False))
 
 
 def replace_transfer(transfer: Any) -> Callable[[], None]:
@@ -50,9 +45,6 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
     `on_init_end` and the end of the constructor. For a PEFT model it asks the server before whether to send the adapter
     alone; the answer is no, as if a `weight_transfer` had been given.
 
-    Args:
-        transfer: Has the methods of TRL's `WeightTransferProtocol`.
-
     Returns:
         What undoes it, where TRL built none.
 
@@ -60,47 +52,35 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
         ConfigError: this trainer has no transfer that could be replaced.
     """
     import trl
-    from transformers import Trainer
 
-    trainer: Any = _caller(Trainer)
-    module: Any = _module_with_transfer(trainer)
+    trainer: Any = _trainer()
+    module: Any = None
+    for base in type(trainer).__mro__:
+        if _is_trl(base) and "weight_transfer" in _parameters(vars(base).get("__init__")):
+            module = sys.modules[base.__module__]
+            break
     if not hasattr(module, "WeightTransferClient"):
         raise ConfigError(
             f"{type(trainer).__name__} of TRL {trl.__version__} has no weight transfer that DeltaSyncCallback could "
             f"take the place of. Install TRL {WITH_WEIGHT_TRANSFER}."
         )
-    original = inspect.unwrap(module.WeightTransferClient)  # a constructor before may have failed
 
-    def restore() -> None:
-        module.WeightTransferClient = original
-
-    @functools.wraps(original, updated=())
     def transfer_once(*args: Any, **kwargs: Any) -> Any:
         restore()
-        return transfer if _caller(Trainer) is trainer else original(*args, **kwargs)
+        return transfer if _trainer() is trainer else module.WeightTransferClient(*args, **kwargs)
 
-    module.WeightTransferClient = transfer_once
+    restore = _replace((module, "WeightTransferClient", transfer_once))
     trainer._init_lora_sync = lambda model: False
     return restore
 
 
-def _module_with_transfer(trainer: Any) -> Any:
-    """The module of TRL whose trainer takes a `weight_transfer`, None if there is none."""
-    for base in type(trainer).__mro__:
-        if _is_trl(base) and "weight_transfer" in inspect.signature(vars(base).get("__init__", lambda: None)).parameters:
-            return sys.modules[base.__module__]
-    return None
-
-
 def check_transfer(transfer: Any, is_main: bool) -> None:
-    """Check that the trainer whose event is being handled syncs its weights by `transfer` and nothing else.
+    """Check that the running trainer syncs its weights by `transfer` and nothing else.
 
     Raises:
         ConfigError: it does not, as the callback or another transfer came later.
     """
-    from transformers import Trainer
-
-    trainer: Any = _caller(Trainer)
+    trainer: Any = _trainer()
     found = getattr(trainer, "weight_transfer", None)
     sends_adapter = getattr(trainer, "_lora_sync", False)
     if sends_adapter or found is not (transfer if is_main else None):
@@ -112,16 +92,12 @@ def check_transfer(transfer: Any, is_main: bool) -> None:
 
 
 def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> None:
-    """Have the rollouts of the trainer whose event is being handled told another version than the one TRL counts.
+    """Have the running trainer's rollouts told another version than the one TRL counts.
 
-    TRL counts a version when the transfer returns, and tells its rollout worker, which stamps samples with it.
-
-    Args:
-        update: Gets the version that TRL counts, and what tells the worker.
+    TRL counts a version when the transfer returns, and tells its rollout worker, which stamps samples with it. Instead,
+    `update` gets that version and what tells the worker.
     """
-    from transformers import Trainer
-
-    worker: Any = getattr(_caller(Trainer), "rollout_worker", None)
+    worker: Any = getattr(_trainer(), "rollout_worker", None)
     if worker is None:
         return  # in another process than the main one
     original = inspect.unwrap(worker.update_model_version)  # it may train twice
@@ -134,18 +110,9 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
 
 
 def rollout_server(args: Any) -> str | None:
-    """URL of the server that the trainer whose event is being handled has its rollout worker ask.
-
-    None in other processes than the main one, and if the worker is not TRL's.
-    """
-    from transformers import Trainer
-
-    worker = getattr(_caller(Trainer), "rollout_worker", None)
-    return args.vllm_server_base_url if any(map(_is_trl, type(worker).__mro__)) else None
-
-
-def _is_trl(kind: type) -> bool:
-    return kind.__module__.startswith("trl.")
+    """URL of the server that the running trainer's rollout worker asks; None if that is not TRL's, or elsewhere."""
+    worker = getattr(_trainer(), "rollout_worker", None)
+    return args.vllm_server_base_url if _names_in_trl(worker) else None
 
 
 def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
@@ -153,10 +120,7 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
 
     TRL has no argument for it, and builds the client between `on_init_end` and the end of the trainer's constructor, which
     is when this is called. It holds for one client. No vLLM need be installed here: without the weights, the client is
-    HTTP.
-
-    Args:
-        subclass: Makes the class from TRL's.
+    HTTP. `subclass` makes the class from TRL's.
 
     Returns:
         What undoes it, where no client was made.
@@ -169,16 +133,10 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
         from trl.generation import vllm_client, vllm_generation
     except ImportError as error:
         raise ConfigError(f"TRL's VLLMClient cannot be imported ({error}). Install TRL {WITH_SERVER_CLIENT}.") from error
-    parameters = inspect.signature(getattr(vllm_client.VLLMClient, "update_named_params", lambda: None)).parameters
-    if list(parameters) != ["self", "metadata", "named_params"]:
+    if _parameters(getattr(vllm_client.VLLMClient, "update_named_params", None)) != ["self", "metadata", "named_params"]:
         raise ConfigError(
             f"VLLMClient of TRL {trl.__version__} does not take the weights as one stream. Install TRL {WITH_SERVER_CLIENT}."
         )
-    available = vllm_generation.is_vllm_available, vllm_client.is_vllm_available
-
-    def restore() -> None:
-        vllm_generation.VLLMClient = vllm_client.VLLMClient
-        vllm_generation.is_vllm_available, vllm_client.is_vllm_available = available
 
     def client_once(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -186,45 +144,37 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
         finally:
             restore()
 
-    vllm_generation.VLLMClient = client_once
-    vllm_generation.is_vllm_available = vllm_client.is_vllm_available = lambda *_, **__: True
+    restore = _replace(
+        (vllm_generation, "VLLMClient", client_once),
+        (vllm_generation, "is_vllm_available", lambda *_, **__: True),
+        (vllm_client, "is_vllm_available", lambda *_, **__: True),
+    )
     return restore
 
 
-def add_first(callback: TrainerCallback) -> bool:
-    """Put a callback before all others of the trainer whose event is being handled; call it from there.
+def add_first(callback: TrainerCallback) -> None:
+    """Put a callback before all others of the running trainer.
 
     A callback is given neither the trainer nor its `CallbackHandler`, and `report_to` integrations come before the
     callbacks of users. So the handler is looked for among the callers.
-
-    Returns:
-        Whether it was found.
     """
-    handler = _caller(CallbackHandler)
-    if handler is None:
-        return False
+    handler: Any = _caller(CallbackHandler)
     others = [other for other in handler.callbacks if other is not callback]
     # It goes on with the old list; the progress flow stays in front.
     place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
     handler.callbacks = [*others[:place], callback, *others[place:]]
-    return True
 
 
 def replace_stream(take_part: Callable[[], None]) -> None:
     """Keep TRL from gathering the weights when it syncs them; call it in all processes, from an event of the trainer.
 
     TRL streams the weights in all of them, as they gather each tensor together. The main process hands the stream to the
-    weight transfer or to the client, which look after themselves; the others only iterate it.
-
-    Args:
-        take_part: What each of the others does instead.
+    weight transfer or to the client, which look after themselves; the others only iterate it, and `take_part` instead.
 
     Raises:
         ConfigError: the trainer has no such stream.
     """
-    from transformers import Trainer
-
-    trainer: Any = _caller(Trainer)
+    trainer: Any = _trainer()
 
     def stream() -> Iterator[Any]:
         if not trainer.accelerator.is_main_process:
@@ -242,6 +192,42 @@ def replace_stream(take_part: Callable[[], None]) -> None:
             f"{type(trainer).__name__} has no stream of weights that the shards of each process could take the place of. "
             f"Install TRL {WITH_SERVER_CLIENT}, or train with DDP."
         )
+
+
+def _replace(*places: tuple[Any, str, Any]) -> Callable[[], None]:
+    """Put functions in the place of a module's; returns what undoes it."""
+    originals = []
+    for module, name, function in places:
+        found = getattr(module, name)
+        function._replaces = getattr(found, "_replaces", found)  # a constructor before may have failed
+        originals.append((module, name, function._replaces))
+        setattr(module, name, function)
+
+    def restore() -> None:
+        for place in originals:
+            setattr(*place)
+
+    return restore
+
+
+def _parameters(function: Any) -> list[str]:
+    return [] if function is None else list(inspect.signature(function).parameters)
+
+
+def _is_trl(kind: type) -> bool:
+    return kind.__module__.startswith("trl.")
+
+
+def _names_in_trl(thing: object) -> list[str]:
+    """The classes of TRL that a thing is an instance of."""
+    return [base.__name__ for base in type(thing).__mro__ if _is_trl(base)]
+
+
+def _trainer() -> Any:
+    """The trainer whose constructor or event is running."""
+    from transformers import Trainer
+
+    return _caller(Trainer)
 
 
 def _caller(kind: type) -> Any:

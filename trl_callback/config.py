@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+import re
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 
 from deltasync.channel import heartbeat
 from deltasync.config import CODECS, DTYPES, PublisherSettings, TrainerSettings
@@ -73,88 +76,19 @@ class DeltaSyncConfig:
             `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the channel.
     """  # noqa: D406, D407 - the section of TRL's configs
 
-    channel: str = field(metadata={"help": "URL of the channel, e.g. file:///data/run. One run, one writer."})
-    codec: str | None = field(
-        default=None,
-        metadata={
-            "help": "Encoding of the changes. If None, DELTASYNC_CODEC or deltasync's default decides.",
-            "choices": list(CODECS),
-        },
-    )
-    anchor_every: int | None = field(
-        default=None,
-        metadata={
-            "help": "Full weights accompany at least every N-th version. If None, DELTASYNC_ANCHOR_EVERY or deltasync's "
-            "default decides."
-        },
-    )
-    served_dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Floating-point weights are cast to it before they are compared and published; it should be the dtype "
-            "that the replicas serve. If None, DELTASYNC_DTYPE or deltasync's default decides.",
-            "choices": list(DTYPES),
-        },
-    )
-    adapter_only: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with "
-            "deltasync serve --adapter."
-        },
-    )
-    initial: str | None = field(
-        default=None,
-        metadata={
-            "help": "The checkpoint that training starts from and the replicas have loaded, to which the first version then "
-            "refers: a model on the Hub, with @ and a revision or without, a directory, or auto for what the model was "
-            "loaded from. If None, full weights are uploaded at the start."
-        },
-    )
-    signing_key: str | None = field(
-        default=None,
-        metadata={"help": "File of the private key to sign the channel with. If None, DELTASYNC_SIGNING_KEY decides."},
-    )
-    resume: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to continue the run that the channel holds. Otherwise a used channel is refused, unless the "
-            "trainer resumes from a checkpoint of that very run."
-        },
-    )
-    publish_steps: int = field(
-        default=1,
-        metadata={"help": "Publish every N optimizer steps. Not used where TRL asks for the weights."},
-    )
-    ack: str | None = field(
-        default=None,
-        metadata={
-            "help": "Which replicas must serve a version before TRL goes on with it: all that are live, any of them, a "
-            "number of them, or none: do not wait, not even for the upload. If None, any with AsyncGRPOTrainer, and all "
-            "with trainers that generate on a vLLM server."
-        },
-    )
-    max_behind: int | None = field(
-        default=None,
-        metadata={
-            "help": "Training goes on while the replicas that ack asks for serve a version that is at most so far behind "
-            "the one published last; 0 waits for each. If None, DELTASYNC_MAX_BEHIND decides, else it is 1 with AsyncGRPO "
-            "and AsyncDistillation, and 0 with trainers that generate on a vLLM server."
-        },
-    )
-    ack_timeout_s: float = field(
-        default=600.0,
-        metadata={
-            "help": "Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end."
-        },
-    )
-    replicas: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "URLs of the servers to wait for, asked over HTTP. If None, replicas are known from their heartbeats in "
-            "the channel."
-        },
-    )
+    channel: str
+    codec: str | None = field(default=None, metadata={"choices": list(CODECS)})
+    anchor_every: int | None = None
+    served_dtype: str | None = field(default=None, metadata={"choices": list(DTYPES)})
+    adapter_only: bool = False
+    initial: str | None = None
+    signing_key: str | None = None
+    resume: bool = False
+    publish_steps: int = 1
+    ack: str | None = None
+    max_behind: int | None = None
+    ack_timeout_s: float = 600.0
+    replicas: list[str] | None = None
 
     def __post_init__(self) -> None:
         # Both raise ConfigError, and neither touches the store.
@@ -178,3 +112,10 @@ class DeltaSyncConfig:
                 raise ConfigError(f"A replica is named by its URL, such as http://10.0.0.5:8000, not by {url!r}.")
         if self.ack_timeout_s <= 0:
             raise ConfigError(f"ack_timeout_s must be positive, not {self.ack_timeout_s}.")
+
+
+# A parser shows a field's `help`, which is what the docstring says of it.
+_TEXTS = re.findall(r"^ {4}(\w+) \(.*\):\n((?: {8}.*\n)+)", inspect.cleandoc(DeltaSyncConfig.__doc__ or "") + "\n", re.M)
+_HELP = {name: " ".join(text.replace("`", "").split()) for name, text in _TEXTS}
+for _field in fields(DeltaSyncConfig):
+    _field.metadata = MappingProxyType({**_field.metadata, "help": _HELP.get(_field.name)})

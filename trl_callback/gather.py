@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,8 +20,9 @@ from transformers.modeling_utils import unwrap_model
 from deltasync.channel import anchors
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import QUANTIZATION
-from trl_callback import adapter, zero
-from trl_callback.saved_form import as_saved, shards_as_saved
+from deltasync.publish.sharded import TensorRange
+from trl_callback import adapter
+from trl_callback.saved_form import as_saved, on_meta, shards_as_saved
 
 
 def is_peft(model: torch.nn.Module) -> bool:
@@ -31,7 +32,7 @@ def is_peft(model: torch.nn.Module) -> bool:
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether this process holds a part only, by FSDP2 or ZeRO-3."""
-    return any(isinstance(module, FSDPModule) for module in model.modules()) or zero.shards(model)
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(map(_in_zero, model.parameters()))
 
 
 def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
@@ -56,7 +57,7 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
 def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
     """Parameters and persistent buffers by their name in memory, each storage once; they alias the live weights.
 
-    Of what FSDP2 or ZeRO-3 shards it is this process's part, as a `DTensor` or a `TensorRange`.
+    A sharded one is this process's part: a `DTensor` from FSDP2, a `TensorRange` from ZeRO-3.
     """
     model = unwrap_model(model)
     for module in model.modules():
@@ -66,34 +67,53 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
     tied = list(getattr(model, "_tied_weights_keys", None) or ())
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    params = {_plain(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+    # Activation checkpointing puts a part into the names of parameters.
+    params = {
+        name.replace("_checkpoint_wrapped_module.", ""): param
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         place: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,)
-        if isinstance(tensor, DTensor) or zero.is_part(params.get(name)):  # whose storage this process may hold nothing of
+        if isinstance(tensor, DTensor) or _in_zero(params.get(name)):  # whose storage this process may hold nothing of
             place = (id(params.get(name, name)),)
         known = kept.setdefault(place, name)
         if known != name and any(re.search(pattern, known) for pattern in tied):
             kept[place] = name
-    names = set(kept.values())
-    held = {name: tensor for name, tensor in state.items() if name in names and name not in ignored}
-    return {name: zero.part(name, params[name]) if zero.is_part(params.get(name)) else held[name] for name in held}
+    names = set(kept.values()) - set(ignored)
+    held = {name: tensor for name, tensor in state.items() if name in names}
+    return {name: _zero_part(name, params[name]) if _in_zero(params.get(name)) else held[name] for name in held}
 
 
-def checkpoint_tensors(model: torch.nn.Module, adapter_only: bool = False) -> dict[str, torch.Tensor]:
-    """Collect what `save_pretrained` would write of a whole model, in the dtype of training; it may alias the live weights.
+def _in_zero(param: Any) -> bool:
+    """Whether DeepSpeed's ZeRO-3 shards this parameter. DeepSpeed itself is not imported."""
+    return hasattr(param, "ds_id")
 
-    Adapters are merged into copies, or the adapter is all. All copies are there at once; `stream_of` has one at a time.
 
-    Raises:
-        ConfigError: the model cannot be published, see `check_publishable`.
+def _zero_part(name: str, param: Any) -> TensorRange:
+    """What this process holds of a parameter that ZeRO-3 shards.
+
+    It cuts the flattened parameter into as many equal parts as there are processes, padded at the end, and keeps this
+    process's in `param.ds_tensor`, in the dtype of training, also while the parameter is gathered for a layer's forward.
     """
-    check_publishable(model, adapter_only)
-    if adapter_only:
-        return adapter.tensors(model)
-    if is_peft(model):
-        return dict(_merged(model))
-    return as_saved(model, held_tensors(model))
+    held, shape = param.ds_tensor, tuple(param.ds_shape)
+    total = math.prod(shape)
+    is_spread = held.numel() == -(-total // dist.get_world_size())
+    if held.status.name != "AVAILABLE" or hasattr(held, "ds_quant_scale") or not is_spread:
+        raise ConfigError(
+            f"{name} is sharded by DeepSpeed in a way that DeltaSyncCallback cannot publish: offloaded to NVMe, quantized, "
+            "or over some of the processes only. Use ZeRO-3 without these; offloading to the CPU is fine."
+        )
+    start = min(dist.get_rank() * held.numel(), total)
+    return TensorRange(held[: total - start], start, shape)
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` would write of a whole model, in the dtype of training; it may alias the live weights.
+
+    Adapters are merged into copies, which are all there at once; `stream_of` has one at a time.
+    """
+    return dict(stream_of(model))
 
 
 def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tuple[str, Any]]:
@@ -103,11 +123,13 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
         ConfigError: the model cannot be published, see `check_publishable`.
     """
     check_publishable(model, adapter_only)
+    if adapter_only:
+        return adapter.tensors(model).items()
     if is_sharded(model):
         return shards_as_saved(model, held_tensors(model), dist.get_rank())
-    if is_peft(model) and not adapter_only:
+    if is_peft(model):
         return _merged(model)
-    return checkpoint_tensors(model, adapter_only).items()
+    return as_saved(model, held_tensors(model)).items()
 
 
 def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,19 +139,18 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     if adapter.merges_by_layers(model):
         base = adapter.unloaded(model)
-        held = held_tensors(base)
-        meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
-        alone = [list(as_saved(base, dict([item])).items()) for item in meta.items()]
-        if _shapes(itertools.chain.from_iterable(alone)) == _shapes(as_saved(base, meta).items()):
-            for item in adapter.merged_by_layers(model, held):
+        meta = on_meta(held_tensors(base))
+        alone = {name: shape for item in meta.items() for name, shape in _saved_shapes(base, dict([item])).items()}
+        if alone == _saved_shapes(base, meta):
+            for item in adapter.merged_by_layers(model, meta):
                 yield from as_saved(base, dict([item])).items()
             return
     base = adapter.merged(model)
     yield from as_saved(base, held_tensors(base)).items()
 
 
-def _shapes(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in named_tensors}
+def _saved_shapes(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in as_saved(model, tensors).items()}
 
 
 def streamed(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -181,8 +202,3 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         return anchors.companion_files(Path(folder))
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without what activation checkpointing puts into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")

@@ -54,7 +54,7 @@ def check(args: Any, model: torch.nn.Module, url: str, wait_s: float | None = No
     Args:
         args: The trainer's.
         model: The one that is trained.
-        url: Of the server.
+        url: The server's.
         wait_s: How long a server that does not answer is asked again; None to leave it at that.
 
     Returns:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from deltasync import Receipt
 from deltasync.errors import DeltaSyncError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch
+from deltasync.stores import Store
+from deltasync.stores.wrapper import WrappedStore
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _SHARE = 0.05
 _Result = TypeVar("_Result")
 
 
-class PatientStore:
+class PatientStore(WrappedStore):
     """Any store, which can be given up.
 
     Attributes:
@@ -30,45 +31,16 @@ class PatientStore:
     """
 
     def __init__(self, inner: Store) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._given_up = False
         self.trouble: TransientStoreError | None = None
-
-    @property
-    def url(self) -> str:
-        """See `Store`, also of the other methods."""
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:  # noqa: D102
-        return self._inner.capabilities
 
     def give_up(self) -> None:
         """Fail every further request at once, so that nothing is tried again."""
         self._given_up = True
 
-    def create(self, key: str, data: bytes) -> None:  # noqa: D102
-        self._ask(lambda: self._inner.create(key, data))
-
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:  # noqa: D102
-        self._ask(lambda: self._inner.put(key, data, guard=guard))
-
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:  # noqa: D102
-        return self._ask(lambda: self._inner.read(key, most_bytes, known))
-
-    def read_range(self, key: str, start: int, end: int) -> bytes:  # noqa: D102
-        return self._ask(lambda: self._inner.read_range(key, start, end))
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: D102
-        return self._ask(lambda: self._inner.list(prefix))
-
-    def delete(self, *keys: str) -> None:  # noqa: D102
-        self._ask(lambda: self._inner.delete(*keys))
-
-    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:  # noqa: D102
-        return self._inner.watch(prefix, on_change)
-
-    def _ask(self, action: Callable[[], _Result]) -> _Result:
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        """See `WrappedStore.ask`."""
         if self._given_up:
             raise StoreError(f"{self.url} was given up at the end of training. {self.trouble or ''}".rstrip())
         try:
@@ -129,6 +101,6 @@ class Backlog:
 def _is_stored(receipt: Receipt) -> bool:
     try:
         receipt.wait(0)
-    except (TimeoutError, DeltaSyncError):
+    except DeltaSyncError:
         return False
     return True

@@ -14,6 +14,8 @@ from deltasync.errors import PublishError
 
 logger = logging.getLogger(__name__)
 
+_OF_RECEIPT = ("version", "kind", "changed", "total", "payload_bytes", "anchor_bytes", "held_s", "encode_s")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VersionRecord:
@@ -75,23 +77,22 @@ class History:
         self._newest = receipt.version
         known = {"step": step, "ack_s": ack_s, "coalesced": self._coalesced, "time_s": time.time()}
         self._waiting.append((receipt, known))
-        self._tell(version=receipt.version, changed_fraction=receipt.changed_fraction, held_s=receipt.held_s)
-        self._tell(ack_s=ack_s, coalesced=self._coalesced)
+        self.tell(version=receipt.version, changed_fraction=receipt.changed_fraction, held_s=receipt.held_s)
+        self.tell(ack_s=ack_s, coalesced=self._coalesced)
 
-    @property
-    def records(self) -> list[VersionRecord]:
-        """What is encoded, oldest first."""
+    def encoded(self) -> list[VersionRecord]:
+        """The records of what is encoded by now, oldest first."""
         while self._waiting and self._waiting[0][0].is_encoded:
             receipt, known = self._waiting.popleft()
             try:
-                record = _record(receipt, known)
+                record = VersionRecord(**{name: getattr(receipt, name) for name in _OF_RECEIPT}, **known)
             except PublishError:
                 continue  # it was lost before; its upload says why
             if self._records and self._records[-1].version == record.version:
                 self._records.pop()
             self._records.append(record)
             bits = record.bits_per_changed
-            self._tell(payload_bytes=record.payload_bytes, bits_per_changed=bits, encode_s=record.encode_s)
+            self.tell(payload_bytes=record.payload_bytes, bits_per_changed=bits, encode_s=record.encode_s)
             logger.info(
                 "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f ack_s=%.3f",
                 record.version,
@@ -105,23 +106,10 @@ class History:
 
     def news(self) -> dict[str, float]:
         """Numbers that are new since the last call, for the trainer's logs; unknown ones are left out."""
-        _ = self.records
+        self.encoded()
         news, self._news = self._news, {}
         return news
 
-    def _tell(self, **values: float | None) -> None:
+    def tell(self, **values: float | None) -> None:
+        """Add numbers to the news."""
         self._news |= {f"delta_sync/{name}": value for name, value in values.items() if value is not None}
-
-
-def _record(receipt: Receipt, known: dict[str, Any]) -> VersionRecord:
-    return VersionRecord(
-        version=receipt.version,
-        kind=receipt.kind,
-        changed=receipt.changed,
-        total=receipt.total,
-        payload_bytes=receipt.payload_bytes,
-        anchor_bytes=receipt.anchor_bytes,
-        held_s=receipt.held_s,
-        encode_s=receipt.encode_s,
-        **known,
-    )

@@ -26,6 +26,11 @@ def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     return saved
 
 
+def on_meta(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Stand-ins without data for whole tensors."""
+    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+
+
 def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
     """What this process holds of a model's tensors, as parts of the tensors of a checkpoint. Nothing is gathered.
 
@@ -33,15 +38,14 @@ def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> 
     processes hold of it is left out. Where none has, these are the items of a dict.
 
     Args:
-        model: Of class `PreTrainedModel`, or it has no other form.
-        held: By name, as `held_tensors` gives it.
-        rank: Of this process.
+        model: A `PreTrainedModel`, or one that has no other form.
+        held: What `held_tensors` gives.
+        rank: This process's rank.
 
     Raises:
         ConfigError: a tensor of a checkpoint comes from several in memory, or not in order.
     """
-    meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
-    wanted = {name: tensor.shape for name, tensor in as_saved(model, meta).items()}
+    wanted = {name: tensor.shape for name, tensor in as_saved(model, on_meta(held)).items()}
     if all(wanted.get(name) == tensor.shape for name, tensor in held.items()):
         return held.items()
     return _converted(model, held, wanted, rank)

@@ -16,12 +16,11 @@ from deltasync import Publisher, Receipt, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
-from deltasync.errors import ConfigError, NotPublishedError, PublishError
-from deltasync.publish.shadow import Stream
+from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError
+from deltasync.publish.stream import Stream
 from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
-from trl_callback.fleet import Fleet
-from trl_callback.pace import Pace
+from trl_callback.fleet import Fleet, Pace
 from trl_callback.patience import RETRIES, Backlog, PatientStore
 from trl_callback.record import History, VersionRecord
 
@@ -34,15 +33,11 @@ class DeltaWeightTransfer:
     Generation is never paused. `send_weights` returns as soon as the weights have been read; the rest goes on in the
     background. `resume` waits until the replicas serve a version that is at most `max_behind` behind the one just published.
 
-    Args:
-        config ([`DeltaSyncConfig`]): Settings.
-
     Attributes:
         step (`int`): The trainer's `global_step`, published with each version; kept up to date by the callback.
-        published_step (`int`, *optional*): That of the last version; `None` before the first.
+        published_step (`int`, *optional*): The last version's step; `None` before the first.
         publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
-        ack (`str`): As in the config, decided.
-        max_behind (`int`): As in the config, decided.
+        ack (`str`), max_behind (`int`): As in the config, decided.
         server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
         run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
         check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
@@ -68,12 +63,11 @@ class DeltaWeightTransfer:
         self._receipt: Receipt | None = None
         self._pace: Pace | None = None
         self._history = History()
-        self._news: dict[str, float] = {}
 
     @property
     def history(self) -> list[VersionRecord]:
         """What was published and is encoded."""
-        return self._history.records
+        return self._history.encoded()
 
     def bind(self, model: torch.nn.Module, processing_class: Any = None) -> None:
         """Learn whose weights these are. Anchors get its config and the files of the tokenizer or processor.
@@ -100,11 +94,7 @@ class DeltaWeightTransfer:
         self.open()
 
     def open(self, *, together: bool = False) -> None:
-        """Open the channel for the bound model, once.
-
-        Args:
-            together (`bool`, *optional*, defaults to `False`):
-                Whether all processes publish, each the shards that it holds.
+        """Open the channel for the bound model, once; `together` if all processes publish, each the shards that it holds.
 
         Raises:
             ChannelInUseError: the channel holds a run that is neither `run_id` nor to be resumed.
@@ -113,26 +103,28 @@ class DeltaWeightTransfer:
         if self.publisher is not None:
             return
         self._together = together
-        settings = PublisherSettings.from_env(dtype=self.config.served_dtype)
-        dtype = settings.dtype
-        if self.config.adapter_only:
+        config = self.config
+        settings = PublisherSettings.from_env(dtype=config.served_dtype)
+        if config.adapter_only:
             files = adapter.files(self._model)
         else:
-            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
+            files = gather.checkpoint_files(self._model, self._processing_class, settings.dtype)
         self.publisher = Publisher(
             self._store,
-            codec=self.config.codec,
-            anchor_every=self.config.anchor_every,
-            dtype=dtype,
+            codec=config.codec,
+            anchor_every=config.anchor_every,
+            dtype=settings.dtype,
             retries=RETRIES,
-            signing_key=self.config.signing_key,
+            signing_key=config.signing_key,
             model_files=files,
-            initial=gather.loaded_from(self._model) if self.config.initial == "auto" else self.config.initial,
-            resume=self.config.resume or self._holds_our_run(),
+            initial=gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
+            resume=config.resume or self._holds_our_run(),
             group=dist.group.WORLD if together else None,
             # The other processes wait for the main one, which waits for the fleet.
-            peer_timeout_s=max(settings.peer_timeout_s, self.config.ack_timeout_s + _MARGIN_S),
+            peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
         )
+        if self.ack != "none":
+            self._pace = Pace(self._wait_for, self.max_behind)
 
     def _holds_our_run(self) -> bool:
         if self.run_id is None:
@@ -158,7 +150,7 @@ class DeltaWeightTransfer:
         assert self._model is not None
         if self._together:
             self.publish_shards()
-        elif self.ack == "none" and self.is_behind():
+        elif self._pace is None and self.is_behind():
             deque(iterator, maxlen=0)  # gathering shards, it takes all processes
         else:
             self.publish(functools.partial(gather.streamed, iterator, self._model))
@@ -171,22 +163,22 @@ class DeltaWeightTransfer:
             AckTimeoutError: as `resume`.
         """
         assert self._model is not None and self.publisher is not None
-        if self.ack == "none" and self.is_behind():
+        if self._pace is None and self.is_behind():
             return
         self.publish(functools.partial(gather.stream_of, self._model))
-        self.record(ack_s=None if self.ack == "none" else self.publisher.first(self._wait))
+        self.record(ack_s=self.publisher.first(self._acknowledged_s))
 
     def resume(self) -> None:
         """Wait until replicas serve, as `ack` asks, this version or one that is at most `max_behind` behind it.
 
         Raises:
             PublishError: the version that is waited for did not become visible.
-            TimeoutError: it is still being uploaded after `config.ack_timeout_s`.
+            PublishTimeoutError: it is still being uploaded after `config.ack_timeout_s`.
             AckTimeoutError: it is published, but replicas lag; names them.
             ConfigError: the server that answers cannot be trained with.
         """
         if self._receipt is not None:
-            self.record(ack_s=None if self.ack == "none" else self._wait())
+            self.record(ack_s=self._acknowledged_s())
         check, self.check_server = self.check_server, None
         if check is not None:
             check()
@@ -194,29 +186,27 @@ class DeltaWeightTransfer:
     def update_served(self, count: int, update: Callable[[int], None]) -> None:
         """Tell TRL's rollouts the version that the fleet serves, where TRL would tell the one that was published.
 
-        Args:
-            count: What TRL counts the last publish as.
-            update: Tells the rollouts; called again, by another thread, once the fleet serves a newer version.
+        See `Pace.tell`.
         """
         if self._pace is None:
-            update(count)  # nobody asks what the fleet serves
+            update(count)  # with ack="none" nobody asks what the fleet serves
         else:
             self._pace.tell(count, update)
 
-    def _wait(self) -> float:
-        """Wait until the fleet is near enough to what was published last; the seconds that took."""
+    def _acknowledged_s(self) -> float | None:
+        """Wait until the fleet is near enough to what was published last; the seconds that took, None with `ack="none"`."""
         assert self._receipt is not None
-        if self._pace is None:
-            self._pace = Pace(self._wait_for, self.max_behind)
-        return self._pace.keep(self._receipt)
+        return None if self._pace is None else self._pace.keep(self._receipt)
 
     def _wait_for(self, receipt: Receipt) -> None:
         """Wait until a version is stored and served."""
         before = time.perf_counter()
-        urls = self.config.replicas or ()
         assert self.publisher is not None
-        self._wait_for_upload(receipt)
-        run_id, published = self.publisher.run_id, self.publisher.published
+        try:
+            receipt.wait(self.config.ack_timeout_s)
+        except PublishTimeoutError as error:
+            raise PublishTimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
+        run_id, published, urls = self.publisher.run_id, self.publisher.published, self.config.replicas or ()
         assert run_id is not None
         heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
         left_s = max(0.0, self.config.ack_timeout_s - (time.perf_counter() - before))
@@ -246,7 +236,7 @@ class DeltaWeightTransfer:
         assert self.publisher is not None
         try:
             self.publisher.flush(self.config.ack_timeout_s)
-        except TimeoutError:
+        except PublishTimeoutError:
             self._store.give_up()
             raise PublishError(
                 f"Version {self.publisher.version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
@@ -265,22 +255,16 @@ class DeltaWeightTransfer:
         self.published_step = self.step
         self._backlog.add(self._receipt)
         published = time.perf_counter()
-        self._receipt.when_done(lambda: self._news.update({"delta_sync/upload_s": time.perf_counter() - published}))
+        self._receipt.when_done(lambda: self._history.tell(upload_s=time.perf_counter() - published))
 
     def metrics(self) -> dict[str, float]:
         """What is new since the last call, for the trainer's logs."""
-        news, self._news = self._news | self._history.news(), {}
+        news = self._history.news()
         if self._pace is not None and self._pace.served is not None:
             news["delta_sync/served_version"] = self._pace.served
         if self.publisher is not None and self.publisher.run_id is not None:
             news |= self._fleet.metrics(self.publisher.run_id, self.publisher.version, self.publisher.published)
         return news
-
-    def _wait_for_upload(self, receipt: Receipt) -> None:
-        try:
-            receipt.wait(self.config.ack_timeout_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
 
     def record(self, ack_s: float | None) -> None:
         """Take what was published last into the history."""

@@ -12,19 +12,19 @@ apart by version. Without DELTASYNC_CHANNEL nothing of vLLM is touched. Two othe
 from __future__ import annotations
 
 import contextlib
-import logging
+import importlib
 import os
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
+
+from vllm_plugin.log import logger
 
 if TYPE_CHECKING:
     from vllm_plugin.extension import DeltaSyncWorkerExtension
     from vllm_plugin.offline import follow
 
 __all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
-
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 _LOADED_UNASKED = ("general", "io_processor", "platform", "stat_logger")
 """Kinds of plugins that vLLM loads unless VLLM_PLUGINS is set and does not name them."""
@@ -55,9 +55,10 @@ def _register() -> None:
 
     if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
         return
-    from vllm_plugin import cpu, salt
+    from vllm_plugin import salt
+    from vllm_plugin.load.layers import keep_weights_addressable
 
-    cpu.keep_weights_addressable()
+    keep_weights_addressable()
     salt.install()
 
 
@@ -73,12 +74,7 @@ def opt_in(environ: MutableMapping[str, str]) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DeltaSyncWorkerExtension":
-        from vllm_plugin.extension import DeltaSyncWorkerExtension
-
-        return DeltaSyncWorkerExtension
-    if name == "follow":
-        from vllm_plugin.offline import follow
-
-        return follow
-    raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
+    module = {"DeltaSyncWorkerExtension": "extension", "follow": "offline"}.get(name)
+    if module is None:
+        raise AttributeError(f"module 'vllm_plugin' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"vllm_plugin.{module}"), name)

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from deltasync.bits import bits_of
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
@@ -34,14 +32,16 @@ from deltasync.errors import (
     MissingVersionError,
     SleepingError,
 )
-from deltasync.fingerprint import tensor_key
 from deltasync.follow import Course, Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.tensors.bits import bits_of
+from deltasync.tensors.fingerprint import tensor_key
+from vllm_plugin.background import Scout
 from vllm_plugin.driver import HISTORY, Driver
+from vllm_plugin.engine import Engine
+from vllm_plugin.messages import Committed, Status
 from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
-
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 KEPT = 2
 """Newest versions that can be asked for by name."""
@@ -61,20 +61,25 @@ class _Ahead:
     changed: int = 0
 
 
-class AdapterDriver(Driver):
-    """Follows the channel of an adapter for one server. No worker of vLLM is told of it.
+class AdapterEngine(Engine, Protocol):
+    """vLLM's engine client, as far as adapters need more of it."""
 
-    Args:
-        engine: vLLM's engine client.
-        settings: With a channel and an adapter's name.
-        metrics: Told what happens.
-        models: vLLM's served models and adapters.
+    output_processor: Any
+
+    async def is_sleeping(self) -> bool:
+        """Whether vLLM sleeps."""
+
+
+class AdapterDriver(Driver):
+    """Follows the channel of an adapter for one server, with vLLM's served models. No worker of vLLM is told of it.
 
     Raises:
         ConfigError: the adapter has the name of a served model.
     """
 
-    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics, models: Any) -> None:
+    _engine: AdapterEngine
+
+    def __init__(self, engine: AdapterEngine, settings: ReplicaSettings, metrics: Metrics, models: Any) -> None:
         super().__init__(engine, settings, metrics)
         assert settings.adapter is not None
         if models.is_base_model(settings.adapter):
@@ -82,6 +87,7 @@ class AdapterDriver(Driver):
         self._adapter = settings.adapter
         self._models = models
         self._course = Course(self._reader, settings.max_age_s)
+        self._scout = Scout(self._course)
         self._follower: Follower | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._config = b""
@@ -95,10 +101,11 @@ class AdapterDriver(Driver):
         with self._root:
             await super().run()
 
-    def status(self, commit_count: int = HISTORY) -> dict[str, Any]:
+    def status(self, commit_count: int = HISTORY) -> Status:
         """As of any driver, and the names that requests may ask for."""
-        names = [self._adapter, *reversed(self._served)] if self._served else []
-        return super().status(commit_count) | {"adapters": names}
+        status = super().status(commit_count)
+        status.adapters = [self._adapter, *reversed(self._served)] if self._served else []
+        return status
 
     async def digest(self) -> dict[str, Any]:
         """sha256 of every tensor in the files that vLLM loaded the newest version from."""
@@ -113,14 +120,14 @@ class AdapterDriver(Driver):
         return None if self._follower is None else self._follower.version
 
     async def _follow_once(self, number: int | None) -> bool:
-        await self._ask("published", self._check_published)
+        await self._scout.ask("published", self._check_published)
         async with self._busy:
             await self._retire()
             if await self._engine.is_sleeping():
                 raise SleepingError("vLLM sleeps. No adapter is loaded until it wakes up.")
             if self._follower is not None and not self._follower.settled:
                 await asyncio.to_thread(self._find_out, self._follower)
-        way = await self._next(number)
+        way = await self._scout.next(self._have, number)
         async with self._busy:
             if way:
                 self._state = "staging"
@@ -137,7 +144,7 @@ class AdapterDriver(Driver):
         follower.memory.audit()
         follower.settle(model_fingerprint(follower.memory.fingerprints))
         if follower.version != before:
-            self._accused, self._anew = None, True
+            self._scout.acquit()
 
     def _advance(self, way: Sequence[Stored]) -> _Ahead:
         """Bring the tensors to a version."""
@@ -146,7 +153,7 @@ class AdapterDriver(Driver):
             memory, self._tensors = LiveMemory.on_host(self._reader.specs)
             memory.audit()
             self._follower = Follower(self._reader, memory)
-        self._anew, failed = True, None
+        failed = None
         try:
             for stored in way:
                 if stored.use_anchor:
@@ -155,10 +162,10 @@ class AdapterDriver(Driver):
             failed = None
             staged = self._follower.stage(way)
             self._follower.confirm(self._follower.commit(staged))
-        except (CorruptDataError, MissingVersionError, FingerprintMismatchError) as error:
-            self._accused = way, failed or self._follower.failed, error
+        except BaseException as error:
+            is_blamed = isinstance(error, CorruptDataError | MissingVersionError | FingerprintMismatchError)
+            self._scout.failed((way, failed or self._follower.failed, error) if is_blamed else None)
             raise
-        self._anew = False
         return dataclasses.replace(ahead, changed=staged.staged.changed)
 
     def _read_config(self, stored: Stored) -> bytes:
@@ -187,16 +194,8 @@ class AdapterDriver(Driver):
         self._models.lora_requests[self._adapter] = self._models.lora_requests[name]
         self._served.append(name)
         self.identity, self._served_s = version, time.monotonic()
-        self._committed(
-            ahead.way,
-            changed=ahead.changed,
-            stage_s=written - ahead.begun_s,
-            pause_s=0.0,
-            scatter_s=0.0,
-            reload_s=time.perf_counter() - written,
-            tokens_during_sync=generated_tokens() - ahead.tokens_before,
-            running_requests=ahead.running,
-        )
+        done = Committed(ahead.changed, written - ahead.begun_s, 0.0, time.perf_counter() - written, {})
+        self._committed(ahead.way, done, generated_tokens() - ahead.tokens_before, ahead.running, 0.0)
 
     def _write(self, folder: Path) -> None:
         """Write the tensors as a directory of PEFT's, and read them again."""

@@ -33,10 +33,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
-from vllm_plugin.driver import DETOURS, Driver
+from vllm_plugin.driver import Driver
+from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.messages import Answer, Failure, answer, parse
 from vllm_plugin.metrics import Metrics
-from vllm_plugin.worker import Reply, reply
 
 
 @dataclasses.dataclass
@@ -58,11 +59,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class _Answered(RuntimeError, AsyncModelRunnerOutput):
-    """An error that another worker reports.
+    """An error that the last worker reports.
 
-    vLLM reads the replies of an engine's workers in order and stops at the first error; those that it has not read then
-    count as replies to its later calls (vllm-project/vllm#57846). So all but the last worker must seem to have succeeded:
-    vLLM puts what `get_output` returns in the place of this.
+    vLLM reads its workers' replies in order up to the first error, and takes those left for replies to its later calls
+    (vllm-project/vllm#57846). So all but the last must seem to succeed: vLLM puts what `get_output` returns in this place.
     """
 
     def get_output(self) -> Any:
@@ -85,23 +85,14 @@ def _reported_once(method: Callable[[DeltaSyncEngine, Any], Any]) -> Callable[[D
     return wrapped
 
 
-class _Engine:
-    """The workers as the driver sees an engine client. Nothing is generated while vLLM waits for them."""
+class _WorkersEngine(IdleEngine):
+    """The workers as the driver sees an engine client. The trainer names the weights, to `/finish_weight_update`."""
 
-    def __init__(self, call: Callable[..., list[Reply]]) -> None:
+    def __init__(self, call: Callable[..., list[Answer]]) -> None:
         self._call = call
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Reply]:
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Answer]:
         return self._call(method, *args)
-
-    async def pause_generation(self, **_: object) -> None:
-        pass
-
-    async def resume_generation(self) -> None:
-        pass
-
-    async def update_weight_version(self, version: str) -> None:
-        """Left to the trainer, who names it to `/finish_weight_update`."""
 
 
 class DeltaSyncEngine(WeightTransferEngine):
@@ -167,36 +158,30 @@ class DeltaSyncEngine(WeightTransferEngine):
         """End what it holds."""
         self._loop.close()
 
-    def _choose(self, channel: str | None) -> Reply:
+    def _choose(self, channel: str | None) -> None:
         settings = ReplicaSettings.from_env().with_called_channel(channel)
         if settings.channel is None:
             raise ConfigError('No channel is named: set DELTASYNC_CHANNEL, or send {"init_info": {"channel": URL}}.')
         if self._driver is not None and self._channel == settings.channel:
-            return {}
+            return
         if self._driver is not None and self._driver.version is not None:
             raise ConfigError(f"This server follows {self._channel}; restart it to follow another channel.")
-        self._driver = Driver(_Engine(self._call), settings, Metrics(CollectorRegistry()))
+        self._driver = Driver(_WorkersEngine(self._call), settings, Metrics(CollectorRegistry()))
         self._channel = settings.channel
-        return {}
 
-    def _serve(self, version: int | None) -> Reply:
+    def _serve(self, version: int | None) -> None:
         if self._driver is None:
             self._choose(None)
         assert self._driver is not None
-        failures = 0
-        while True:
-            self._loop.run_until_complete(self._driver.look(version))
-            status = self._driver.status(0)
-            if self._driver.caught_up:
-                return {} if status["error"] is None else {"error": status["error"]}
-            failures += status["state"] == "failed"
-            if status["state"] in ("waiting", "sleeping") or failures > DETOURS:
-                return {"error": status["error"]}
+        self._loop.run_until_complete(self._driver.look_until_done(version))
+        status = self._driver.status(0)
+        if status.error is not None or not self._driver.caught_up:
+            raise ApplyError(status.error or f"Version {version} is not live.")
 
-    def _together(self, lead: Callable[[], Reply]) -> None:
+    def _together(self, lead: Callable[[], None]) -> None:
         """Run `lead` on the first worker while the others answer its calls; if it failed, all raise its error."""
         if self.group.is_first_rank:
-            outcome = reply(lead)
+            outcome = answer(lead)
             self._tell(None, outcome)
         else:
             method, *arguments = self._tell()
@@ -204,10 +189,11 @@ class DeltaSyncEngine(WeightTransferEngine):
                 self._do(method, *arguments)
                 method, *arguments = self._tell()
             (outcome,) = arguments
-        if "error" in outcome:
-            raise ApplyError(outcome["error"])
+        failure = parse(outcome, type(None))
+        if isinstance(failure, Failure):
+            raise failure.error()
 
-    def _call(self, method: str, *arguments: object) -> list[Reply]:
+    def _call(self, method: str, *arguments: object) -> list[Answer]:
         """Call a method of every worker's extension; the replies in the order of their ranks. On the first worker."""
         self._tell(method, *arguments)
         return self._do(method, *arguments)
@@ -218,7 +204,7 @@ class DeltaSyncEngine(WeightTransferEngine):
         torch.distributed.broadcast_object_list(box, src=self.group.first_rank, group=self.group.cpu_group)
         return box[0]
 
-    def _do(self, method: str, *arguments: Any) -> list[Reply]:
+    def _do(self, method: str, *arguments: Any) -> list[Answer]:
         replies: list[Any] = [None] * self.group.world_size
         mine = getattr(self._worker, method)(*arguments)
         torch.distributed.all_gather_object(replies, mine, group=self.group.cpu_group)

@@ -1,9 +1,8 @@
 """What deltasync uses of vLLM beyond its documented interfaces, in one list, and what it refuses to follow with.
 
-    python -m vllm_plugin.compat --source DIR     check the list against a vLLM that lies there, without importing it
-
 Every entry is looked up when a server starts. If one is missing or takes other arguments, or if vLLM is another version than
 deltasync was run with, the server starts, keeps the weights that it loaded, says so in one sentence, and does not follow.
+`make check-vllm` looks the entries up in the source of a vLLM that cannot run here.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 VERSIONS = ("0.31", "0.32", "0.33")
@@ -51,7 +48,7 @@ USES = (
     Use(_CORE, "EngineCore.set_weight_version", ("weight_version",)),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
-    # driver.py, pauses.py, workers.py: the engine client, public but for the two that follow it
+    # driver.py, pauses.py, engine.py: the engine client, public but for the two that follow it
     Use(_ASYNC, "AsyncLLM.collective_rpc", ("method", "timeout", "args", "kwargs")),
     Use(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
     Use(_ASYNC, "AsyncLLM.resume_generation", ()),
@@ -63,13 +60,13 @@ USES = (
     # versions.py: which weights made which token
     Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
-    # load_plan.py, as_loaded.py, reload.py: the model as its loader knows it, held by either of vLLM's model runners
+    # load/: the model as its loader knows it, held by either of vLLM's model runners
     *(
         Use(f"vllm.v1.worker.{runner}", f"GPUModelRunner.{name}", source_only=True)
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
-    # worker.py, derived.py: the end of a worker's start; copies of weights that an attention makes anew
+    # extension.py, load/copies.py: the end of a worker's start; copies of weights that an attention makes anew
     Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), source_only=True),
     Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), source_only=True),
     Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
@@ -85,7 +82,7 @@ USES = (
     Use(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
     Use(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
     Use(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
-    # cpu.py: on CPUs, weights stay where they can be patched
+    # load/layers.py: on CPUs, weights stay where they can be patched
     Use("vllm._custom_ops", "_supports_onednn"),
     Use("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
     # adapters.py: runtime LoRA
@@ -105,7 +102,7 @@ def unsuited(version: str) -> str | None:
 
 def outside(version: str) -> str | None:
     """Why deltasync does not follow with this version of vLLM, in one sentence; None if it was run with it."""
-    if _minor(version) in VERSIONS:
+    if minor_of(version) in VERSIONS:
         return None
     return (
         f"deltasync was run with vLLM {VERSIONS[0]} to {VERSIONS[-1]}, not with {version}: install one of these, or a newer "
@@ -115,17 +112,18 @@ def outside(version: str) -> str | None:
 
 def changed(version: str) -> str | None:
     """What the imported vLLM, of this version, lacks, in one sentence; None if it has all of `USES`."""
-    wrong = _wrong([use for use in USES if not use.source_only], _minor(version), _live_arguments)
+    wrong = missing([use for use in USES if not use.source_only], minor_of(version), _live_arguments)
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"vLLM {version} is not as deltasync knows it: {wrong[0]} has changed{more}." if wrong else None
 
 
-def _minor(version: str) -> str:
+def minor_of(version: str) -> str:
+    """`0.32` of `0.32.1`."""
     return ".".join(version.split(".")[:2])
 
 
-def _wrong(uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
-    """Which of these a vLLM of this minor version lacks, or takes other arguments."""
+def missing(uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
+    """Which of these a vLLM of this minor version lacks, or has with other arguments than `arguments_of` finds."""
     wrong = []
     for use in uses:
         if VERSIONS.index(use.since) > VERSIONS.index(minor):
@@ -149,34 +147,8 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
     return None if use.arguments is None else list(inspect.signature(inspect.unwrap(found)).parameters)
 
 
-def _source_arguments(folder: str) -> Callable[[Use], Sequence[str] | None]:
-    import griffe  # a dependency of the documentation, not of a server
-
-    def arguments_of(use: Use) -> Sequence[str] | None:
-        place = Path(folder, *use.module.split("."))
-        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        found = griffe.visit(use.module, path, path.read_text("utf-8"))[use.name]
-        return [parameter.name for parameter in found.parameters] if found.is_function else None
-
-    return arguments_of
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Check the list against the source of a vLLM, and say what is missing; 0 if nothing is."""
-    option, folder, minor = arguments
-    assert option == "--source"
-    wrong = _wrong(USES, minor, _source_arguments(folder))
-    print("\n".join(f"changed: {use}" for use in wrong) or f"vLLM {minor}: all {len(USES)} uses are there")  # noqa: T201
-    return 1 if wrong else 0
-
-
 def refusal(vllm_config: Any, args: Any) -> str | None:
-    """Why a server that is configured so cannot be followed with, in one sentence; None if it can.
-
-    Args:
-        vllm_config: vLLM's.
-        args: Those of the API server.
-    """
+    """Why a server with this configuration and these arguments cannot follow, in one sentence; None if it can."""
     parallel, load = vllm_config.parallel_config, vllm_config.load_config
     offload = getattr(vllm_config, "offload_config", None)
     copies = (load.model_loader_extra_config or {}).get("mode") == "copy"
@@ -205,7 +177,3 @@ def refusal(vllm_config: Any, args: Any) -> str | None:
 def _prefetches(offload: Any) -> bool:
     chosen, given = offload.offload_backend, offload.prefetch.offload_group_size > 0
     return bool(chosen == "prefetch" or (chosen == "auto" and given))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

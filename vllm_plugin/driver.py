@@ -13,107 +13,83 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
 from deltasync.channel import heartbeat, payloads
-from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
+    CommitError,
     DeltaSyncError,
     FingerprintMismatchError,
     NotPublishedError,
     SleepingError,
+    printable,
 )
 from deltasync.follow import Course, Poll
-from deltasync.live import Region, combine, model_fingerprint
-from deltasync.printable import printable
 from deltasync.stores import ObjectInfo, open_store
 from deltasync.stores.cache import CachedStore, behind_cache
-from vllm_plugin import load_plan
-from vllm_plugin.beats import Beats
-from vllm_plugin.looks import Looks
-from vllm_plugin.metrics import Commit, Metrics, error_class, generated_tokens, running_requests
+from vllm_plugin.background import Beats, Scout
+from vllm_plugin.engine import Engine
+from vllm_plugin.log import logger
+from vllm_plugin.messages import Commit, Committed, Failure, Status
+from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
-from vllm_plugin.workers import Workers, assemble, by_reason, handed, log_plan, regions_of, told
-
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+from vllm_plugin.workers import Workers
 
 HISTORY = 4096
 """Commits that are remembered."""
 
-DETOURS = 8
-"""Failed looks after which whoever waits for a version is told, because the next one may take another way."""
-
 STALE_S, STALE_POLLS = 60.0, 20
-"""A server whose last good look was longer ago than so many seconds, and than so many longest waits, is stale."""
+"""A server is stale when its last good look is older than these seconds and than this number of longest waits."""
 
-_LOOK_S = 60.0  # that a look is waited for
-
-_UNDONE = ("FingerprintMismatchError", "StageError", "SleepingError")
-"""Errors of a commit that say that it did not begin, or that the old bits are back."""
+_DETOURS = 8  # failed looks after which whoever waits for a version is told, because the next one may take another way
 
 
 class Driver:
     """Follows one channel for one server.
 
-    Args:
-        engine: vLLM's engine client.
-        settings: With a channel.
-        metrics: Told what happens.
-
     Attributes:
         identity: The version that tokens are made with; changes only while generation is paused. None before the first.
+        commits: The last ones.
     """
 
-    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, settings: ReplicaSettings, metrics: Metrics) -> None:
         assert settings.channel is not None
         self._engine = engine
-        self._workers = Workers(engine)
-        self.pauses = Pauses(engine)
         self._settings = settings
         self._metrics = metrics
         self._channel = settings.channel
         store = behind_cache(open_store(settings.channel), settings.cache_dir, settings.cache_bytes)
         self._reader = ChannelReader(store, settings.trusted_keys)
         self._course = Course(self._reader, settings.max_age_s, prefetch=isinstance(store, CachedStore))  # for the workers
+        self._scout = Scout(self._course)
+        self._workers = Workers(engine, self._reader)
+        self.pauses = Pauses(engine)
+        self._beats = Beats(store, settings.heartbeat_interval_s)
+        self.identity: Version | None = None
+        self.commits: deque[Commit] = deque(maxlen=HISTORY)
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
-        self.identity: Version | None = None
-        self._names: OrderedDict[int, str] = OrderedDict()  # the digest that was served first, of each number
         self._opened = False
-        self._looks = Looks("deltasync-look")
-        self._beats = Beats(store, settings.heartbeat_interval_s)
+        self._served_s = self._audited_s = 0.0
+        self._names: OrderedDict[int, str] = OrderedDict()  # the digest that was served first, of each number
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look now
         self._looked = asyncio.Event()  # the look that goes on or comes next has ended; then there is a new one
-        self._begun = 0  # looks
+        self._begun = 0
         self._caught_up = -1  # the last look that found nothing to take
-        self._poll: Poll | None = None
-        self._known: ObjectInfo | None = None  # what the store told of a new record
-        self._asked = False  # somebody waits for a version
-        self._anew = False  # what the course thinks was done was not
-        self._accused: tuple[Sequence[Stored], str | None, object] | None = (
-            None  # a way that failed, at which record, and why
-        )
-        # Of each worker, which elements of each tensor it holds; of each tensor, its fingerprint over all workers.
-        self._regions: list[dict[str, list[Region]]] = []
-        self._reloaded: dict[str, str] = {}  # tensors that take the fallback, and why
-        self._fingerprints: dict[str, int] = {}
-        self._audited_s = 0.0
-        self._served_s = 0.0
-        self.commits: deque[Commit] = deque(maxlen=HISTORY)
 
     @property
     def version(self) -> int | None:
-        """Its number."""
+        """The number of the version served."""
         return None if self.identity is None else self.identity.version
 
     @property
@@ -156,47 +132,36 @@ class Driver:
             return f"This server serves version {served}, {newest - served} behind version {newest}."
         return self._stale
 
-    def status(self, commit_count: int = HISTORY) -> dict[str, Any]:
+    def status(self, commit_count: int = HISTORY) -> Status:
         """What `GET /deltasync/status` returns, with the last commits only."""
-        recent = list(self.commits)[-commit_count:] if commit_count else []
-        stale = self._stale
-        return {
-            "replica_id": self._settings.replica_id,
-            "channel": self._reader.store.url,
-            "run_id": self._reader.run_id,
-            "state": self._state if stale is None else "stale",
-            **self._serves(),
-            "last_look_s_ago": self._last_look_s_ago,
-            "error": self._error if stale is None else stale,
-            "kv_cache": self._settings.kv_cache,
-            "trusted_keys": None if self._reader.trusted is None else self._reader.trusted.names,
-            "patched_tensors": len(self._reader.specs) - len(self._reloaded) if self._opened else None,
-            "reloaded_tensors": len(self._reloaded) if self._opened else None,
-            "reloaded": by_reason(self._reloaded),
-            "commits": [dataclasses.asdict(commit) for commit in recent],
-        }
-
-    def _serves(self) -> dict[str, Any]:
-        """Identity of what is served, and the newest version that is known."""
-        identity = self.identity
-        return {
-            "version": self.version,
-            "epoch": None if identity is None else identity.epoch,
-            "sha256": None if identity is None else identity.sha256,
-            "newest_version": self._newest,
-        }
+        stale, identity, reasons = self._stale, self.identity, self._workers.reasons
+        reloaded_count = sum(reason.tensors for reason in reasons)
+        return Status(
+            replica_id=self._settings.replica_id,
+            channel=self._reader.store.url,
+            run_id=self._reader.run_id,
+            state=self._state if stale is None else "stale",
+            version=self.version,
+            epoch=None if identity is None else identity.epoch,
+            sha256=None if identity is None else identity.sha256,
+            newest_version=self._newest,
+            last_look_s_ago=self._last_look_s_ago,
+            error=self._error if stale is None else stale,
+            kv_cache=self._settings.kv_cache,
+            trusted_keys=None if self._reader.trusted is None else self._reader.trusted.names,
+            patched_tensors=len(self._reader.specs) - reloaded_count if self._opened else None,
+            reloaded_tensors=reloaded_count if self._opened else None,
+            reloaded=reasons,
+            commits=list(self.commits)[-commit_count:] if commit_count else [],
+        )
 
     async def reach(self, version: int | None) -> int:
-        """Look at once, and wait until a version or a later one is served.
+        """Look at once, and wait until a version or a later one is served; returns that.
 
-        Args:
-            version: None for the newest that is published now, or the first if none is.
-
-        Returns:
-            The version served.
+        None is the newest that is published now, or the first if none is.
         """
         begun = self._begun
-        self._asked = True
+        self._scout.is_asked = True
         self._wake.set()
         while True:
             served = self.version
@@ -211,16 +176,7 @@ class Driver:
             ApplyError: two workers hold different copies of the same elements.
         """
         async with self._busy:
-            version, sha256 = self.version, {}
-            if len(self._regions) == 1:
-                (reply,) = await self._workers.call("digest")
-                sha256 = reply["sha256"]
-            else:
-                for name, spec in self._reader.specs.items():
-                    shards = [reply["bits"] for reply in await self._workers.call("read", name)]
-                    regions = [held[name] for held in self._regions]
-                    sha256[name] = sha256_hex(assemble(spec, regions, shards).data)
-        return {"version": version, "sha256": sha256}
+            return {"version": self.version, "sha256": await self._workers.digest()}
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -231,7 +187,8 @@ class Driver:
             with contextlib.suppress(RuntimeError):  # the loop is about to end
                 loop.call_soon_threadsafe(self._changed, info)
 
-        with Poll(self._reader.store, self._settings.poll_interval_s, on_change) as self._poll:
+        with Poll(self._reader.store, self._settings.poll_interval_s, on_change) as poll:
+            self._scout.poll = poll
             while True:
                 self._wake.clear()
                 before = self.identity
@@ -240,11 +197,11 @@ class Driver:
                 moved, settled = self.identity != before, self._state in ("serving", "waiting")
                 # Not `wait_for`, which may keep a cancellation to itself.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll.delay_s(moved, settled)):
+                    async with asyncio.timeout(poll.delay_s(moved, settled)):
                         await self._wake.wait()
 
     def _changed(self, info: ObjectInfo | None) -> None:
-        self._known = info
+        self._scout.known = info
         self._wake.set()
 
     async def stop(self) -> None:
@@ -252,9 +209,29 @@ class Driver:
         self._state, self._error = heartbeat.STOPPED, None
         await self._beats.stop(self.status(0))
 
-    async def look(self, number: int | None = None) -> None:
-        """Go one step towards a version, the newest by default, and report what came of it."""
+    async def look_until_done(self, number: int | None = None, deadline: float = math.inf) -> None:
+        """In place of `run`: look until nothing is left to take, or nothing comes of it; `status` tells which.
+
+        Args:
+            number: See `look`.
+            deadline: When to stop, by `time.monotonic`, unless it is not known what the weights are.
+        """
+        failed = 0
+        while True:
+            await self.look(number, asked=not failed)
+            failed += self._state == "failed"
+            if self.caught_up or self._state in ("waiting", "sleeping") or failed > _DETOURS:
+                return
+            if time.monotonic() > deadline and not self.pauses.held:
+                return
+
+    async def look(self, number: int | None = None, *, asked: bool = False) -> None:
+        """Go one step towards a version, the newest by default, and report what came of it.
+
+        Where somebody `asked` for it, what was damaged before is tried again.
+        """
         self._begun += 1
+        self._scout.is_asked |= asked
         try:
             if await self._follow_once(number):
                 self._caught_up = self._begun
@@ -278,9 +255,9 @@ class Driver:
         async with self._busy:
             if not self._opened:
                 await self._open()
-            elif self.pauses.held or not await self._settled():
+            elif self.pauses.held or not await self._workers.settled():
                 await self._settle()
-        way = await self._next(number)
+        way = await self._scout.next(self._have, number)
         async with self._busy:
             if not way:
                 await self._audit_if_due()
@@ -291,33 +268,14 @@ class Driver:
                 await self._commit(way, tokens_before)
         return False
 
-    async def _next(self, number: int | None) -> list[Stored]:
-        """Ask the course where to go. What failed before is told to it first, if the bits in memory were not to blame."""
-        if self._accused is not None:
-            self._course.refused(*self._accused)
-            self._accused = None
-        course, have, known, told = self._course, self._have, self._known, self._poll is not None and self._poll.told
-        again = self._asked and (course.stuck or course.problem is not None)
-        if again:
-            course.forgive()
-        now = self._anew or again
-        self._known, self._asked, self._anew = None, False, False
-        way: list[Stored] = await self._ask(
-            (have, number), lambda: course.next(have, number=number, known=known, now=now, told=told)
-        )
-        return way
-
-    async def _ask(self, asked: object, action: Any) -> Any:
-        return await self._looks.take(asked, action, _LOOK_S)
-
     async def _open(self) -> None:
         """Learn what the workers hold, prove it, and find out which version they serve."""
-        await self._ask("published", self._check_published)
+        await self._scout.ask("published", self._check_published)
         keys = self._settings.trusted_keys
-        await self._workers.rpc("deltasync_open", self._channel, None if keys is None else str(keys))
-        total = await self._audit(first=True)
-        found: Stored | None = await self._ask(("identify", total), lambda: self._course.identify(total))
-        await self._workers.call("identified", None if found is None else handed([found])[0])
+        total = await self._workers.open(self._channel, None if keys is None else str(keys))
+        self._audited_s = time.monotonic()
+        found: Stored | None = await self._scout.ask(("identify", total), lambda: self._course.identify(total))
+        await self._workers.identified(found)
         if found is not None:
             await self._announce(found.version)
             logger.info("deltasync serves version=%d, which the loaded weights already were", found.version.version)
@@ -328,12 +286,8 @@ class Driver:
         if self._reader.head() is None and self._reader.newest() is None:
             raise NotPublishedError(f"{self._reader.store.url} holds no version yet.")
 
-    async def _settled(self) -> bool:
-        """Whether all workers know what the bits in their memory are."""
-        return all(reply["settled"] for reply in await self._workers.call("settled"))
-
     async def _audit_if_due(self) -> None:
-        """Find out bits that changed by themselves, by a fault of the memory say.
+        """Find bits that changed by themselves, by a fault of the memory say.
 
         Raises:
             ApplyError: there are some. The next look loads full weights.
@@ -345,33 +299,14 @@ class Driver:
                 raise ApplyError(f"The weights in memory were not those of version {before} any more; loading full weights.")
 
     async def _settle(self) -> None:
-        """Find out whether the live bits are those of the version that is taken for live, and tell the workers."""
-        total = await self._audit(first=False)
-        replies = await self._workers.call("settle", total)
-        named = {None if reply["version"] is None else Version(*reply["version"]) for reply in replies}
-        if len(named) > 1:
-            raise ApplyError(f"The workers hold different versions: {', '.join(sorted(map(str, named)))}.")
-        (identity,) = named
+        """Find out whether the live bits are those of the version that is taken for live."""
+        identity = await self._workers.settle()
+        self._audited_s = time.monotonic()
         if identity != self.identity:
-            self._accused, self._anew = None, True
+            self._scout.acquit()
             await self._announce(identity)
         if identity is not None:
             await self.pauses.release()
-
-    async def _audit(self, first: bool) -> int:
-        """Read all live memory; the first time, prove where it lies. Returns the fingerprint of the model."""
-        replies = await self._workers.work("audit", first)
-        self._audited_s = time.monotonic()
-        if first:
-            self._regions = [regions_of(reply) for reply in replies]
-            self._reloaded = {name: why for reply in replies for name, why in reply["reloaded"].items()}
-            await asyncio.to_thread(load_plan.check_coverage, self._reader.specs, self._regions, self._reloaded)
-            if self._reloaded:
-                await self._workers.call("prove")
-            log_plan(len(self._reader.specs), self._reloaded)
-        parts = [{name: tuple(values) for name, values in reply["parts"].items()} for reply in replies]
-        self._fingerprints = combine(self._regions, parts)
-        return model_fingerprint(self._fingerprints)
 
     async def _announce(self, version: Version | None) -> None:
         """Tell vLLM which version the weights are, which labels tokens and keeps the prefix cache apart."""
@@ -389,62 +324,57 @@ class Driver:
         """Have the workers stage a way; False if one of them does not know what its bits are, which the next look settles.
 
         Raises:
-            ApplyError: a worker failed; the next look tries again, by another way if the way is at fault.
+            DeltaSyncError: a worker failed; the next look tries again, by another way if the way is at fault.
         """
         self._state = "staging"
-        replies = await self._workers.work("stage", handed(way))
-        failed = [reply for reply in replies if reply["state"] == "failed"]
+        replies = await self._workers.stage(way)
+        failed = [(reply.failure, reply.blamed) for reply in replies if reply.failure is not None]
         if not failed:
-            return all(reply["state"] == "staged" for reply in replies)
-        self._anew = True
-        keys = [reply["failed"] for reply in failed if reply["failed"] is not None]
-        if keys:
-            self._accused = way, keys[0], failed[0]["error"]
-        error, reference = failed[0]["error"], way[0].record.reference
+            return all(reply.state == "staged" for reply in replies)
+        failure = failed[0][0]
+        blamed = [key for _, key in failed if key is not None]
+        self._scout.failed((way, blamed[0], failure.message) if blamed else None)
+        reference = way[0].record.reference
         if reference is not None and self.identity is None:
-            error = f"{error} {payloads.unlike(self._reader, reference, self._fingerprints)}"
-        raise ApplyError(error)
+            unlike = payloads.unlike(self._reader, reference, self._workers.fingerprints)
+            failure = Failure(failure.kind, f"{failure.message} {unlike}")
+        raise failure.error()
 
     async def _commit(self, way: Sequence[Stored], tokens_before: int) -> None:
         """Pause, commit, hold the bits to the published fingerprints, announce, resume."""
         self._state = "committing"
         running = running_requests()
         try:
-            async with self.pauses.paused(self._settings.kv_cache == "recompute", is_safe):
-                reply = await self._commit_paused()
+            async with self.pauses.paused(self._settings.kv_cache == "recompute"):
+                done = await self._workers.commit()
                 await self._announce(way[-1].version)
-        except ApplyError as error:
-            self._anew = True
-            if error_class(error) == FingerprintMismatchError.__name__:
-                self._accused = way, None, error
-            self._metrics.rolled_back(error)
+        except DeltaSyncError as error:
+            self._scout.failed((way, None, error) if isinstance(error, FingerprintMismatchError) else None)
+            if not isinstance(error, CommitError):
+                self._metrics.rollbacks.inc()
             raise
         finally:
-            pause_s = self.pauses.last_s
-            self._metrics.paused(pause_s)
-        self._committed(
-            way,
-            changed=reply["changed"],
-            stage_s=reply["stage_s"],
-            pause_s=pause_s,
-            scatter_s=reply["scatter_s"],
-            reload_s=reply["reload_s"],
-            tokens_during_sync=generated_tokens() - tokens_before,
-            running_requests=running,
-        )
+            self._metrics.pause.observe(self.pauses.last_s)
+        self._committed(way, done, generated_tokens() - tokens_before, running, self.pauses.last_s)
         self._report("serving", None)
 
-    def _committed(self, way: Sequence[Stored], **numbers: Any) -> None:
+    def _committed(self, way: Sequence[Stored], done: Committed, tokens: int, running: int, pause_s: float) -> None:
         """Note a commit, in the status, the metrics and the log."""
         served_at, version = time.time(), way[-1].version
         commit = Commit(
             version=version.version,
             sha256=version.sha256,
             anchor=way[0].use_anchor,
+            changed=done.changed,
             payload_bytes=sum(stored.payload_bytes for stored in way),
+            stage_s=done.stage_s,
+            pause_s=pause_s,
+            scatter_s=done.scatter_s,
+            reload_s=done.reload_s,
             lag_s=served_at - way[-1].record.created_s,
+            tokens_during_sync=tokens,
+            running_requests=running,
             served_at=served_at,
-            **numbers,
         )
         self.commits.append(commit)
         fold = any(stored.is_fold for stored in way)
@@ -462,31 +392,8 @@ class Driver:
             commit.lag_s,
         )
 
-    async def _commit_paused(self) -> dict[str, Any]:
-        """Commit on all workers, or on none; returns the longest times, and the numbers of all of them together."""
-        alone = len(self._regions) == 1
-        replies = await self._workers.call("commit", alone, check=False)
-        errors = [reply["error"] for reply in replies if "error" in reply]
-        if errors:
-            if not alone:
-                await self._workers.call("undo")
-            raise told(errors[0])
-        merged = replies[0] | {key: max(reply[key] for reply in replies) for key in ("stage_s", "scatter_s", "reload_s")}
-        if alone:
-            return merged
-        parts = [{name: tuple(values) for name, values in reply["parts"].items()} for reply in replies]
-        changed = combine(self._regions, parts)
-        fingerprints = self._fingerprints | changed
-        await self._workers.call("confirm", changed, model_fingerprint(fingerprints))
-        self._fingerprints = fingerprints
-        return merged | {"changed": sum(reply["changed"] for reply in replies)}
-
     def _report(self, state: str, error: str | None) -> None:
         if error is not None and error != self._error:
-            logger.log(logging.INFO if state == "waiting" else logging.ERROR, "deltasync: %s", error)
+            tell = logger.info if state == "waiting" else logger.error
+            tell("deltasync: %s", error)
         self._state, self._error = state, error
-
-
-def is_safe(error: BaseException) -> bool:
-    """Whether live weights are those of the version before, although a commit ended with this error."""
-    return isinstance(error, ApplyError) and error_class(error) in _UNDONE

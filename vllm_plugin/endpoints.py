@@ -8,7 +8,7 @@ POST /request_weight_update      the same, for trainers that speak PipelineRL's 
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
 With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
-Requests of other sites' pages are refused (`vllm_plugin.access`), and so are bodies that do not say that they are JSON.
+Requests of other sites' pages are refused (`vllm_plugin.requests`), and so are bodies that do not say that they are JSON.
 Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). Where deltasync cannot
 follow with this vLLM, or with its options, the routes are there and say why.
 """
@@ -18,29 +18,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.resources
-import logging
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, Response
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.printable import redacted
-from vllm_plugin import bodies, compat
-from vllm_plugin.access import is_loopback, presents, stranger
-from vllm_plugin.bodies import Sync, WeightUpdate
+from deltasync.errors import ConfigError, DeltaSyncError, redacted
+from vllm_plugin import compat
 from vllm_plugin.driver import HISTORY, Driver
+from vllm_plugin.engine import is_salted
+from vllm_plugin.log import logger
+from vllm_plugin.messages import Status, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
-from vllm_plugin.pauses import PausesOfOthers
-from vllm_plugin.ready import WaitReady
-from vllm_plugin.versions import VersionsHeader, note_spans
-from vllm_plugin.workers import Workers
-
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+from vllm_plugin.pauses import other_pauses
+from vllm_plugin.requests import is_loopback, stranger, token_matches, wait_ready
+from vllm_plugin.versions import note_spans, versions_header
 
 _BODY_BYTES = 4 << 20  # other trainers name every tensor in theirs
 _MOST_HELD = 64  # requests that wait for a version
@@ -51,12 +48,21 @@ _PAGE_HEADERS = {
 }
 
 
+def _json(document: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(document), status_code, headers, "application/json")
+
+
+def _in_short(status: Status) -> dict[str, Any]:
+    """What anybody may know."""
+    return {"state": status.state, "version": status.version, "newest_version": status.newest_version}
+
+
 class _Refused(Exception):
     """A request that gets an error for an answer."""
 
     def __init__(self, status_code: int, sentence: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(sentence)
-        self.response = JSONResponse({"error": sentence}, status_code, headers)
+        self.response = _json({"error": sentence}, status_code, headers)
 
 
 class DeltaSyncEndpoints:
@@ -85,18 +91,18 @@ class DeltaSyncEndpoints:
             return HTMLResponse(page, headers=_PAGE_HEADERS)
 
         @app.get("/deltasync/status")
-        async def status(request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> dict[str, Any]:
+        async def status(request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> Response:
             self._refuse_strangers(request)
             named = "authorization" in request.headers or self._settings.http_token is None
             if named:
                 await self._authorize(request)
             found = self._status(commits)
-            return found if named else {key: found[key] for key in ("state", "version", "newest_version")}
+            return _json(found if named else _in_short(found))
 
         @app.get("/deltasync/ready")
         async def ready() -> Response:
             reason = self._not_ready()
-            return JSONResponse({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
+            return _json({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
 
         @app.post("/deltasync/sync", dependencies=guarded)
         async def sync(request: Request) -> Response:
@@ -123,14 +129,14 @@ class DeltaSyncEndpoints:
 
         @app.exception_handler(DeltaSyncError)
         async def failed(request: Request, error: DeltaSyncError) -> Response:
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
+            return _json({"error": f"{type(error).__name__}: {error}"}, 503)
 
         app.include_router(APIRouter(lifespan=self._lifespan))
-        app.add_middleware(PausesOfOthers, pauses=lambda: None if self._driver is None else self._driver.pauses)
+        app.add_middleware(other_pauses, pauses=lambda: None if self._driver is None else self._driver.pauses)
         if self._settings.adapter is None:  # a reply names the version of an adapter as its model
-            app.add_middleware(VersionsHeader, live_version=lambda: None if self._driver is None else self._driver.version)
+            app.add_middleware(versions_header, live_version=lambda: None if self._driver is None else self._driver.version)
         if self._settings.wait_ready:
-            app.add_middleware(WaitReady, not_ready=self._not_ready)
+            app.add_middleware(wait_ready, not_ready=self._not_ready)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -161,7 +167,7 @@ class DeltaSyncEndpoints:
             self._refused = f"deltasync could not start: {type(error).__name__}: {error}"
         if self._refused:
             if self._metrics is not None:
-                self._metrics.refused()
+                self._metrics.following.set(0)
             logger.error("This server does not follow %s. %s", redacted(channel), self._refused)
 
     def _look_at_address(self, args: Namespace) -> None:
@@ -184,15 +190,17 @@ class DeltaSyncEndpoints:
             return "There is no engine in this process."
         found = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
         transfer = engine.vllm_config.weight_transfer_config
-        if found is None and transfer is not None and transfer.backend == "deltasync":
+        if found is not None:
+            return found
+        if transfer is not None and transfer.backend == "deltasync":
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
-        if found is None and self._settings.adapter is not None:
+        if self._settings.adapter is not None:
             return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
-        if found is None and not args.worker_extension_cls:
+        if not args.worker_extension_cls:
             return "vLLM was started without --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension."
-        if found is None and not await Workers(engine).salted():
+        if not await is_salted(engine):
             return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
-        return found
+        return None
 
     def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
         if self._settings.adapter is not None:
@@ -205,17 +213,14 @@ class DeltaSyncEndpoints:
         self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
         self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
 
-    def _status(self, commit_count: int) -> dict[str, Any]:
-        if self._driver is None and self._settings.channel is not None:
-            refused: dict[str, Any] = {
-                "state": "refused",
-                "version": None,
-                "newest_version": None,
-                "error": self._refused,
-                "commits": [],
-            }
-            return {"replica_id": self._settings.replica_id, "channel": redacted(self._settings.channel), **refused}
-        return self._running().status(commit_count) | {"logprobs_mode": self._logprobs_mode}
+    def _status(self, commit_count: int) -> Status:
+        settings = self._settings
+        if self._driver is None and settings.channel is not None:
+            channel = redacted(settings.channel)
+            return Status(replica_id=settings.replica_id, channel=channel, state="refused", error=self._refused)
+        status = self._running().status(commit_count)
+        status.logprobs_mode = self._logprobs_mode
+        return status
 
     def _not_ready(self) -> str | None:
         return self._refused if self._driver is None else self._driver.not_ready
@@ -232,14 +237,13 @@ class DeltaSyncEndpoints:
             status = driver.status(0)
             which = "The newest version" if wanted.version is None else f"Version {wanted.version}"
             sentence = (
-                f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status['version']}, "
-                f"the newest is version {status['newest_version']}, and it is {status['state']}."
+                f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status.version}, "
+                f"the newest is version {status.newest_version}, and it is {status.state}."
             )
-            told = {key: status[key] for key in ("state", "version", "newest_version")}
-            return JSONResponse({"error": sentence, "cause": status["error"], **told}, 504)
+            return _json({"error": sentence, "cause": status.error} | _in_short(status), 504)
         finally:
             self._held -= 1
-        return JSONResponse({"version": version, "waited_s": time.monotonic() - before})
+        return _json({"version": version, "waited_s": time.monotonic() - before})
 
     def _refuse_strangers(self, request: Request) -> None:
         sentence = stranger(request.method, request.headers, self._only_loopback)
@@ -249,7 +253,7 @@ class DeltaSyncEndpoints:
     async def _authorize(self, request: Request) -> None:
         self._refuse_strangers(request)
         token = self._settings.http_token
-        if token is not None and not presents(request.headers.get("authorization"), token):
+        if token is not None and not token_matches(request.headers.get("authorization"), token):
             challenge = {"www-authenticate": 'Basic realm="deltasync"'}
             raise _Refused(401, "Send DELTASYNC_HTTP_TOKEN as a bearer token, or as the password of any user.", challenge)
 
@@ -268,6 +272,6 @@ async def _body(request: Request, kind: type[WeightUpdate]) -> WeightUpdate:
     if data and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise _Refused(415, "Send the body as content-type: application/json.")
     try:
-        return bodies.parse(bytes(data), kind)
+        return body_of(bytes(data), kind)
     except ConfigError as error:
         raise _Refused(422, str(error)) from None

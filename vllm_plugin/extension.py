@@ -7,16 +7,19 @@ there are two, prefixed, and the state is made on first use.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Self
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError
-from vllm_plugin import sleep
-from vllm_plugin.worker import Reply, WorkerReplica, reply, warm_up_first
+from deltasync.errors import ConfigError, NotPublishedError
+from deltasync.kernels import segment_kernels
+from deltasync.tensors.bits import int_view
+from vllm_plugin.messages import Answer, answer
+from vllm_plugin.worker import WorkerReplica
 
 
 class DeltaSyncWorkerExtension:
-    """Mixed into vLLM's worker. Each method returns a plain dict, with `error` if it failed."""
+    """Mixed into vLLM's worker. Each method returns plain data, see `vllm_plugin.messages`."""
 
     model_runner: Any
 
@@ -32,41 +35,77 @@ class DeltaSyncWorkerExtension:
             warm_up_first(worker)
         return worker
 
-    def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Reply:
+    def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Answer:
         """Record the load plan for the channel's tensors; a second call changes nothing.
 
         What no key in the file `trusted_keys` has signed is refused; by default the environment names the file.
-
-        `{"error": "NotPublishedError: ..."}` while the channel has no version.
+        NotPublishedError while the channel has no version.
         """
 
-        def body() -> Reply:
+        def body() -> None:
             if not hasattr(self, "_deltasync_replica"):
                 self._deltasync_replica = WorkerReplica(self.model_runner, channel, trusted_keys)
-                sleep.tell(self, self._deltasync_replica)
-            return {}
+                _tell_of_sleep(self, self._deltasync_replica)
 
-        return reply(body)
+        return answer(body)
 
-    def deltasync_call(self, method: str, *args: Any) -> Reply:
-        """Call a method of the opened `WorkerReplica`; `commit`, `confirm` and `undo` only while generation is paused."""
-        if not hasattr(self, "_deltasync_replica"):
-            return {"error": "NotPublishedError: nothing is followed yet."}
-        return reply(lambda: getattr(self._deltasync_replica, method)(*args))
+    def deltasync_call(self, method: str, *args: Any) -> Answer:
+        """Call a method of the opened `WorkerReplica`, one of `vllm_plugin.worker.CALLS`."""
+
+        def body() -> Any:
+            if not hasattr(self, "_deltasync_replica"):
+                raise NotPublishedError("nothing is followed yet.")
+            return self._deltasync_replica.call(method, *args)
+
+        return answer(body)
 
 
-def _check(environ: Any) -> None:
+def _check(environ: Mapping[str, str]) -> None:
     """End the start of a server that would serve for ever what it has loaded, though a channel is configured."""
-    settings = ReplicaSettings.from_env()
-    if settings.channel is None:
+    channel = ReplicaSettings.from_env().channel
+    if channel is None:
         return
     if "deltasync" not in environ.get("VLLM_PLUGINS", "").split(","):
         raise ConfigError(
-            f"This server would never follow {settings.channel}, because VLLM_PLUGINS leaves deltasync out: add it, or "
-            "leave VLLM_PLUGINS unset."
+            f"This server would never follow {channel}, because VLLM_PLUGINS leaves deltasync out: add it, or leave "
+            "VLLM_PLUGINS unset."
         )
     if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError(
-            f"This server would never follow {settings.channel}, because vLLM's Rust frontend loads no endpoint plugin: "
-            "leave VLLM_USE_RUST_FRONTEND out."
+            f"This server would never follow {channel}, because vLLM's Rust frontend loads no endpoint plugin: leave "
+            "VLLM_USE_RUST_FRONTEND out."
         )
+
+
+def warm_up_first(worker: Any) -> None:
+    """Have a vLLM worker compile the kernels of commits before it serves, with its own, and not beside requests."""
+    if not hasattr(worker, "compile_or_warm_up_model"):
+        return
+    warm_up = worker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model() -> Any:
+        parameters = worker.model_runner.get_model().parameters()
+        for device, dtype in {(each.device, int_view(each[:0] if each.ndim else each).dtype) for each in parameters}:
+            if device.type != "cpu":
+                segment_kernels(device).warm_up(device, dtype)
+        return warm_up()
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _tell_of_sleep(worker: Any, replica: WorkerReplica) -> None:
+    """Tell a replica of the sleep of a vLLM worker, which has no hook for that: touching weights then ends its process."""
+    if not hasattr(worker, "sleep"):
+        return
+    sleep, wake_up = worker.sleep, worker.wake_up
+
+    def told_sleep(level: int = 1) -> None:
+        replica.fall_asleep()
+        sleep(level)
+
+    def told_wake_up(tags: list[str] | None = None) -> None:
+        wake_up(tags)
+        if tags is None or "weights" in tags:
+            replica.wake_up()
+
+    worker.sleep, worker.wake_up = told_sleep, told_wake_up

@@ -9,26 +9,22 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, ConfigError
+from deltasync.errors import ApplyError, CommitError, ConfigError
 from vllm_plugin import compat
-from vllm_plugin.driver import DETOURS, Driver
+from vllm_plugin.driver import Driver
+from vllm_plugin.engine import IdleEngine
 from vllm_plugin.metrics import Metrics
 
 
-class _Engine:
-    """An `LLM` as the driver sees an engine client. Nothing is being generated while its methods run."""
+class _OfflineEngine(IdleEngine):
+    """An `LLM` as the driver sees an engine client."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> Any:
-        return self._llm.collective_rpc(method, args=args)
-
-    async def pause_generation(self, **_: object) -> None:
-        pass
-
-    async def resume_generation(self) -> None:
-        pass
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
+        replies: list[Any] = self._llm.collective_rpc(method, args=args)
+        return replies
 
     async def update_weight_version(self, version: str) -> None:
         self._llm.llm_engine.set_weight_version(version)
@@ -39,7 +35,7 @@ class OfflineReplica:
 
     def __init__(self, llm: Any, settings: ReplicaSettings) -> None:
         self._llm = llm
-        self._driver = Driver(_Engine(llm), settings, Metrics(CollectorRegistry()))
+        self._driver = Driver(_OfflineEngine(llm), settings, Metrics(CollectorRegistry()))
         self._loop = asyncio.new_event_loop()
 
     @property
@@ -59,21 +55,21 @@ class OfflineReplica:
 
         Raises:
             ApplyError: it could not be brought there, and why; the version before is still live.
+            CommitError: nobody knows what the weights are. Call again before anything is generated, or load the model anew.
         """
-        before, deadline, failures = self._driver.identity, time.monotonic() + timeout_s, 0
+        driver, before, deadline = self._driver, self._driver.identity, time.monotonic() + timeout_s
         while True:
-            self._loop.run_until_complete(self._driver.look())
-            status = self._driver.status(0)
-            live, caught_up = self._driver.version, self._driver.caught_up
-            if caught_up and live is not None and (version is None or live >= version):
+            self._loop.run_until_complete(driver.look_until_done(deadline=deadline))
+            live, status = driver.version, driver.status(0)
+            if driver.caught_up and live is not None and (version is None or live >= version):
                 break
-            failures += status["state"] == "failed"
-            if time.monotonic() > deadline or failures > DETOURS:
-                wanted = version or status["newest_version"]
-                raise ApplyError(f"Version {wanted} is not live, but version {live}. {status['error'] or ''}".strip())
-            if caught_up or status["state"] == "waiting":
-                time.sleep(0.05)
-        if self._driver.identity != before:
+            if driver.pauses.held:
+                raise CommitError(f"It is not known what the weights are: generate nothing. {status.error or ''}".strip())
+            if status.state == "failed" or time.monotonic() > deadline:
+                wanted = version or status.newest_version
+                raise ApplyError(f"Version {wanted} is not live, but version {live}. {status.error or ''}".strip())
+            time.sleep(0.05)
+        if driver.identity != before:
             self._llm.reset_prefix_cache()
         return live
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import secrets
 from collections import OrderedDict
 from typing import Any
 
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+from vllm_plugin.log import logger
 
 SESSION = "deltasync-session:"
 """A `cache_salt` that begins so names the version of its session, then, behind another colon, the request's own salt."""

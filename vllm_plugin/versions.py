@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
@@ -18,9 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_plugin.log import logger
 from vllm_plugin.salt import SESSION, number_of
-
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
 
 HEADER = "x-deltasync-versions"
 SPANS_HEADER = "x-deltasync-spans"
@@ -46,12 +44,9 @@ _choices: ContextVar[Choices | None] = ContextVar("deltasync_choices", default=N
 
 
 def note_spans(engine: Any) -> None:
-    """Have an engine client note, for the replies of `VersionsHeader`, which version made which token.
+    """Have an engine client note, for the replies of `versions_header`, which version made which token.
 
-    vLLM itself knows from 0.32 on, and tells with the last output of a request; before that nothing is noted.
-
-    Args:
-        engine: vLLM's engine client; its `generate` is wrapped, which every route goes through.
+    Wraps its `generate`, which every route goes through. vLLM knows from 0.32 on; before that nothing is noted.
     """
     generate = engine.generate
 
@@ -97,7 +92,7 @@ def _spans_text(choices: Choices) -> str | None:
     return text if len(text) <= _LONGEST else None
 
 
-class VersionsHeader:
+def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
     """ASGI middleware that adds `first..last`: the versions that were live while the request ran.
 
     No token of the reply was made by a version before `first` or after `last`; `5..5` means that version 5 made all of
@@ -108,20 +103,11 @@ class VersionsHeader:
     it in a comment before its end. It needs vLLM 0.32.
 
     A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's version.
-
-    Args:
-        app: What is wrapped.
-        live_version: The version that a token made now is of, never a later one.
     """
 
-    def __init__(self, app: ASGIApp, live_version: Callable[[], int | None]) -> None:
-        self._app = app
-        self._live_version = live_version
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or whatever else a server has to say."""
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(PATHS):
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         session = Headers(scope=scope).get(SESSION_HEADER)
         if session is not None and scope["path"].endswith(_SALTED_PATHS):
@@ -131,32 +117,35 @@ class VersionsHeader:
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
             receive = await _naming_session(scope, receive, version[0].rstrip("."))
-        first = self._live_version()
+        first = live_version()
         if first is None:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         choices: Choices = {}
 
         async def send_with_versions(message: Message) -> None:
             try:
-                self._add(message, first, choices)
+                _add(message, first, live_version, choices)
             except Exception:  # the reply goes on without it
                 logger.exception("deltasync could not name the versions of a reply")
             await send(message)
 
         _choices.set(choices)
-        await self._app(scope, receive, send_with_versions)
+        await app(scope, receive, send_with_versions)
 
-    def _add(self, message: Message, first: int, choices: Choices) -> None:
-        """Add what is known to a part of the reply."""
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            streamed = headers.get("content-type", "").startswith("text/event-stream")
-            headers.append(HEADER, f"{first}.." if streamed else f"{first}..{self._live_version() or ''}")
-            if not streamed and (spans := _spans_text(choices)) is not None:
-                headers.append(SPANS_HEADER, spans)
-        elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(choices)) is not None:
-            message["body"] = f": {SPANS_HEADER} {spans}\n\n".encode() + message["body"]
+    return call
+
+
+def _add(message: Message, first: int, live_version: Callable[[], int | None], choices: Choices) -> None:
+    """Add what is known to a part of the reply."""
+    if message["type"] == "http.response.start":
+        headers = MutableHeaders(scope=message)
+        streamed = headers.get("content-type", "").startswith("text/event-stream")
+        headers.append(HEADER, f"{first}.." if streamed else f"{first}..{live_version() or ''}")
+        if not streamed and (spans := _spans_text(choices)) is not None:
+            headers.append(SPANS_HEADER, spans)
+    elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(choices)) is not None:
+        message["body"] = f": {SPANS_HEADER} {spans}\n\n".encode() + message["body"]
 
 
 async def _naming_session(scope: Scope, receive: Receive, version: str) -> Receive:

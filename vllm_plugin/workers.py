@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from deltasync.bits import signed_view
+from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import ApplyError, SleepingError
-from deltasync.live import Region
-from deltasync.printable import printable
-from deltasync.types import TensorSpec
-from vllm_plugin.worker import Handed
+from deltasync.errors import ApplyError, CommitError, printable
+from deltasync.live import Region, combine, model_fingerprint
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import signed_view
+from vllm_plugin.engine import Engine, call_workers
+from vllm_plugin.load import proof
+from vllm_plugin.log import logger
+from vllm_plugin.messages import Committed, Failure, Handed, Live, Reason, Work, gravest, parse
 
-logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, whose handlers and level it shares
+_T = TypeVar("_T")
+_NOTHING = type(None)
 
 # Between two looks at work in the background: each is an RPC that runs between two engine steps.
 _POLL_S = (0.002, 0.05)
@@ -26,100 +30,163 @@ _HANDED_BYTES = 8 << 20  # of records in one call; that goes to each worker
 
 
 class Workers:
-    """RPCs to the workers behind one engine client; each returns one reply per worker, in the order of their ranks."""
+    """The workers behind one engine client.
 
-    def __init__(self, engine: Any) -> None:
+    Attributes:
+        reasons: Why tensors take the fallback.
+        fingerprints: Each tensor's fingerprint over all workers, of the last audit or commit of several workers.
+    """
+
+    def __init__(self, engine: Engine, reader: ChannelReader) -> None:
         self._engine = engine
+        self._reader = reader
+        self._regions: list[dict[str, list[Region]]] = []  # which elements of each tensor each worker holds
+        self.reasons: list[Reason] = []
+        self.fingerprints: dict[str, int] = {}
 
-    async def rpc(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
-        """Call a method of the worker extension.
+    async def open(self, channel: str, trusted_keys: str | None) -> int:
+        """Learn what the workers hold, and prove it. Returns the fingerprint of the model."""
+        answers = await call_workers(self._engine, "deltasync_open", (channel, trusted_keys))
+        _succeeded([parse(answer, _NOTHING) for answer in answers])
+        total = await self._audit(first=True)
+        reloaded = sum(reason.tensors for reason in self.reasons)
+        patched = len(self._reader.specs) - reloaded
+        logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, reloaded)
+        for reason in self.reasons:
+            logger.warning(
+                "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
+                "their layers again, which takes longer",
+                reason.tensors,
+                reason.first,
+                reason.reason,
+            )
+        return total
+
+    async def identified(self, stored: Stored | None) -> None:
+        """Tell the workers which version they hold."""
+        await self._call(_NOTHING, "identified", None if stored is None else handed([stored])[0])
+
+    async def settled(self) -> bool:
+        """Whether all workers know what the bits in their memory are."""
+        return all(await self._call(bool, "settled"))
+
+    async def settle(self) -> Version | None:
+        """The version whose bits are live, found by an audit; None if they are not those of the version taken for live."""
+        total = await self._audit(first=False)
+        named = {live.version for live in await self._call(Live, "settle", total)}
+        if len(named) > 1:
+            raise ApplyError(f"The workers hold different versions: {', '.join(sorted(map(str, named)))}.")
+        (version,) = named
+        return version
+
+    async def _audit(self, first: bool) -> int:
+        """Read all live memory; the first time, prove where it lies. Returns the fingerprint of the model."""
+        audits = []
+        for work in await self._work("audit", first):
+            if work.failure is not None:
+                raise work.failure.error()
+            if work.audit is None:
+                raise ApplyError(f"A worker did not audit its weights, it is {work.state}.")
+            audits.append(work.audit)
+        if first:
+            self._regions = [audit.regions for audit in audits]
+            reloaded = {name: why for audit in audits for name, why in audit.reloaded.items()}
+            await asyncio.to_thread(proof.check_coverage, self._reader.specs, self._regions, reloaded)
+            if reloaded:
+                await self._call(_NOTHING, "prove")
+            names: dict[str, list[str]] = {}
+            for name, why in reloaded.items():
+                names.setdefault(why, []).append(name)
+            self.reasons = [Reason(printable(why), len(of), printable(of[0])) for why, of in names.items()]
+        self.fingerprints = combine(self._regions, [audit.parts for audit in audits])
+        return model_fingerprint(self.fingerprints)
+
+    async def stage(self, way: Sequence[Stored]) -> list[Work]:
+        """Have all workers stage a way while tokens are generated; what each ended with."""
+        return await self._work("stage", handed(way))
+
+    async def commit(self) -> Committed:
+        """Commit what is staged on all workers, or on none. Call while generation is paused.
+
+        Returns:
+            The longest times, and the elements that all workers changed together.
 
         Raises:
-            ApplyError: one of them failed, if `check`.
+            DeltaSyncError: `is_safe` tells whether the old bits are live again.
         """
-        replies = await self._everywhere(method, args)
-        errors = [reply["error"] for reply in replies if "error" in reply and "state" not in reply]
-        if check and errors:
-            raise told(errors[0])
-        return replies
+        alone = len(self._regions) == 1
+        replies = await self._replies(Committed, "commit", alone)
+        failures = [reply for reply in replies if isinstance(reply, Failure)]
+        if failures:
+            if not alone:
+                _undone(await self._replies(_NOTHING, "undo"))
+            raise gravest(failures)
+        done = [reply for reply in replies if isinstance(reply, Committed)]
+        if not alone:
+            changed = combine(self._regions, [each.parts for each in done])
+            fingerprints = self.fingerprints | changed
+            confirmed = await self._replies(_NOTHING, "confirm", changed, model_fingerprint(fingerprints))
+            if None in confirmed:
+                _undone(confirmed)
+            _succeeded(confirmed)
+            self.fingerprints = fingerprints
+        return Committed(
+            changed=sum(each.changed for each in done),
+            stage_s=max(each.stage_s for each in done),
+            scatter_s=max(each.scatter_s for each in done),
+            reload_s=max(each.reload_s for each in done),
+            parts={},
+        )
 
-    async def _everywhere(self, method: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
-        """Ask the workers of all engines. vLLM's client does too, but tells only what those of the first one reply."""
-        if len(self._engines()) < 2:
-            return await self._engine.collective_rpc(method, args=args)
-        by_engine = await self._ask_engines("collective_rpc", method, None, args, None)
-        return [reply for replies in by_engine for reply in replies]
-
-    def _engines(self) -> Sequence[Any]:
-        return getattr(getattr(self._engine, "engine_core", None), "core_engines", ())
-
-    async def _ask_engines(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every engine."""
-        ask = self._engine.engine_core._call_utility_async
-        return await asyncio.gather(*(ask(method, *args, engine=engine) for engine in self._engines()))
-
-    async def salted(self) -> bool:
-        """Whether all engines keep their prefix cache apart by version, see `vllm_plugin.salt`."""
-        try:
-            salted = await self._ask_engines("deltasync_salts")
-        except Exception:  # of any class: vLLM's for an engine that has no such method
-            logger.exception("deltasync asked an engine about its prefix cache")
-            return False
-        return bool(salted) and all(salted)
-
-    async def call(self, method: str, *args: object, check: bool = True) -> list[dict[str, Any]]:
-        """Call a method of every `WorkerReplica`; errors as in `rpc`."""
-        return await self.rpc("deltasync_call", method, *args, check=check)
-
-    async def work(self, method: str, *args: object) -> list[dict[str, Any]]:
-        """Have all workers do something in the background while tokens are generated; what each ended with.
+    async def digest(self) -> dict[str, str]:
+        """sha256 of every tensor in live memory, all workers' shards together.
 
         Raises:
-            ApplyError: one of them failed, and not at what was to be staged.
+            ApplyError: two workers hold different copies of the same elements.
         """
+        sha256 = {}
+        for name, spec in self._reader.specs.items():
+            shards = await self._call(list[bytes], "read", name)
+            sha256[name] = sha256_hex(assemble(spec, [held[name] for held in self._regions], shards).data)
+        return sha256
+
+    async def _replies(self, kind: type[_T], method: str, *args: object) -> list[_T | Failure]:
+        """Call a method of every `WorkerReplica`; what each replies, in the order of their ranks."""
+        answers = await call_workers(self._engine, "deltasync_call", (method, *args))
+        return [parse(answer, kind) for answer in answers]
+
+    async def _call(self, kind: type[_T], method: str, *args: object) -> list[_T]:
+        return _succeeded(await self._replies(kind, method, *args))
+
+    async def _work(self, method: str, *args: object) -> list[Work]:
+        """Have all workers do something in the background while tokens are generated; what each ended with."""
         wait_s, longest_s = _POLL_S
-        replies = await self.call(method, *args)
-        while any(reply["state"] == "working" for reply in replies):
+        replies = await self._call(Work, method, *args)
+        while any(reply.state == "working" for reply in replies):
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s)
-            # Those that have ended told so once, and say `idle` from then on.
-            later = await self.call("poll")
-            replies = [new if old["state"] == "working" else old for old, new in zip(replies, later, strict=True)]
-        errors = [reply["error"] for reply in replies if reply["state"] == "failed" and "failed" not in reply]
-        if errors:
-            raise told(errors[0])
+            later = await self._call(Work, "poll")
+            replies = [new if old.state == "working" else old for old, new in zip(replies, later, strict=True)]
         return replies
 
 
-def told(error: str) -> ApplyError:
-    """The exception for what a worker told."""
-    name, _, sentence = error.partition(": ")
-    return SleepingError(sentence) if name == SleepingError.__name__ else ApplyError(error)
+def _succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
+    """The replies of workers, none of which failed.
+
+    Raises:
+        DeltaSyncError: one of them failed.
+    """
+    failures = [reply for reply in replies if isinstance(reply, Failure)]
+    if failures:
+        raise gravest(failures)
+    return [reply for reply in replies if not isinstance(reply, Failure)]
 
 
-def by_reason(reasons: dict[str, str]) -> list[dict[str, Any]]:
-    """Why tensors take the fallback: for each reason how many do, and the first one's name."""
-    names: dict[str, list[str]] = {}
-    for name, reason in sorted(reasons.items()):
-        names.setdefault(reason, []).append(name)
-    return [
-        {"reason": printable(reason), "tensors": len(found), "first": printable(found[0])} for reason, found in names.items()
-    ]
-
-
-def log_plan(tensor_count: int, reloaded: dict[str, str]) -> None:
-    """Log what was proven about the tensors, and why some take the fallback."""
-    logger.info(
-        "deltasync load plan is proven: patched_in_place=%d reloaded=%d", tensor_count - len(reloaded), len(reloaded)
-    )
-    for each in by_reason(reloaded):
-        logger.warning(
-            "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
-            "their layers again, which takes longer",
-            each["tensors"],
-            each["first"],
-            each["reason"],
-        )
+def _undone(replies: Sequence[Failure | None]) -> None:
+    """Make sure that no worker failed where others did not, so that they may hold bits of two versions."""
+    for reply in replies:
+        if reply is not None:
+            raise CommitError(f"A worker's weights are uncertain. {reply.error()}")
 
 
 def handed(way: Sequence[Stored]) -> list[Handed]:
@@ -131,14 +198,6 @@ def handed(way: Sequence[Stored]) -> list[Handed]:
         left -= 0 if data is None else stored.size
         found.append((stored.key, stored.sha256, data))
     return found
-
-
-def regions_of(reply: dict[str, Any]) -> dict[str, list[Region]]:
-    """A worker's regions out of its reply, on the way of which tuples became lists."""
-    return {
-        name: [(offset, tuple((size, stride) for size, stride in dims)) for offset, dims in regions]
-        for name, regions in reply["regions"].items()
-    }
 
 
 def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[bytes]]) -> np.ndarray:

@@ -1,29 +1,27 @@
 """Measure and check everything that runs on a GPU, on this machine's, in less than eight minutes.
 
-    python -m benchmarks.gpu [--elements 7600000000] [--changed-percent 1] [--json result.json] [--small] [--no-tests]
+    python -m benchmarks.gpu [--elements 7600000000] [--changed-percent 1] [--small] [--no-tests] [--json]
 
 It needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to carry to a
 machine without a package index. Where there is no GPU, Triton's interpreter runs it at a small size: the checks are the
-same, and times mean nothing. Prints a table and, with --json, writes what was found.
-
-Exits with 1 where a check failed or a bar was missed.
+same, and times mean nothing. Exits with 1 where a check failed or a bar was missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks import common
 
 ROOT = Path(__file__).parents[2]
 TESTS = {"test_gpu_diff.py": ("-m", "gpu"), "test_segment_kernels.py": ("-k", "gpu_segments or warming")}
@@ -32,12 +30,11 @@ TESTS_S = 150
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.partition("\n")[0])
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--elements", type=int, default=7_600_000_000, help="size of the single tensor; fewer where memory ends"
     )
     parser.add_argument("--changed-percent", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, dest="json_file", help="also write what was found to this file")
     parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
     parser.add_argument("--no-tests", action="store_true", help="leave the tests of the kernels out")
     arguments = parser.parse_args()
@@ -49,7 +46,7 @@ def main() -> None:
     if not has_triton():
         sys.exit("No triton found: install the version that this torch requires, then run this again.")
     machine = Machine(arguments.small)
-    print(", ".join(f"{value}" if name == "device" else f"{name} {value}" for name, value in machine.describe().items()))
+    common.say(machine.device_name)
     sections: dict[str, Callable[[], None]] = (
         {} if arguments.no_tests else {"tests": lambda: _run_tests(machine.interpreted)}
     )
@@ -62,7 +59,15 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the other sections run all the same; it is told at the end
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
-    _report(machine, failures, time.perf_counter() - start, arguments.json_file)
+    result = {
+        "device": machine.device_name,
+        "cuda": machine.cuda,
+        "seconds": time.perf_counter() - start,
+        "rows": [dataclasses.asdict(row) for row in machine.rows],
+        "bars": [dataclasses.asdict(bar) for bar in machine.bars],
+        "failures": failures,
+    }
+    common.emit(arguments.json, result, _lines(result))
     sys.exit(bool(failures) or any(bar.met is False for bar in machine.bars))
 
 
@@ -123,43 +128,34 @@ def _run_tests(interpreted: bool) -> None:
     """
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if interpreted or missing:
-        print(f"tests left out: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
+        common.say(f"tests left out: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
         return
     for name, chosen in TESTS.items():
         command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
         command += [f"tests/property/{name}", *chosen]
         done = subprocess.run(command, cwd=ROOT, timeout=TESTS_S, capture_output=True, text=True, check=False)
-        print(f"{name}: {done.stdout.rstrip().rpartition(chr(10))[2]}")
+        common.say(f"{name}: {done.stdout.rstrip().rpartition(chr(10))[2]}")
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def _report(machine: Any, failures: dict[str, str], seconds: float, json_file: Path | None) -> None:
-    print(f"{'':44} {'ms':>10} {'GB/s':>8} {'launches':>8} {'waits':>6} {'peak MB':>8}")
-    for row in machine.rows:
-        cells = (
-            "" if row.rate is None else f"{row.rate / 1e9:.1f}",
-            "" if row.launches is None else str(row.launches),
-            "" if row.waits is None else str(row.waits),
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}",
-        )
-        numbers = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, (8, 8, 6, 8), strict=True))
-        print(f"{row.what:44} {1e3 * row.seconds:10.3f} {numbers}  {row.note}".rstrip())
-    for bar in machine.bars:
-        verdict = {True: "met", False: "MISSED", None: "for a GPU to tell"}[bar.met]
-        print(f"{bar.what:60} {bar.found:8.2f}  at most {bar.most:g}: {verdict}")
-    for name, error in failures.items():
-        print(f"FAILED {name}: {error}")
-    print(f"{seconds:.0f} s")
-    if json_file is not None:
-        found = {
-            "machine": machine.describe(),
-            "seconds": seconds,
-            "rows": [dataclasses.asdict(row) for row in machine.rows],
-            "bars": [dataclasses.asdict(bar) for bar in machine.bars],
-            "failures": failures,
-        }
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['device']}, CUDA {result['cuda']}"
+    yield from common.table(("", "ms", "GB/s", "launches", "waits", "peak MB", ""), map(_cells, result["rows"]))
+    yield ""
+    verdicts = {True: "met", False: "MISSED", None: "for a GPU to tell"}
+    bars = [(bar["what"], f"{bar['found']:.2f}", f"{bar['most']:g}", verdicts[bar["met"]]) for bar in result["bars"]]
+    yield from common.table(("", "found", "at most", ""), bars)
+    for name, error in result["failures"].items():
+        yield f"FAILED {name}: {error}"
+    yield f"{result['seconds']:.0f} s"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    rate = None if row["rate"] is None else f"{row['rate'] / 1e9:.1f}"
+    peak = None if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.1f}"
+    counts = ("" if value is None else str(value) for value in (rate, row["launches"], row["waits"], peak))
+    return [row["what"], f"{1e3 * row['seconds']:.3f}", *counts, row["note"]]
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

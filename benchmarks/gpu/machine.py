@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from deltasync import kernels
@@ -64,6 +62,8 @@ class Machine:
 
     Attributes:
         device: Of all tensors.
+        device_name: The GPU, for people.
+        cuda: Version of CUDA or HIP.
         interpreted: Whether there is no GPU.
         small: Whether sizes are small, and times mean nothing.
         rows, bars: What was found.
@@ -75,6 +75,12 @@ class Machine:
         if self.interpreted:
             kernels.ACCELERATORS.add("cpu")
         self.device = torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
+        self.device_name = "no GPU: Triton's interpreter, at a small size, where times mean nothing"
+        if not self.interpreted:
+            properties = torch.cuda.get_device_properties(self.device)
+            size = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+            self.device_name = f"{properties.name}, {size}"
+        self.cuda = torch.version.cuda or torch.version.hip
         self.rows: list[Row] = []
         self.bars: list[Bar] = []
         self._launched: list[str] = []
@@ -83,21 +89,6 @@ class Machine:
     def device_of(self, live: torch.Tensor) -> Device | None:
         """As that of `deltasync.live`; where kernels are interpreted the host's memory stands for a device's."""
         return _HOST_AS_DEVICE if self.interpreted else device_of(live)
-
-    def describe(self) -> dict[str, Any]:
-        """Hardware and versions."""
-        found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-        found["triton"] = importlib.import_module("triton").__version__
-        found["cores"] = len(os.sched_getaffinity(0))
-        if self.interpreted:
-            return {"device": "no GPU: Triton's interpreter, at a small size, where times mean nothing", **found}
-        properties = torch.cuda.get_device_properties(self.device)
-        size = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
-        return {
-            "device": f"{properties.name}, {size}",
-            "cuda": torch.version.cuda or torch.version.hip,
-            **found,
-        }
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
-from deltasync.bits import bits_of
 from deltasync.live import CommitReport, LiveMemory, Segment, Staged
 from deltasync.publish.device_copies import DeviceCopies
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import Patch, TensorSpec
+from deltasync.tensors.bits import bits_of
 
 Shapes = dict[str, tuple[int, ...]]
 """Checkpoint tensors, in the order in which they lie in memory: those of a fused parameter one after the other."""

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.machine import Machine, Row
 from benchmarks.gpu.model import Run
 from deltasync.live import CommitReport, Staged
-from deltasync.types import Patch
+from deltasync.tensors import Patch
 
 _ANCHOR_ROOM_BYTES = 256 << 20
 _GPU_ALONE = "needs a GPU"

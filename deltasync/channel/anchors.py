@@ -1,32 +1,26 @@
 """Anchors: the full weights as an ordinary checkpoint directory that `from_pretrained` and `vllm serve` load.
 
-The safetensors metadata of each weight file holds `format: pt`, as transformers writes it, and `deltasync.fingerprints`:
-JSON of tensor name to the fingerprint of its bits, so that a reader can tell which tensor differs.
-
-On request the weights are compressed: tensors that shrink are entries of planes (`codec.dense`), and `deltasync.planes` is
-JSON of their names to the sizes of their planes. Such a file is no checkpoint, and its `format` is `deltasync/2`.
+The metadata of each weight file hold the fingerprint of each tensor. Compressed files hold planes (`codec.dense`) of tensors
+that shrink, and are no checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from deltasync import fingerprint
-from deltasync.bits import bits_of
 from deltasync.channel import keys
+from deltasync.channel.documents import COMPRESSED
 from deltasync.codec import dense
 from deltasync.codec.base import FORMAT, body, load_tensors, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
-from deltasync.types import TensorSpec
-
-COMPRESSED = "zstd"
-"""The one way to compress weight files, and the feature that a record with such an anchor requires."""
+from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of
 
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
@@ -35,7 +29,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
-    """What makes weights a checkpoint: config, tokenizer, templates; every small top-level file that is no weights.
+    """Every small top-level file that is no weights, by name: config, tokenizer, templates.
 
     Raises:
         ConfigError: no such directory.
@@ -66,12 +60,9 @@ def taken_files(
     Args:
         sizes: Bytes of each tensor.
         take: Gives a tensor, contiguous and on the host; called once for each, when its file is made.
-        fingerprints: Of each tensor.
+        fingerprints: Fingerprint of each tensor.
         shard_bytes: Largest file before it is compressed, unless a single tensor is larger.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
-
-    Raises:
-        ConfigError: no such compression.
     """
     if compression not in (None, COMPRESSED):
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
@@ -82,26 +73,22 @@ def taken_files(
             entries[name] = take(name)
             if compression and (found := dense.compress(bits_of(entries[name]))) is not None:
                 planes[name], entries[name] = found
-        extra = {"format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))} if compression else {}
-        yield file_name, _file(entries, metadata(fingerprints, names) | extra)
+        digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
+        metadata = {"format": "pt", _FINGERPRINTS: json.dumps(digests, separators=(",", ":"))}
+        if compression:
+            metadata |= {"format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}
+        data = b"".join(body(entries, metadata))
+        entries.clear()
+        yield file_name, data
+        del data  # before the next one is made
     if len(files) > 1:
-        yield INDEX, index(sizes, files)
-
-
-def _file(entries: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The file of these entries, which are dropped."""
-    data = b"".join(body(entries, metadata))
-    entries.clear()
-    return data
+        weight_map = {name: file_name for file_name, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        yield INDEX, json.dumps(index, indent=2).encode()
 
 
 def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
-    """Names of the tensors of each weight file, in order.
-
-    Args:
-        sizes: Bytes of each tensor.
-        shard_bytes: See `weight_files`.
-    """
+    """Names of the tensors of each weight file of up to `shard_bytes`, in order."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -113,26 +100,10 @@ def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
     return {keys.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
 
 
-def metadata(fingerprints: Mapping[str, int], names: Sequence[str]) -> dict[str, str]:
-    """The metadata of a weight file with these tensors."""
-    digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
-    return {"format": "pt", _FINGERPRINTS: json.dumps(digests, separators=(",", ":"))}
-
-
-def index(sizes: Mapping[str, int], files: Mapping[str, Sequence[str]]) -> bytes:
-    """The index of several weight files."""
-    weight_map = {name: file_name for file_name, names in files.items() for name in names}
-    return json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2).encode()
-
-
 def read_weights(data: bytes, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
     """Tensors of a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not yet compared).
 
     Besides the file's own tensors no more than one is in memory, and none that `specs` does not have is decompressed.
-
-    Args:
-        data: The file.
-        specs: The tensors that may be in it.
 
     Raises:
         CorruptDataError: it cannot be read, or holds anything else.
@@ -154,11 +125,7 @@ def read_weights(data: bytes, specs: Mapping[str, TensorSpec]) -> Iterator[tuple
 
 
 def fingerprints(data: bytes) -> dict[str, int]:
-    """The fingerprints in the metadata of a weight file.
-
-    Raises:
-        CorruptDataError: there are none.
-    """
+    """The fingerprints in the metadata of a weight file."""
     try:
         return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS).items()}
     except (ValueError, TypeError) as error:

@@ -1,6 +1,6 @@
 """Checkpoints that trainer and replicas have anyway: a model on the Hugging Face Hub, or a directory.
 
-An anchor may refer to one instead of holding the weights again. It is then held to the fingerprint of each of its tensors.
+An anchor may refer to one. It is then held to the fingerprint of each of its tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from deltasync import fingerprint
-from deltasync.bits import bits_of, cast
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import Patch, TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of, cast
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -35,12 +34,7 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on this machine, not read yet.
-
-    Attributes:
-        reference: Where it comes from.
-        files: The weight file of each tensor, by the tensor's name.
-    """
+    """A checkpoint on this machine, not read yet; `files` is the weight file of each tensor."""
 
     reference: Reference
     files: Mapping[str, Path]
@@ -48,7 +42,7 @@ class Checkpoint:
     def read(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
         """Bits of these tensors as they are served, flat, unsigned, one after the other, in the order of the files.
 
-        Floating tensors are rounded to the dtype of their spec, to nearest even. What else the checkpoint holds is left out.
+        Floating tensors are rounded to the dtype of their spec, to nearest even.
 
         Raises:
             ModelMismatchError: a tensor is missing, or has another shape or dtype.
@@ -67,12 +61,7 @@ class Checkpoint:
                     yield name, bits_of(self._served(tensors.get_tensor(source[name]), specs[name]))
 
     def alike(self, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
-        """For each tensor that the checkpoint lacks, those it has that are the same in the model.
-
-        Args:
-            specs: The model's.
-            bits: The model's, or the same ranges of all.
-        """
+        """For each tensor that the checkpoint lacks, those it has whose bits are the same in the model."""
         return {
             name: [
                 other
@@ -94,10 +83,7 @@ class Checkpoint:
 
 
 def find(where: str | Path) -> Reference:
-    """The checkpoint that somebody means, with its revision pinned to a commit.
-
-    Args:
-        where: A directory; or a model on the Hub, `namespace/name` or `namespace/name@revision`.
+    """The directory, or the model on the Hub, `namespace/name` or `namespace/name@revision`, pinned to a commit.
 
     Raises:
         ConfigError: there is no such checkpoint, or it cannot be reached.
@@ -111,7 +97,7 @@ def find(where: str | Path) -> Reference:
 
 
 def load(reference: Reference) -> Checkpoint:
-    """The checkpoint on this machine. One on the Hub is downloaded unless it is in the Hub's cache.
+    """The checkpoint on this machine, downloaded unless it is in the Hub's cache.
 
     Raises:
         ConfigError: it is not there, or cannot be reached.
@@ -133,11 +119,7 @@ def load(reference: Reference) -> Checkpoint:
 
 
 def small_files(reference: Reference) -> Path:
-    """A directory with the files beside the weights.
-
-    Raises:
-        ConfigError: they are not there, or cannot be reached.
-    """
+    """A directory with the files beside the weights; raises as `load`."""
     return _directory(reference, _SMALL)
 
 
@@ -147,13 +129,7 @@ def compare(
     ranges: Mapping[str, tuple[int, int]],
     bits: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, int], dict[str, Patch]]:
-    """What ranges of a checkpoint add to its fingerprints, and what leads from them to a model's bits.
-
-    Args:
-        checkpoint: Of that model, or one like it.
-        specs: The model's.
-        ranges: Which elements of each tensor.
-        bits: The model's there, flat and unsigned.
+    """Fingerprints of ranges of a checkpoint's tensors, and patches from these to a model's bits, flat and unsigned.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`.

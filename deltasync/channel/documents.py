@@ -1,7 +1,4 @@
-"""The JSON documents of a channel, as `docs/format.md` defines them. Encoded, parsed and checked here and nowhere else.
-
-Readers ignore fields they do not know and refuse features named in `requires` that they do not know.
-"""
+"""The JSON documents of a channel, as `docs/format.md` defines them. Encoded, parsed and checked here and nowhere else."""
 
 from __future__ import annotations
 
@@ -15,14 +12,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from deltasync.channel import keys
-from deltasync.channel.anchors import COMPRESSED
 from deltasync.channel.keys import Slot
 from deltasync.codec.base import FORMAT
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError
 from deltasync.stores.base import check_key
-from deltasync.types import ITEM_BYTES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, TensorSpec
 
 REFERENCE = "reference"
+COMPRESSED = "zstd"
+"""The one way to compress weight files, and the feature that a record with such an anchor requires."""
+
 FEATURES = frozenset({REFERENCE, COMPRESSED})
 """What a document may require of its readers."""
 
@@ -33,12 +32,12 @@ SMALL_BYTES = 4 << 10
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 Number = Annotated[int, msgspec.Meta(ge=1, le=keys.LARGEST_VERSION)]
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Epoch = Annotated[str, msgspec.Meta(pattern="^[0-9]{6}-[0-9a-f]{8}$")]
-Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Epoch = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{6}-[0-9a-f]{8}\Z")]
+Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 _Requires = Annotated[list[str], msgspec.Meta(max_length=16)]
-_RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+_RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 _Time = Annotated[str, msgspec.Meta(max_length=40)]
 
 _REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -74,9 +73,14 @@ class Version:
     sha256: Sha256
 
     @property
+    def slot(self) -> Slot:
+        """Where its record lies."""
+        return Slot(self.version, self.epoch)
+
+    @property
     def key(self) -> str:
         """Key of its record."""
-        return keys.slot(self.version, self.epoch)
+        return self.slot.key
 
     def __str__(self) -> str:
         return f"{self.version} ({self.sha256[:12]})"
@@ -93,12 +97,10 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or a directory.
+    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute directory.
 
     Attributes:
-        repo, revision: `namespace/name` and commit, or None.
-        path: Absolute, or None.
-        fingerprints: Of every tensor of the channel, as it is served.
+        fingerprints: Fingerprint of every tensor of the channel, as it is served.
         tied: Tensors of the channel that the checkpoint holds under the name of another one only.
     """
 
@@ -118,9 +120,7 @@ class Anchor:
 
     Attributes:
         directory: Where all of its files are; empty for a reference.
-        files: The weights.
         companions: What lies beside the weights: config, tokenizer, index.
-        reference: The checkpoint elsewhere.
     """
 
     directory: str = ""
@@ -131,16 +131,14 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The document of a record; see `docs/format.md` for each field.
-
-    A `delta` or an `anchor` is a version, a `seal` ends the log of its epoch, a `fold` is another way to a version.
+    """The document of a record; `docs/format.md` has each field.
 
     Attributes:
+        kind: `delta` or `anchor`, a version; `seal`, the end of a log; `fold`, another way to a version.
         version, epoch: The slot; in a fold, the version that it leads to.
         base: What it follows; in a fold, where it starts. None in version 1 and in folds from nothing.
-        fingerprint: Of the model at `version`; None in a seal.
+        fingerprint: The model's, at `version`; None in a seal.
         sha256: In a fold, the digest of the record of `version`.
-        body_bytes, body_sha256: Of all that comes before the document.
     """
 
     format: str = FORMAT
@@ -173,10 +171,19 @@ class Record:
         return found if self.anchor is None else [*found, *self.anchor.files, *self.anchor.companions]
 
     @property
+    def slot(self) -> Slot:
+        """The slot; in a fold, that of the version that it leads to."""
+        return Slot(self.version, self.epoch)
+
+    @property
+    def payload_files(self) -> list[File]:
+        """The parts, or the weights, beside what is in the object itself."""
+        return self.anchor.files if self.anchor is not None else [] if self.delta is None else self.delta.parts
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes to download for its bits: of the body and the parts, or of the weights."""
-        beside = self.anchor.files if self.anchor is not None else [] if self.delta is None else self.delta.parts
-        return self.body_bytes + sum(file.bytes for file in beside)
+        return self.body_bytes + sum(file.bytes for file in self.payload_files)
 
     @property
     def reference(self) -> Reference | None:
@@ -227,9 +234,7 @@ class Channel:
     Attributes:
         fencing: How writers succeed each other: `seal` or `lease`.
         epoch: The first one, whose log begins with number 1.
-        dtype: Served dtype policy of the publisher.
         tensors: Name -> [dtype, shape], in the publisher's order.
-        tensors_sha256: Digest of that table (`table_sha256`).
     """
 
     format: str = FORMAT
@@ -263,12 +268,7 @@ def encode(document: Document) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Document:
-    """Parse and check one document.
-
-    Args:
-        data: Its bytes.
-        kind: Which kind it must be.
-        key: Key of its object, which it must be about.
+    """Parse and check the document of the object at `key`.
 
     Raises:
         CorruptDataError: not valid JSON of this kind, or it contradicts itself or its key.
@@ -312,16 +312,13 @@ def _channel_problem(document: Channel) -> str | None:
         return f"unknown dtype {', '.join(sorted(unknown))}"
     if document.fencing not in ("seal", "lease"):
         return f"fencing is {document.fencing!r:.50}"
-    if sum(_reach(dtype, shape) for dtype, shape in document.tensors.values()) > _LARGEST:
+    # Bytes of a tensor; of an empty one, of its strides.
+    reach = (ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape) for dtype, shape in document.tensors.values())
+    if sum(reach) > _LARGEST:
         return "the tensor table is of more bytes than there can be"
     if document.tensors_sha256 != table_sha256(document.tensors):
         return "the tensor table does not match its digest"
     return None
-
-
-def _reach(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; of an empty one, of its strides."""
-    return ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape)
 
 
 def _record_problem(document: Record, key: str) -> str | None:

@@ -1,7 +1,6 @@
-"""Heartbeats: small objects by which people and the publisher see the fleet without a connection to it.
+"""Heartbeats: small objects by which people and the publisher see replicas; servers whose URL is known can be asked instead.
 
-Never needed for correctness: a lost or stale heartbeat only makes a replica look late. Servers whose URL is known can be
-asked instead.
+Never needed for correctness: a lost or stale heartbeat only makes a replica look late.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
-import queue
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,12 +60,10 @@ class Heartbeat:
     """What a replica says of itself.
 
     Attributes:
-        replica_id: Its name.
         run_id: The run it follows, None before it knows.
         version, epoch, sha256: Identity of the version that it serves, None before the first.
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         newest_version: Newest version it has seen.
-        error: What is wrong, None if nothing is.
         time_s: Seconds since the epoch, by the replica's clock.
     """
 
@@ -96,14 +93,9 @@ def write(store: Store, heartbeat: Heartbeat) -> None:
 
 
 def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[Heartbeat]:
-    """Heartbeats of the replicas of one run, by replica id; unreadable and expired ones are skipped.
+    """Heartbeats of the replicas of one run, by replica id: at most the newest 4,096, without unreadable and expired ones.
 
-    They are read in parallel, at most the newest 4,096.
-
-    Args:
-        store: The channel's store.
-        run_id: The run whose replicas are meant.
-        deadline: When to stop, by `time.monotonic`; None for never. What was not read by then has state `unread`.
+    What was not read by the deadline, by `time.monotonic`, has state `unread`.
 
     Raises:
         TransientStoreError: not even the names of the heartbeats are known at the deadline.
@@ -142,15 +134,14 @@ def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
     """What servers say of themselves at `GET /deltasync/status`. One out of reach, or with another run, serves nothing.
 
-    Sends `DELTASYNC_HTTP_TOKEN` if it is set.
-
-    Args:
-        urls: Of the servers.
-        run_id: The run that they should follow.
-        deadline: By `time.monotonic`; who has not answered then counts as out of reach. None for a few seconds.
+    Who has not answered by the deadline, by `time.monotonic`, counts as out of reach; None for a few seconds.
     """
-    deadline = time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline
-    answers = _each(urls, lambda url: _ask_one(url, run_id), deadline)
+
+    def ask_one(url: str) -> Heartbeat:
+        answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
+        return heartbeat_of(url, answer, run_id) if error is None else _unreachable(url, error)
+
+    answers = _each(urls, ask_one, time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline)
     late = "does not answer in time"
     return [_unreachable(url, f"{url} {late}") if found is None else found for url, found in zip(urls, answers, strict=True)]
 
@@ -206,9 +197,9 @@ def wait_for(
     """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
-        store: The channel's store.
+        store: The channel's.
         run_id: The run whose replicas count.
-        version: Which; a replica that serves a later one counts too.
+        version: Its number; a replica that serves a later one counts too.
         published: Digests of the records that the caller published, by number; later ones may come in meanwhile. A replica
             counts by its version's digest, never by the number alone.
         ack: `any`: at least one live replica serves it. A number: at least so many do. `all`: at least one replica is live
@@ -294,7 +285,7 @@ def _describe(heartbeat: Heartbeat) -> str:
 
 
 class _Status(msgspec.Struct):
-    """Of a server's `GET /deltasync/status`; `run_id` is left out to who has no token."""
+    """A server's `GET /deltasync/status`, which leaves `run_id` out to who has no token."""
 
     state: str
     run_id: str | msgspec.UnsetType | None = msgspec.UNSET
@@ -305,34 +296,27 @@ class _Status(msgspec.Struct):
     channel: str | None = None
 
 
-def _ask_one(url: str, run_id: str) -> Heartbeat:
-    answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
-    if error is None:
-        return heartbeat_of(url, answer, run_id)
-    return _unreachable(url, error)
-
-
 def _unreachable(url: str, error: str) -> Heartbeat:
     return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
 
 
 def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
-    """What a server's answer says; one that is none, or is about another run, serves nothing."""
+    """What a server's answer says. Invalid replies, or those of another run, count as not serving."""
     try:
         status = msgspec.json.decode(answer, type=_Status)
     except UNREADABLE_JSON as unreadable:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
-    version, error, found = status.version, status.error, status.run_id
-    epoch, sha256 = status.epoch, status.sha256
-    if found is msgspec.UNSET:
-        version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
-        found = None
-    elif found is not None and found != run_id:
-        version, error = None, f"it follows run {found} of {status.channel}"
-    state = status.state
+    found = None if status.run_id is msgspec.UNSET else status.run_id
+    version, state, error = status.version, status.state, status.error
     if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
         version, state, error = None, "unreachable", f"{url} is stopping"
-    return Heartbeat(replica_id=url, run_id=found, version=version, state=state, epoch=epoch, sha256=sha256, error=error)
+    elif status.run_id is msgspec.UNSET:
+        version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
+    elif found is not None and found != run_id:
+        version, error = None, f"it follows run {found} of {status.channel}"
+    return Heartbeat(
+        replica_id=url, run_id=found, version=version, state=state, epoch=status.epoch, sha256=status.sha256, error=error
+    )
 
 
 def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:
@@ -367,32 +351,22 @@ def _each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: 
     Raises:
         Exception: the first that `action` raised.
     """
-    waiting = deque(enumerate(items))
-    done: queue.SimpleQueue[tuple[int, _Result | None, Exception | None]] = queue.SimpleQueue()
+    waiting = deque(zip((futures := [Future[_Result]() for _ in items]), items, strict=True))
 
     def work() -> None:
-        while True:
-            try:
-                number, item = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                done.put((number, action(item), None))
-            except Exception as error:  # noqa: BLE001 - raised by whoever waits
-                done.put((number, None, error))
+        with contextlib.suppress(IndexError):
+            while True:
+                future, item = waiting.popleft()
+                try:
+                    future.set_result(action(item))
+                except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                    future.set_exception(error)
 
     for _ in range(min(_AT_ONCE, len(items))):
         threading.Thread(target=work, name="deltasync-fleet", daemon=True).start()
-    results: list[_Result | None] = [None] * len(items)
-    for _ in items:
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            number, result, error = done.get(timeout=left_s)
-        except queue.Empty:
-            waiting.clear()
-            break
-        if error is not None:
-            waiting.clear()
-            raise error
-        results[number] = result
-    return results
+    left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+    wait(futures, left_s, return_when=FIRST_EXCEPTION)
+    waiting.clear()
+    if failed := [error for future in futures if future.done() and (error := future.exception()) is not None]:
+        raise failed[0]
+    return [future.result() if future.done() else None for future in futures]

@@ -41,6 +41,11 @@ class Slot:
         """Its key."""
         return slot(self.version, self.epoch)
 
+    @property
+    def newness(self) -> tuple[str, int]:
+        """What tells which of two versions is the newer one: the epoch, then the number."""
+        return self.epoch, self.version
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
@@ -59,11 +64,6 @@ def new_epoch(number: int) -> str:
 def new_author() -> str:
     """A name for a tool that writes folds or anchors."""
     return TOOL + secrets.token_hex(4)
-
-
-def is_epoch(name: str) -> bool:
-    """Whether it is the name of an epoch or of an author."""
-    return re.fullmatch(_EPOCH, name) is not None
 
 
 def epoch_number(epoch: str) -> int:

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from deltasync import codec, fingerprint
+from deltasync import codec
 from deltasync.channel import checkpoint
 from deltasync.channel.anchors import read_weights
-from deltasync.channel.documents import Reference
+from deltasync.channel.documents import File, Reference
 from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import Patch, TensorSpec, fingerprint
 
 _FILES_AHEAD = 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fetched:
-    """All that it takes to decode a record, in memory.
-
-    Attributes:
-        stored: The record.
-        payloads: (key, bytes) of each payload, that in the record first.
-    """
-
-    stored: Stored
-    payloads: Sequence[tuple[str, bytes]]
-
-
-def fetch(reader: ChannelReader, stored: Stored) -> Fetched:
-    """Fetch the payloads of a delta or fold. May run in several threads.
-
-    Raises:
-        FormatError, MissingVersionError: as `ChannelReader.fetch`.
-    """
-    return Fetched(stored, list(_payloads(reader, stored)))
+def fetch(reader: ChannelReader, stored: Stored) -> list[tuple[str, bytes]]:
+    """(key, bytes) of each payload of a delta or fold, that in the record first; none of full weights."""
+    return [] if stored.use_anchor else list(_payloads(reader, stored))
 
 
 def patches(
@@ -48,12 +30,12 @@ def patches(
     stored: Stored,
     old: codec.OldBits | None = None,
     wanted: codec.Wanted | None = None,
-    fetched: Fetched | None = None,
+    fetched: Sequence[tuple[str, bytes]] | None = None,
 ) -> Iterator[tuple[Patch, int]]:
-    """Patches of one record and the fingerprint of each tensor after it, fetched and decoded tensor by tensor.
+    """Patches of one record or fold and the fingerprint of each tensor after it, tensor by tensor.
 
     Args:
-        reader: The channel.
+        reader: The channel's.
         stored: A version or a fold.
         old: Gives the bits of a tensor before it; some codecs need them.
         wanted: As in `Codec.decode`.
@@ -68,18 +50,17 @@ def patches(
     elif record.anchor is not None:
         yield from _anchor_patches(reader, stored)
     else:
-        files = _payloads(reader, stored) if fetched is None else iter(fetched.payloads)
-        yield from decode(stored, files, reader.specs, old, wanted)
+        yield from decode(stored, _payloads(reader, stored) if fetched is None else fetched, reader.specs, old, wanted)
 
 
 def decode(
     stored: Stored,
-    payloads: Iterator[tuple[str, bytes]],
+    payloads: Iterable[tuple[str, bytes]],
     specs: Mapping[str, TensorSpec],
     old: codec.OldBits | None,
     wanted: codec.Wanted | None = None,
 ) -> Iterator[tuple[Patch, int]]:
-    """As `patches`, of a delta or fold whose payloads are there."""
+    """As `patches`, of a delta or fold whose payloads, (key, bytes), are there."""
     record = stored.record
     assert record.delta is not None and record.base is not None
     parts, changed = _Parts(), 0
@@ -99,13 +80,7 @@ def decode(
 
 
 def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:
-    """Which tensors are not those of a checkpoint, as a sentence.
-
-    Args:
-        reader: The channel.
-        reference: The checkpoint.
-        fingerprints: Of every tensor here.
-    """
+    """Which tensors, by the fingerprints of all tensors here, are not those of a checkpoint, as a sentence."""
     wrong = [name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)]
     return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
 
@@ -114,12 +89,16 @@ def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, byte
     """(key, bytes) of each payload; the next ones are being fetched while one is used."""
     data = stored.data
     if data is None:
-        data = reader.fetch(stored.file)
+        data = reader.fetch(File(key=stored.key, bytes=stored.size, sha256=stored.sha256))
     if _has_payload(data):
         yield stored.key, data
-    parts = stored.payload_files
-    if parts:
-        yield from zip((file.key for file in parts), ahead(reader.fetch, parts, _FILES_AHEAD), strict=True)
+    for file, part in _files(reader, stored, _FILES_AHEAD):
+        yield file.key, part
+
+
+def _files(reader: ChannelReader, stored: Stored, count: int) -> Iterator[tuple[File, bytes]]:
+    files = stored.record.payload_files
+    return zip(files, ahead(reader.fetch, files, count), strict=True)
 
 
 def _has_payload(data: bytes) -> bool:
@@ -132,8 +111,7 @@ def _has_payload(data: bytes) -> bool:
 
 def _anchor_patches(reader: ChannelReader, stored: Stored) -> Iterator[tuple[Patch, int]]:
     missing = dict(reader.specs)
-    files = stored.payload_files
-    for file, data in zip(files, ahead(reader.fetch, files, 2), strict=True):
+    for file, data in _files(reader, stored, 2):
         with _naming(file.key):
             for name, bits_N, expected in read_weights(data, reader.specs):
                 if missing.pop(name, None) is None:
@@ -184,7 +162,7 @@ class _Parts:
 
 @contextlib.contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Say of what is wrong within which file it is."""
+    """Prefix corruption errors with the file's key."""
     try:
         yield
     except CorruptDataError as error:

@@ -1,24 +1,24 @@
 """Which records and folds lead from what a replica has to what it wants.
 
-Versions are nodes, by identity. A record leads from its base to its version, a fold from its base to its version, an anchor
-from nothing. What is cheapest is estimated from listings, by numbers; then each object on the way is read, from the end, and
-must have the digest by which it was named, until the way meets exactly what the replica has, or nothing.
+Versions are nodes, by identity; records and folds lead from their base to their version, anchors from nothing. What is
+cheapest is estimated from listings, by numbers. Then each object on the way is read, from the end, and must have the digest
+by which it was named, until the way meets exactly what the replica has, or nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
-from deltasync.channel.keys import Span
 from deltasync.channel.reading import MOST_DAMAGED, ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
-from deltasync.types import weight_bytes
+from deltasync.tensors import weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,7 @@ _HELD_BYTES = 1 << 28  # of records that are read and kept for staging
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hop:
-    """One move that a listing promises.
-
-    Attributes:
-        base: Number of the version it starts from, 0 for nothing.
-        version: Number of the version it leads to.
-        bytes: To download.
-        key: Of a fold; None for the version's own record.
-    """
+    """One move that a listing promises, by numbers: `base` is 0 for nothing, `key` None for a version's record."""
 
     base: int
     version: int
@@ -48,12 +41,9 @@ class Hop:
 
 
 def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
-    """The cheapest sequence of hops between two numbers, None if there is none.
+    """The cheapest sequence of hops from the version that there is, 0 for none, to a target; None if there is none.
 
-    Args:
-        start: Number of the version that there is, 0 for none. Whole weights may be loaded all the same.
-        target: Number to reach.
-        hops: What there is to choose from.
+    It may begin at 0 all the same: whole weights can always be loaded.
     """
     # Cheapest way to each version; hops only lead forward, so ascending order settles every base first.
     cost: dict[int, int] = {0: 0, start: 0}
@@ -81,9 +71,9 @@ def find_way(
     """Records and folds from one version to another, each read and held to its digest.
 
     Args:
-        reader: The channel.
+        reader: The channel's.
         have: What the replica has, None for nothing.
-        target: Where to.
+        target: What it wants.
         avoid: Keys of objects that are missing or damaged, or that do not give what they promise, and why.
 
     Returns:
@@ -95,61 +85,14 @@ def find_way(
     """
     if have == target:
         return []
-    left_out = avoid or {}
+    search = _Search(reader, target, avoid or {})
     if have is not None and 0 < target.version - have.version <= _NEAR:
         numbers = range(have.version + 1, target.version + 1)
         try:
-            return _read(reader, have, target, [Hop(number - 1, number, 0) for number in numbers], left_out, {}, {})
-        except (MissingVersionError, FormatError) as error:
+            return search.read(have, [Hop(number - 1, number, 0) for number in numbers])
+        except MissingVersionError as error:
             logger.info("%s Looking for another way.", error)
-    return _Search(reader, target, left_out).way(have)
-
-
-class _Search:
-    """The search by listings."""
-
-    def __init__(self, reader: ChannelReader, target: Version, left_out: Mapping[str, str]) -> None:
-        self._reader = reader
-        self._target = target
-        self._left_out = left_out
-        self._gone: set[Hop] = set()
-        listing = reader.slots()
-        self._epochs = {slot.version: slot.epoch for slot, _ in listing.slots if slot.epoch <= target.epoch}
-        sizes = {slot.version: info.bytes for slot, info in listing.slots if slot.epoch <= target.epoch}
-        folds, full_bytes = reader.folds(), weight_bytes(reader.specs.values())
-        self._known = {info.key: info for _, info in [*listing.slots, *folds]}
-        self._hops = [*_log_hops(sizes, full_bytes), *_fold_hops(folds, full_bytes)]
-
-    def way(self, have: Version | None) -> list[Stored]:
-        """See `find_way`."""
-        if have is not None and have.version >= self._target.version:
-            _say_forked(have)
-            have = None
-        start = 0 if have is None else have.version
-        problem = ""
-        while True:
-            hops = [hop for hop in self._hops if hop not in self._gone and hop.key not in self._left_out]
-            found = cheapest(start, self._target.version, hops)
-            if found is None:
-                begin = "nothing" if have is None else f"version {have}"
-                told = f"No way leads from {begin} to version {self._target}; the next anchor or fold makes one. {problem}"
-                raise MissingVersionError(told.rstrip())
-            try:
-                return _read(self._reader, have, self._target, found, self._left_out, self._epochs, self._known)
-            except _ForkedError:
-                assert have is not None
-                _say_forked(have)
-                have, start = None, 0
-            except _UnreadableError as error:
-                self._gone.add(error.hop)
-                if len(self._gone) > MOST_DAMAGED:
-                    raise
-                problem = str(error)
-                logger.warning("%s Looking for another way.", error)
-
-
-def _say_forked(have: Version) -> None:
-    logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)
+    return search.by_listings(have)
 
 
 class _UnreadableError(MissingVersionError):
@@ -164,80 +107,102 @@ class _ForkedError(MissingVersionError):
     """What the replica has lies not on the way."""
 
 
-def _log_hops(sizes: Mapping[int, int], full_bytes: int) -> Iterator[Hop]:
-    """The log's own hops. What has no record before it may be full weights, or a fold may lead to where it starts."""
-    for version, size in sizes.items():
-        if version > 1:
-            yield Hop(version - 1, version, size)
-        if version - 1 not in sizes:
-            yield Hop(0, version, size + full_bytes)
+class _Search:
+    """The search for a way to one version."""
 
+    def __init__(self, reader: ChannelReader, target: Version, left_out: Mapping[str, str]) -> None:
+        self._reader = reader
+        self._target = target
+        self._left_out = left_out
+        self._epochs: dict[int, str] = {}  # of each version that was listed
+        self._known: dict[str, ObjectInfo] = {}
 
-def _fold_hops(folds: Iterable[tuple[Span, ObjectInfo]], full_bytes: int) -> Iterator[Hop]:
-    for span, info in folds:
-        yield Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key)
+    def by_listings(self, have: Version | None) -> list[Stored]:
+        """The cheapest way of all that are listed and can be read."""
+        target = self._target
+        hops, problem = self._list(), ""
+        if have is not None and have.version >= target.version:
+            _say_forked(have)
+            have = None
+        for _ in range(MOST_DAMAGED + 1):
+            found = cheapest(0 if have is None else have.version, target.version, hops)
+            if found is None:
+                begin = "nothing" if have is None else f"version {have}"
+                told = f"No way leads from {begin} to version {target}; the next anchor or fold makes one. {problem}"
+                raise MissingVersionError(told.rstrip())
+            try:
+                return self.read(have, found)
+            except _ForkedError:
+                assert have is not None
+                _say_forked(have)
+                have = None
+            except _UnreadableError as error:
+                hops.remove(error.hop)
+                problem = str(error)
+                logger.warning("%s Looking for another way.", error)
+        raise MissingVersionError(problem)
 
+    def _list(self) -> list[Hop]:
+        """What listings promise. What has no record before it may be full weights, or a fold may lead to where it starts."""
+        full_bytes = weight_bytes(self._reader.specs.values())
+        slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
+        hops = []
+        for version, (slot, info) in slots.items():
+            self._epochs[version], self._known[info.key] = slot.epoch, info
+            if version > 1:
+                hops.append(Hop(version - 1, version, info.bytes))
+            if version - 1 not in slots:
+                hops.append(Hop(0, version, info.bytes + full_bytes))
+        for span, info in self._reader.folds():
+            self._known[info.key] = info
+            if info.key not in self._left_out:
+                hops.append(Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
+        return hops
 
-def _read(
-    reader: ChannelReader,
-    have: Version | None,
-    target: Version,
-    hops: Sequence[Hop],
-    left_out: Mapping[str, str],
-    epochs: Mapping[int, str],
-    known: Mapping[str, ObjectInfo],
-) -> list[Stored]:
-    """Read the objects of these hops from the end.
-
-    Raises:
-        _UnreadableError: one is missing, damaged, or does not connect.
-        _ForkedError: what the replica has is not on the way.
-    """
-    back = list(reversed(hops))
-    guesses = [hop.key or keys.slot(hop.version, epochs.get(hop.version, target.epoch)) for hop in back]
-    way: list[Stored] = []
-    at: Version | None = target
-    held_bytes = 0
-    reads = ahead(lambda key: _attempt(reader, key, left_out, known), guesses, _AHEAD)
-    try:
-        for hop, guess, read in zip(back, guesses, reads, strict=True):
-            assert at is not None
-            key = hop.key or at.key
-            found = read if key == guess else _attempt(reader, key, left_out, known)
-            if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
-                found = f"{key} does not lead to version {at}."
-            if not way and not isinstance(found, str) and found.is_fold and not _is_borne_out(reader, found, left_out):
-                found = f"{key} promises other bits than the record of version {at}."
-            if isinstance(found, str):
-                # A fold may name a base that there is not.
-                raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_fold else hop)
-            held_bytes += found.size
-            way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
-            if found.use_anchor:
-                return way[::-1]
-            at = found.record.base
-            if have is not None and at is not None and at.version == have.version:
-                if at != have and found.is_fold:
-                    raise _UnreadableError(f"{key} starts from another version {at.version} than there is.", hop)
-                if at != have:
+    def read(self, have: Version | None, hops: Sequence[Hop]) -> list[Stored]:
+        """Read the objects of these hops from the end. Raises _UnreadableError or _ForkedError."""
+        target, back = self._target, list(reversed(hops))
+        guesses = [hop.key or keys.slot(hop.version, self._epochs.get(hop.version, target.epoch)) for hop in back]
+        way: list[Stored] = []
+        at: Version | None = target
+        held_bytes = 0
+        with contextlib.closing(ahead(self._attempt, guesses, _AHEAD)) as reads:
+            for hop, guess, read in zip(back, guesses, reads, strict=True):
+                assert at is not None
+                key = hop.key or at.key
+                found = read if key == guess else self._attempt(key)
+                if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
+                    found = f"{key} does not lead to version {at}."
+                if not way and not isinstance(found, str) and found.is_fold and not self._is_borne_out(found):
+                    found = f"{key} promises other bits than the record of version {at}."
+                if isinstance(found, str):
+                    # A fold may name a base that there is not.
+                    raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_fold else hop)
+                held_bytes += found.size
+                way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
+                at = found.record.base
+                if found.use_anchor or at == have:
+                    return way[::-1]
+                if have is not None and at is not None and at.version == have.version:
+                    if found.is_fold:
+                        raise _UnreadableError(f"{key} starts from another version {at.version} than there is.", hop)
                     raise _ForkedError(f"{have} is not on the way to {target}.")
-                return way[::-1]
-    finally:
-        reads.close()
-    raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
+        raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
+
+    def _is_borne_out(self, fold: Stored) -> bool:
+        """Whether a fold promises the bits of the record that it leads to, where that can be read: nobody else tells."""
+        found = self._attempt(fold.version.key)
+        return isinstance(found, str) or found.version != fold.version or found.record.fingerprint == fold.record.fingerprint
+
+    def _attempt(self, key: str) -> Stored | str:
+        """The object, or why there is none."""
+        if key in self._left_out:
+            return self._left_out[key] or f"{key} is left out."
+        try:
+            return self._reader.stored(key, known=self._known.get(key))
+        except (MissingVersionError, FormatError) as error:
+            return str(error)
 
 
-def _is_borne_out(reader: ChannelReader, fold: Stored, left_out: Mapping[str, str]) -> bool:
-    """Whether a fold promises the bits of the record that it leads to, where that can be read: nobody else tells of them."""
-    found = _attempt(reader, fold.version.key, left_out, {})
-    return isinstance(found, str) or found.version != fold.version or found.record.fingerprint == fold.record.fingerprint
-
-
-def _attempt(reader: ChannelReader, key: str, left_out: Mapping[str, str], known: Mapping[str, ObjectInfo]) -> Stored | str:
-    """The object, or why there is none."""
-    if key in left_out:
-        return left_out[key] or f"{key} is left out."
-    try:
-        return reader.stored(key, known=known.get(key))
-    except (MissingVersionError, FormatError) as error:
-        return str(error)
+def _say_forked(have: Version) -> None:
+    logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)

@@ -1,14 +1,11 @@
-"""Read a channel. Everything that leaves here was held to its bounds, and to the digest or signature that covers it.
-
-Nothing here touches weights, and nothing decides where to go: `plan` does, and `follow`.
-"""
+"""Read a channel. Everything that leaves here was held to its bounds, and to the digest or signature that covers it."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +22,11 @@ from deltasync.errors import (
     NotPublishedError,
     ObjectMissingError,
     RunMismatchError,
+    StoreError,
 )
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 
 MOST_DAMAGED = 64
 """So many records that are missing or damaged are passed over in one look, or in one plan."""
@@ -58,30 +56,8 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
                 future.cancel()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Listing:
-    """What a listing of records tells; nothing of it was read.
-
-    Attributes:
-        slots: Ascending by number, then epoch, with what the store says of each object.
-    """
-
-    slots: Sequence[tuple[Slot, ObjectInfo]]
-
-    @property
-    def epochs(self) -> list[str]:
-        """Those that have a slot, ascending."""
-        return sorted({slot.epoch for slot, _ in self.slots})
-
-    def of(self, epoch: str) -> list[tuple[Slot, ObjectInfo]]:
-        """The log of an epoch, ascending."""
-        return [(slot, info) for slot, info in self.slots if slot.epoch == epoch]
-
-
 class ChannelReader:
-    """One channel, read-only. Pins the run it saw first: another run under the same URL is refused.
-
-    May be used by several threads.
+    """One channel, read-only, for several threads. Another run than the one that it saw first is refused.
 
     Args:
         store: The channel's.
@@ -90,7 +66,7 @@ class ChannelReader:
     Attributes:
         trusted: The keys, None if everything is taken.
         signed: Whether channel.json has a signature, checked or not; known once it was read.
-        held: Objects that were fetched before anybody named their digest, by key; dropped when they are used.
+        held: Objects that are fetched before anybody names their digest, by key; dropped when they are used.
     """
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
@@ -100,29 +76,23 @@ class ChannelReader:
             trusted_keys = None if path is None else Trusted(path=Path(path))
         self.trusted = trusted_keys
         self.signed = False
-        self.held: dict[str, bytes] = {}
+        self.held: dict[str, Future[bytes]] = {}
         self._channel: Channel | None = None
         self._confirmed = False  # by a record of the same run
         self._specs: dict[str, TensorSpec] = {}
 
     def channel(self) -> Channel:
-        """The channel's description.
-
-        Raises:
-            NotPublishedError: there is none yet.
-        """
+        """The channel's description. Raises NotPublishedError if there is none yet."""
         if self._channel is None:
-            found = self.read_channel()
-            self._specs = found.specs
-            self._channel = found
+            self._take(self._read_channel())
+            assert self._channel is not None
         return self._channel
 
-    def read_channel(self) -> Channel:
-        """As `channel`, read again.
+    def _take(self, channel: Channel) -> None:
+        self._specs = channel.specs  # before the channel, by which other threads see that it is there
+        self._channel = channel
 
-        Raises:
-            NotPublishedError: there is none yet.
-        """
+    def _read_channel(self) -> Channel:
         try:
             data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
         except ObjectMissingError:
@@ -134,9 +104,9 @@ class ChannelReader:
         return found
 
     def check_run(self) -> None:
-        """Make sure that the channel is still the one that was read first. If no record bore that out, it is read anew.
+        """Make sure that channel.json is of the run that was read first; a damaged one is passed over.
 
-        If its description is damaged now, the one that was read first goes on to count.
+        If no record bore out what was read first, it is replaced: that answer may have been damaged on the way.
 
         Raises:
             RunMismatchError: it is another run.
@@ -144,7 +114,7 @@ class ChannelReader:
         """
         expected = self.channel().run_id
         try:
-            found = self.read_channel()
+            found = self._read_channel()
         except FormatError:
             return
         if found.run_id == expected:
@@ -154,7 +124,7 @@ class ChannelReader:
                 f"{self.store.url} now holds run {found.run_id}, and not {expected}, which was followed. "
                 "Start anew to follow it."
             )
-        self._channel, self._specs = found, found.specs  # the first answer may have been damaged on the way
+        self._take(found)
 
     @property
     def run_id(self) -> str | None:
@@ -169,43 +139,28 @@ class ChannelReader:
 
     def head(self) -> Head | None:
         """The hint. None if there is none, or if it is damaged or of another run: it is never needed."""
-        try:
-            found = documents.decode(self.store.read(keys.HEAD, documents.SMALL_BYTES), Head, keys.HEAD)
-        except (ObjectMissingError, FormatError):
-            return None
-        return found if found.run_id == self.channel().run_id else None
+        found = self._small(keys.HEAD, Head)
+        return found if found is not None and found.run_id == self.channel().run_id else None
 
     def opening(self, epoch: str) -> Opening | None:
         """What an epoch says of itself; None if there is nothing, or if it is damaged."""
-        key = keys.epoch_document(epoch)
+        return self._small(keys.epoch_document(epoch), Opening)
+
+    def _small(self, key: str, kind: type[_Document]) -> _Document | None:
         try:
-            return documents.decode(self.store.read(key, documents.SMALL_BYTES), Opening, key)
+            return documents.decode(self.store.read(key, documents.SMALL_BYTES), kind, key)
         except (ObjectMissingError, FormatError):
             return None
 
     def slot(self, slot: Slot, known: ObjectInfo | None = None) -> Stored | None:
-        """The record in a slot, a version or a seal; None if there is nothing.
-
-        Args:
-            slot: Which.
-            known: What a listing or an event told of it, if one did.
-
-        Raises:
-            CorruptDataError: it is damaged, or not of this run.
-        """
+        """The record in a slot, a version or a seal; None if there is nothing. See `stored`."""
         try:
-            data = self.store.read(slot.key, record.most_bytes(slot.key, self.specs), known)
-        except ObjectMissingError:
+            return self.stored(slot.key, known=known)
+        except MissingVersionError:
             return None
-        return self._decoded(data, slot.key)
 
     def record(self, version: Version) -> Stored:
-        """The record of a version.
-
-        Raises:
-            MissingVersionError: not in the store.
-            CorruptDataError: it is not the one that the version is named by, or a seal.
-        """
+        """The record of a version, which a seal is not. See `stored`."""
         found = self.stored(version.key, version.sha256)
         if not found.record.is_version:
             raise CorruptDataError(f"{version.key} is a seal, and no version.")
@@ -215,9 +170,9 @@ class ChannelReader:
         """A record or a fold.
 
         Args:
-            key: Where it is.
+            key: Its key.
             sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            known: What a listing told of it, if one did.
+            known: What a listing or an event told of it, if one did.
 
         Raises:
             MissingVersionError: not in the store.
@@ -238,12 +193,9 @@ class ChannelReader:
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """The document of a record or fold, read from the end of its object without the payload, which is not checked.
+        """The document at the end of a record or fold, which a listing showed.
 
-        Its signature is checked, its digest is not: it tells what there is, and nothing may be applied by it.
-
-        Args:
-            info: The object, as a listing shows it.
+        Its signature is checked, digest and payload are not: it tells what there is, and nothing may be applied by it.
 
         Raises:
             MissingVersionError: not in the store any more.
@@ -263,7 +215,7 @@ class ChannelReader:
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {info.key}.") from None
         found = record.decode_document(end, info.bytes, info.key, self.trusted)
-        self._check_run(found, info.key)
+        self._check(found, info.key)
         return found
 
     def handed(self, key: str, sha256: str, data: bytes | None) -> Stored:
@@ -273,21 +225,21 @@ class ChannelReader:
         _check_digest(data, key, sha256)
         return self._decoded(data, key)
 
-    def _check_run(self, found: Record, key: str) -> None:
+    def _check(self, found: Record, key: str) -> None:
         if found.run_id != self.channel().run_id and not self._confirmed:
             self.check_run()
         expected = self.channel().run_id
         if found.run_id != expected:
             raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
         self._confirmed = True
-
-    def _decoded(self, data: bytes, key: str) -> Stored:
-        found = record.decode(data, key, self.trusted)
-        self._check_run(found.record, key)
-        if found.payload_bytes - found.record.body_bytes > record.most_payload_bytes(self.specs):
+        if found.payload_bytes - found.body_bytes > record.most_payload_bytes(self.specs):
             raise CorruptDataError(
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
             )
+
+    def _decoded(self, data: bytes, key: str) -> Stored:
+        found = record.decode(data, key, self.trusted)
+        self._check(found.record, key)
         return found
 
     def fetch(self, file: File) -> bytes:
@@ -298,8 +250,8 @@ class ChannelReader:
             CorruptDataError: another length or another sha256.
         """
         held = self.held.pop(file.key, None)
-        if held is not None and sha256_hex(held) == file.sha256:
-            return held
+        if held is not None and sha256_hex(data := held.result()) == file.sha256:
+            return data
         try:
             data = self._known(file.key, file.sha256, file.bytes, file.bytes)
         except ObjectMissingError:
@@ -308,12 +260,24 @@ class ChannelReader:
             raise CorruptDataError(f"{file.key} has {len(data)} bytes, its record says {file.bytes}.")
         return data
 
-    def hold(self, key: str, data: bytes) -> None:
-        """Keep what was read before anybody named its digest: in the node's cache if there is one, else for `fetch`."""
-        if isinstance(self.store, CachedStore):
-            self.store.keep(sha256_hex(data), data)
-        else:
-            self.held[key] = data
+    def fetch_ahead(self, key: str, most_bytes: int) -> int:
+        """Read an object before anybody named its digest: for the node's cache, or else for `fetch`, which waits for it.
+
+        Returns:
+            How many bytes it has, 0 if it cannot be had.
+        """
+        future = self.held[key] = Future[bytes]()
+        data = b""
+        try:
+            data = self.store.read(key, most_bytes)
+            if isinstance(self.store, CachedStore):
+                self.store.keep(sha256_hex(data), data)
+                self.held.pop(key, None)
+        except (StoreError, CorruptDataError):
+            self.held.pop(key, None)
+        finally:
+            future.set_result(data)
+        return len(data)
 
     def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
         """An object whose digest is known, checked; out of the node's cache if the store has one."""
@@ -323,14 +287,10 @@ class ChannelReader:
         _check_digest(data, key, sha256)
         return data
 
-    def slots(self, prefix: str = keys.VERSIONS) -> Listing:
-        """The records that a listing shows.
-
-        Args:
-            prefix: Of their keys: all of them, or those of one folder (`keys.folder`).
-        """
+    def slots(self, prefix: str = keys.VERSIONS) -> list[tuple[Slot, ObjectInfo]]:
+        """The records that a listing shows, by number, then epoch: all, or those of one folder (`keys.folder`)."""
         found = ((keys.slot_of(info.key), info) for info in self.store.list(prefix))
-        return Listing(sorted(((slot, info) for slot, info in found if slot is not None), key=lambda pair: pair[0]))
+        return sorted(((slot, info) for slot, info in found if slot is not None), key=lambda pair: pair[0])
 
     def folds(self) -> list[tuple[Span, ObjectInfo]]:
         """The folds that a listing shows."""
@@ -342,20 +302,19 @@ class ChannelReader:
         found = (keys.epoch_of(info.key) for info in self.store.list(keys.EPOCHS))
         return sorted(epoch for epoch in found if epoch is not None)
 
-    def newest(self, listing: Listing | None = None) -> Stored | None:
-        """The newest record that can be read: of the greatest epoch that has one, the last. None if there is no record.
+    def newest(self, listed: Sequence[tuple[Slot, ObjectInfo]] | None = None) -> Stored | None:
+        """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
-        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them is no burden. If it is a
-        seal, its base is the newest version, and `next_epoch` goes on.
+        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them is no burden.
 
         Args:
-            listing: Of all records; made now if None.
+            listed: All `slots`; listed now if None.
 
         Raises:
             FormatError: there are records, and none of them can be read.
         """
-        found = self.slots() if listing is None else listing
-        newest_first = sorted(found.slots, key=lambda pair: (pair[0].epoch, pair[0].version), reverse=True)
+        found = self.slots() if listed is None else listed
+        newest_first = sorted(found, key=lambda pair: pair[0].newness, reverse=True)
         problem: FormatError | None = None
         for slot, info in newest_first[: MOST_DAMAGED + 1]:
             try:
@@ -368,12 +327,8 @@ class ChannelReader:
         return None
 
     def numbered(self, version: int) -> Stored:
-        """The record of a version that is asked for by number: that of the greatest epoch.
-
-        Raises:
-            MissingVersionError: there is none.
-        """
-        for slot, info in reversed(self.slots(keys.folder(version)).slots):
+        """The record of a version by number, of the greatest epoch. Raises MissingVersionError if there is none."""
+        for slot, info in reversed(self.slots(keys.folder(version))):
             if slot.version == version:
                 stored = self.slot(slot, info)
                 if stored is not None and stored.record.is_version:
@@ -383,14 +338,17 @@ class ChannelReader:
     def versions(self) -> Iterator[Version]:
         """All versions that lead to the newest one, newest first, each read. Ends where one is missing or damaged."""
         stored = self.newest()
-        at = None if stored is None else stored.version if stored.record.is_version else stored.record.base
-        while at is not None:
-            try:
-                found = self.record(at)
-            except (MissingVersionError, FormatError):
-                return
-            yield found.version
-            at = found.record.base
+        if stored is not None:
+            newest = stored.version if stored.record.is_version else stored.record.base
+            yield from (found.version for found in self.back_from(newest))
+
+    def back_from(self, version: Version | None) -> Iterator[Stored]:
+        """The records from a version back. Ends where one is missing or damaged."""
+        with contextlib.suppress(MissingVersionError, FormatError):
+            while version is not None:
+                stored = self.record(version)
+                yield stored
+                version = stored.record.base
 
 
 def _check_digest(data: bytes, key: str, sha256: str) -> None:

@@ -17,10 +17,10 @@ from deltasync.channel.documents import Record, Version, sha256_hex
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 
 INLINE_BYTES = 4 << 20
-"""A payload of up to so many bytes goes into its record."""
+"""The largest payload that goes into its record, in bytes."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -30,11 +30,8 @@ class Stored:
     """One record, read or written: a version, a seal, or a fold.
 
     Attributes:
-        key: Where it is.
-        sha256: Digest of the object.
-        size: Its bytes.
-        record: Its document.
-        data: The object's bytes, None once they are dropped; `payload` is in them.
+        size: Bytes of the object.
+        data: The object's bytes, None once they are dropped.
     """
 
     key: str
@@ -52,7 +49,7 @@ class Stored:
     @property
     def base(self) -> Version | None:
         """The version whose bits it builds on; None for full weights."""
-        return self.record.base if self.record.anchor is None else None
+        return None if self.use_anchor else self.record.base
 
     @property
     def use_anchor(self) -> bool:
@@ -65,33 +62,13 @@ class Stored:
         return self.record.kind == "fold"
 
     @property
-    def file(self) -> documents.File:
-        """The object as other documents name files."""
-        return documents.File(key=self.key, bytes=self.size, sha256=self.sha256)
-
-    @property
     def payload_bytes(self) -> int:
-        """Bytes to download for its bits: of the body and the parts, or of the weights."""
+        """See `Record.payload_bytes`."""
         return self.record.payload_bytes
-
-    @property
-    def payload_files(self) -> list[documents.File]:
-        """The parts, or the weights, beside what is in the object itself."""
-        record = self.record
-        if record.anchor is not None:
-            return record.anchor.files
-        return [] if record.delta is None else record.delta.parts
 
 
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> Stored:
-    """The object of a record.
-
-    Args:
-        record: Complete but for `body_bytes` and `body_sha256`.
-        key: Where it will be.
-        payload: What goes into it.
-        signer: What it is signed with.
-    """
+    """The object of a record, which is complete but for `body_bytes` and `body_sha256`."""
     arrays, metadata = ({}, {}) if payload is None else (payload.arrays, payload.metadata)
     document_bytes = 0
     while True:  # the header names the length of the document, and the document that of the header
@@ -108,50 +85,31 @@ def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | N
 
 
 def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
-    """Check an object that was read and take it apart.
-
-    Args:
-        data: All of it.
-        key: Where it was.
-        trusted: Keys one of which must have signed it.
+    """Check the whole object at `key`.
 
     Raises:
-        SignatureError: none has; nothing else in it was looked at.
+        SignatureError: none of the keys that are trusted, if any are, has signed it; nothing else in it was looked at.
         CorruptDataError: it is not a record, or contradicts itself.
         UnsupportedFormatError: as `documents.decode`.
     """
-    document = _document(data, key)
-    if trusted is not None:
-        trusted.check(key, document)
-    front = memoryview(data)[: len(data) - len(document) - _LENGTH.size]
-    found = documents.decode(document, Record, key)
-    if (found.body_bytes, found.body_sha256) != (len(front), sha256_hex(front)):
+    found = decode_document(data, len(data), key, trusted)
+    if found.body_sha256 != sha256_hex(memoryview(data)[: found.body_bytes]):
         raise CorruptDataError(f"{key} has another body than its document says.")
     return Stored(key, sha256_hex(data), len(data), found, data)
 
 
 def document_bytes(end: bytes, key: str) -> int:
-    """How many bytes at the end of an object its document takes, with its length.
-
-    Raises:
-        CorruptDataError: it does not end so.
-    """
+    """How many bytes at the end of an object its document takes, with its length."""
     if len(end) < _LENGTH.size:
         raise CorruptDataError(f"{key} does not end in a document.")
     return int(_LENGTH.unpack_from(end, len(end) - _LENGTH.size)[0]) + _LENGTH.size
 
 
 def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
-    """The document of an object whose end was read.
-
-    Args:
-        end: At least `document_bytes`.
-        size: Of the object.
-        key: Where it is.
-        trusted: As in `decode`.
+    """The document of an object of `size` bytes, of which at least the last `document_bytes` were read.
 
     Raises:
-        CorruptDataError, UnsupportedFormatError: as `decode`, as far as it can be told from the document.
+        SignatureError, CorruptDataError, UnsupportedFormatError: as `decode`; the body is not looked at.
     """
     document = _document(end, key)
     if trusted is not None:

@@ -1,7 +1,6 @@
 """Who may write: Ed25519 signatures at the end of a channel's documents, and the keys that a reader trusts.
 
-A signature is of the exact bytes before it and of the object's key, so a document is good at its own place only. Which keys
-count is told to a reader by a file of its own; what a channel says of itself is no reason to trust it.
+A signature is of the exact bytes before it and of the object's key, so a document is good at its own place only.
 """
 
 from __future__ import annotations
@@ -29,15 +28,11 @@ _LINE = re.compile(r"([0-9a-f]{64})(\s.*)?")
 
 
 class Signer:
-    """A private key.
-
-    Args:
-        path: Of an Ed25519 key as PEM (PKCS 8), not encrypted.
-        trusted_keys: File of public keys that are trusted beside its own.
+    """An Ed25519 private key, read from a PEM file (PKCS 8) that is not encrypted.
 
     Attributes:
         public: The public key, 64 hexadecimal digits, which is also its name.
-        trusted: That key and the other ones.
+        trusted: That key, and those of the file of other trusted keys.
 
     Raises:
         ConfigError: there is no such key, or it is of another kind.
@@ -73,10 +68,10 @@ class Signer:
 
 
 class Trusted:
-    """Public keys, one of which must have signed what is read.
+    """Public keys, 64 hexadecimal digits each, one of which must have signed what is read.
 
     Args:
-        names: Of keys, 64 hexadecimal digits each.
+        names: The keys.
         path: A file of keys instead, read again when it changes: one on each line, and behind it what a person calls it.
             Lines may be empty, or begin with #.
 
@@ -153,11 +148,7 @@ def signed_by(data: bytes) -> str | None:
 
 
 def require_signer(signer: Signer | None, signed: bool) -> None:
-    """Refuse to add to a signed channel what is not signed.
-
-    Raises:
-        ConfigError: it is signed and there is nothing to sign with.
-    """
+    """Raise ConfigError for adding to a signed channel what is not signed."""
     if signed and signer is None:
         raise ConfigError("This channel is signed: set signing_key (DELTASYNC_SIGNING_KEY) to add to it.")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from typing import Any
 
 import click
@@ -20,6 +19,7 @@ _COMMANDS = {
     "dashboard": "Show a channel as a page, live or as one file.",
     "log": "List the versions of a channel.",
     "show": "Show one version.",
+    "doctor": "Try out what this machine needs to use a channel.",
     "check": "Check that everything that a channel promises is there.",
     "repair": "Put lost bytes of a channel back, or make ways around them.",
     "forget": "Take versions out of a channel.",
@@ -30,8 +30,9 @@ _COMMANDS = {
     "router": "Start HAProxy in front of several replicas.",
     "deploy": "Create Spaces of the Hugging Face Hub that follow a channel.",
     "keygen": "Make a key to sign a channel with.",
-    "bench": "Measure speed and size on this machine.",
 }
+
+_HOUSEKEEPING = ("check", "repair", "forget", "prune", "fold", "export", "cp")
 
 _EPILOG = """\b
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 wrong setting, 4 damaged or unknown format, 5 versions do not
@@ -55,7 +56,9 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"deltasync.cli.{cmd_name}").command
+        together = cmd_name in _HOUSEKEEPING
+        module = importlib.import_module(f"deltasync.cli.{'housekeeping' if together else cmd_name}")
+        command: click.Command = getattr(module, cmd_name if together else "command")
         _tell_exit_codes(command)
         return command
 
@@ -66,7 +69,7 @@ class _LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; our own errors become one sentence on stderr and their exit code, others a traceback and 1."""
         from deltasync.cli.output import echo
-        from deltasync.errors import DeltaSyncError
+        from deltasync.errors import DeltaSyncError, printable_traceback
 
         try:
             return super().invoke(ctx)
@@ -76,12 +79,11 @@ class _LazyGroup(click.Group):
         except KeyboardInterrupt:
             echo("deltasync: interrupted", err=True)
             sys.exit(130)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, OSError):
-            raise  # for click; OSError is how it learns of a closed pipe
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # for click
         except Exception as error:  # noqa: BLE001 - shown as Python does, but printable
-            for line in "".join(traceback.format_tb(error.__traceback__)).splitlines():
+            for line in printable_traceback(error).splitlines():
                 echo(line, err=True)
-            echo(f"deltasync: unexpected {type(error).__name__}: {error}", err=True)
             sys.exit(1)
 
 

@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from deltasync.cli.keys import trusted_keys
-from deltasync.cli.output import echo
+from deltasync.cli.options import channel_command, interval
+from deltasync.cli.output import echo, with_bars
+
+if TYPE_CHECKING:
+    from deltasync.channel.reading import ChannelReader
 
 
-@click.command("dashboard")
-@click.argument("channel")
+@channel_command("dashboard")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file, and exit.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="On 127.0.0.1; 0 for any.")
+@interval
+@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Versions to show, the newest.")
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks."
+    "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Versions to show per-layer changes for."
 )
-@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Show the newest so many versions.")
-@click.option(
-    "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Of so many, how much each layer changed."
-)
-@trusted_keys
-def command(
-    channel: str, out: Path | None, port: int, interval_s: float, last: int, heat: int, trusted_keys: str | None
-) -> None:
+def command(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
     """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
 
     Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
     """
-    from deltasync.cli.progress import progress_bars
     from deltasync.dashboard import Observer, PageServer, page
-    from deltasync.stores import open_store
 
-    observer = Observer(open_store(channel), last=last, heat=heat, trusted_keys=trusted_keys)
+    observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
     if out is not None:
-        with progress_bars() as progress:
-            observer.look(progress)
-            observer.read_headers(heat, progress)
+        reader.channel()  # a page of nothing is a mistake in the URL
+        with_bars(observer.look)
+        with_bars(observer.read_headers, heat)
         out.write_bytes(page(observer.snapshot()))
         return
     with PageServer(observer, port, interval_s) as server:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from deltasync.cli.output import echo, echo_json
+from deltasync.cli.output import echo, echo_json, field
 from deltasync.config import CODECS
-from deltasync.demo import TASKS
 
 
 @click.command("demo")
@@ -25,18 +24,23 @@ from deltasync.demo import TASKS
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of model, prompts and trainer.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; a free one by default.")
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the deltas.")
-@click.option("--task", type=click.Choice(TASKS), default="counting", show_default=True, help="What the model learns.")
+@click.option(
+    "--task",
+    default="counting",
+    metavar="NAME",
+    show_default=True,
+    help="What the model learns; wordle where examples/wordle is installed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
 def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.
 
     Builds a tiny Qwen3, starts a real vLLM server that knows nothing but the channel's URL, trains with TRL's
-    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit. With --task wordle the
-    model plays against a Wordle server, one more process, and learns to follow what that answers.
+    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit.
     """
     from deltasync.demo import report
     from deltasync.demo.processes import interrupt_on_sigterm
-    from deltasync.demo.run import DemoSettings, run
+    from deltasync.demo.run import run
 
     began_s = time.monotonic()
 
@@ -44,14 +48,13 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, 
         echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
 
     interrupt_on_sigterm()
-    summary = run(DemoSettings(out=out, steps=steps, seed=seed, port=port, codec=codec, task=task), say)
+    summary = run(out, say, steps=steps, seed=seed, port=port, codec=codec, task=task)
     if as_json:
         echo_json(summary, indent=2)
     else:
         rows = report.table(summary)
-        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            echo(f"{name:<{width}}  {value}")
+            field(name, value, 1 + max(len(name) for name, _ in rows))
     say(f"written: {out / 'summary.json'} and {out / 'run.png'}")
     if not summary["bit_exact"]:
         echo("deltasync: the live weights are NOT the published ones", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,6 +82,13 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
 
 
 @space.command("wordle")
+@click.option(
+    "--files",
+    type=click.Path(path_type=Path),
+    default=Path("examples/wordle"),
+    show_default=True,
+    help="The environment's folder, of a checkout.",
+)
 @_with_common_options
 def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
     """Serve the Wordle environment in each of the Spaces USER/NAME.

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import click
 
-from deltasync.cli.keys import trusted_keys
+from deltasync.cli.options import channel_command, timeout
 from deltasync.cli.output import echo, echo_json
 
+if TYPE_CHECKING:
+    from deltasync.channel.reading import ChannelReader
+    from deltasync.stores import ObjectInfo
 
-@click.command("follow")
-@click.argument("channel")
+
+@channel_command("follow", "One JSON object per version.")
 @click.option("--once", is_flag=True, help="Go to the newest version and exit.")
-@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit.")
-@trusted_keys
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per version.")
-def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str | None, as_json: bool) -> None:
+@timeout
+def command(reader: ChannelReader, once: bool, timeout_s: float | None, as_json: bool) -> None:
     """Follow CHANNEL with a replica in host memory; every version's bits are checked.
 
     Waits for the first version. Ends with Ctrl-C, or as the options say.
@@ -26,10 +28,8 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
     from deltasync.follow import Poll, Replica
-    from deltasync.stores import ObjectInfo, open_store
 
-    store = open_store(channel)
-    replica = Replica(store, trusted_keys=trusted_keys)
+    replica = Replica(reader)
     changed = threading.Event()
     told: ObjectInfo | None = None
 
@@ -51,17 +51,14 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
             else:
                 replica.poll(told)
             told = None
-        except NotPublishedError as error:
-            if once:
-                raise
-            if not waiting:
-                echo(f"deltasync: {error} Waiting for the first version.", err=True)
-            waiting = True
         except DeltaSyncError as error:
-            if once or before is None:
+            if once or (before is None and not isinstance(error, NotPublishedError)):
                 raise
-            echo(f"deltasync: {error} Staying at version {before}.", err=True)
-            failed = True
+            failed = before is not None
+            if failed or not waiting:
+                then = f"Staying at version {before}." if failed else "Waiting for the first version."
+                echo(f"deltasync: {error} {then}", err=True)
+            waiting = not failed
         identity = replica.identity
         if identity != before and identity is not None:
             seen_s = time.monotonic()
@@ -75,5 +72,5 @@ def command(channel: str, once: bool, timeout_s: float | None, trusted_keys: str
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
             return
         if poll is None:
-            poll = Poll(store, ReplicaSettings.from_env().poll_interval_s, tell)
+            poll = Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, tell)
         changed.wait(poll.delay_s(identity != before, settled=not failed))

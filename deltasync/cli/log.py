@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltasync.cli.keys import trusted_keys
-from deltasync.cli.output import cell, echo, echo_json
+from deltasync.cli.options import channel_command
+from deltasync.cli.output import cell, echo, echo_json, table, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.documents import Record
     from deltasync.channel.keys import Slot
+    from deltasync.channel.reading import ChannelReader
+    from deltasync.errors import DeltaSyncError
+    from deltasync.housekeeping import Progress
 
 _COLUMNS = (
     ("version", "right"),
@@ -32,7 +35,7 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     """What `log` tells of a version, a fold or an announced anchor, as plain data.
 
     Args:
-        key: Of the object.
+        key: The object's.
         record: Its document.
         sha256: Digest of the version that it is or leads to.
         total: Elements of all tensors.
@@ -59,56 +62,24 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     }
 
 
-@click.command("log")
-@click.argument("channel")
-@click.option("--last", type=click.IntRange(min=1), default=None, help="Only the newest so many.")
-@trusted_keys
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line, oldest first.")
-def command(channel: str, last: int | None, trusted_keys: str | None, as_json: bool) -> None:
+@channel_command("log", "One JSON object per line, oldest first.")
+@click.option("--last", type=click.IntRange(min=1), default=None, help="Show only the newest N versions.")
+def command(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by the folds and anchors that lead to it."""
-    from deltasync import housekeeping
-    from deltasync.channel.reading import ChannelReader
-    from deltasync.cli.progress import progress_bars
-    from deltasync.stores import open_store
-
-    reader = ChannelReader(open_store(channel), trusted_keys)
-
-    def newest(slots: Iterable[Slot]) -> list[Slot]:
-        """Those that may be of the last versions; each epoch that ends among them has a seal."""
-        found = list(slots)
-        return found if last is None else [slot for slot in found if slot.version > found[-1].version - last - 2]
-
-    with progress_bars() as progress:
-        held = housekeeping.survey(reader, progress, wanted=newest)
-        shown = housekeeping.line(held)[: last or None][::-1]
-        digests = housekeeping.identities(reader, held, shown)
-    for problem in held.problems.values():
+    rows, newest, problems = with_bars(_read, reader, last)
+    for problem in problems:
         echo(f"deltasync: {problem}", err=True)
-    total = sum(spec.element_count for spec in reader.specs.values())
-    rows = []
-    for slot in shown:
-        record = held.records[slot]
-        if record is not None:
-            rows.append(row(slot.key, record, digests.get(slot), total))
-        for key, fold in held.folds.items():
-            if fold is not None and (fold.version, fold.epoch) == (slot.version, slot.epoch):
-                rows.append(row(key, fold, fold.sha256, total))
     if as_json:
         for each in rows:
             echo_json(each)
         return
     from rich.console import Console
-    from rich.table import Table
 
-    newest_version = f"{shown[-1].version} ({(digests.get(shown[-1]) or '')[:12]})" if shown else "none"
-    title = f"{reader.store.url}  run {reader.channel().run_id[:12]}  newest version {newest_version}"
-    table = Table(title=cell(title), title_justify="left")
-    table.caption, table.caption_justify = _totals(rows), "left"
-    for name, justify in _COLUMNS:
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    title = f"{reader.store.url}  run {reader.channel().run_id[:12]}  newest version {newest}"
+    shown = table(_COLUMNS, title=cell(title), caption=_totals(rows))
     for each in rows:
         span = f"{each['base_version']}-{each['version']}" if each["kind"] == "fold" else str(each["version"])
-        table.add_row(
+        shown.add_row(
             span,
             (each["sha256"] or "")[:12] if each["kind"] in ("delta", "anchor") else "",
             "reference" if each["reference"] else each["kind"],
@@ -120,17 +91,45 @@ def command(channel: str, last: int | None, trusted_keys: str | None, as_json: b
             _text(each["anchor_bytes"], ","),
         )
     # Not to a terminal: nothing is cut off.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+
+
+def _read(
+    reader: ChannelReader, last: int | None, progress: Progress
+) -> tuple[list[dict[str, Any]], str, list[DeltaSyncError]]:
+    """The rows, which version is the newest, and what is damaged."""
+    from deltasync import housekeeping
+
+    def newest(slots: Iterable[Slot]) -> list[Slot]:
+        """Those that may be of the last versions; each epoch that ends among them has a seal."""
+        found = list(slots)
+        return found if last is None else [slot for slot in found if slot.version > found[-1].version - last - 2]
+
+    held = housekeeping.survey(reader, progress, wanted=newest)
+    shown = housekeeping.line(held.records)[: last or None][::-1]
+    digests = housekeeping.identities(reader, held, shown)
+    total = sum(spec.element_count for spec in reader.specs.values())
+    rows = []
+    for slot in shown:
+        record = held.records[slot]
+        if record is not None:
+            rows.append(row(slot.key, record, digests.get(slot), total))
+        for key, fold in held.folds.items():
+            if fold is not None and (fold.version, fold.epoch) == (slot.version, slot.epoch):
+                rows.append(row(key, fold, fold.sha256, total))
+    newest_version = f"{shown[-1].version} ({(digests.get(shown[-1]) or '')[:12]})" if shown else "none"
+    return rows, newest_version, [*held.problems.values()]
 
 
 def _totals(rows: Iterable[dict[str, Any]]) -> str:
     """Bytes of each kind, of the rows that are shown."""
-    sizes: dict[str, list[int | None]] = {"deltas": [], "anchors": [], "folds": []}
+    sizes: dict[str, list[int]] = {"deltas": [], "anchors": [], "folds": []}
     for each in rows:
-        sizes["folds" if each["kind"] == "fold" else "deltas"].append(each["delta_bytes"])
-        sizes["anchors"].append(each["anchor_bytes"])
-    found = {kind: [size for size in listed if size is not None] for kind, listed in sizes.items()}
-    return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in found.items() if listed)
+        if each["delta_bytes"] is not None:
+            sizes["folds" if each["kind"] == "fold" else "deltas"].append(each["delta_bytes"])
+        if each["anchor_bytes"] is not None:
+            sizes["anchors"].append(each["anchor_bytes"])
+    return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
 
 
 def _text(value: Any, form: str = "") -> str:

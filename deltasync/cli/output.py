@@ -1,21 +1,34 @@
-"""What the commands print: every line by `echo` or `echo_json`, every cell of a table by `cell`."""
+"""What the commands print: every line by `echo`, `field` or `echo_json`, every cell of a table by `cell`; and progress."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deltasync.printable import printable
+from deltasync.errors import printable
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
+
+    from deltasync.housekeeping import Progress
+
+_Result = TypeVar("_Result")
 
 
 def echo(line: str, err: bool = False) -> None:
     """Print one line, whatever is in it."""
     click.echo(printable(line), err=err)
+
+
+def field(name: str, value: object, width: int = 13) -> None:
+    """Print one line: what it is, and its value."""
+    echo(f"{name:{width}} {value}")
 
 
 def echo_json(document: Any, indent: int | None = None) -> None:
@@ -28,3 +41,47 @@ def cell(text: object, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(printable(str(text)), style)
+
+
+def table(columns: Iterable[tuple[str, str]], **options: Any) -> Table:
+    """A table for rich, with its title and its caption on the left. The options are those of `rich.table.Table`."""
+    from rich.table import Table
+
+    found = Table(title_justify="left", caption_justify="left", **options)
+    for name, justify in columns:
+        found.add_column(name, justify=justify, overflow="fold" if name == "error" else "ellipsis")  # type: ignore[arg-type]
+    return found
+
+
+def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
+    """The result of an action that tells its `progress`: by bars on stderr while it goes on, where that is a terminal."""
+    from deltasync.housekeeping import quiet
+
+    if not sys.stderr.isatty():
+        return action(*arguments, progress=quiet, **options)
+    from rich import progress
+    from rich.console import Console
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
+    with progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True) as shown:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what)
+            shown.update(tasks[what], completed=done, total=total)
+
+        told: Progress = tell
+        return action(*arguments, progress=told, **options)
+
+
+def count(number: int, what: str) -> str:
+    """`1 version`, `1,234 versions`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`1-3, 7`."""
+    runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)

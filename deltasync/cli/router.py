@@ -30,8 +30,8 @@ def command(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: 
       REPLICA_TOKEN  what the replicas are presented with; not set: what the client sent
       ROUTER_WAIT_S  how long a request waits for its version, by default 10
     """
-    from deltasync.cli.serve import check_port
     from deltasync.deploy.router import servers, write
+    from deltasync.deploy.serving import check_port
 
     found = servers(replicas, ca_file)
     if out is not None:

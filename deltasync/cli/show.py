@@ -7,29 +7,23 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from deltasync.cli.keys import trusted_keys
-from deltasync.cli.output import echo, echo_json
+from deltasync.cli.options import channel_command
+from deltasync.cli.output import echo, echo_json, field
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import Stored
 
 
-@click.command("show")
-@click.argument("channel")
+@channel_command("show", "The document as JSON, with its key and digest.")
 @click.argument("what", metavar="[VERSION|KEY]", default="latest")
-@trusted_keys
-@click.option("--json", "as_json", is_flag=True, help="The document as JSON, with its key and digest.")
-def command(channel: str, what: str, trusted_keys: str | None, as_json: bool) -> None:
+def command(reader: ChannelReader, what: str, as_json: bool) -> None:
     """Show a record of CHANNEL: its document, its signature, the ways that lead to it, its most changed tensors.
 
     By number, `latest` (the default), or the key of a record, seal or fold as `deltasync log --json` and listings show it.
     """
-    from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import signed_by
-    from deltasync.stores import open_store
 
-    reader = ChannelReader(open_store(channel), trusted_keys)
     stored = _find(reader, what)
     assert stored.data is not None
     name = signed_by(stored.data)
@@ -37,24 +31,28 @@ def command(channel: str, what: str, trusted_keys: str | None, as_json: bool) ->
     if as_json:
         echo_json({"key": stored.key, "sha256": stored.sha256, "bytes": stored.size, "document": document}, indent=2)
         return
-    echo(f"{'key':16} {stored.key}")
-    echo(f"{'sha256':16} {stored.sha256}")
-    echo(f"{'bytes':16} {stored.size:,}")
-    for field, value in document.items():
-        if field == "base" and value is not None:
-            echo(f"{field:16} {stored.record.base}  {value['epoch']}")
-        elif field == "sha256" and value is not None:
-            echo(f"{'of record':16} {value}")
-        elif field not in ("delta", "anchor", "sha256") and value not in (None, []):
-            echo(f"{field:16} {value}")
+    _field("key", stored.key)
+    _field("sha256", stored.sha256)
+    _field("bytes", f"{stored.size:,}")
+    for of_document, value in document.items():
+        if of_document == "base" and value is not None:
+            _field("base", f"{stored.record.base}  {value['epoch']}")
+        elif of_document == "sha256" and value is not None:
+            _field("of record", value)
+        elif of_document not in ("delta", "anchor", "sha256") and value not in (None, []):
+            _field(of_document, value)
     if name is not None:
-        echo(f"{'signed by':16} {name}{'' if reader.trusted else ' (not checked)'}")
+        _field("signed by", f"{name}{'' if reader.trusted else ' (not checked)'}")
     if stored.record.reference is not None:
-        echo(f"{'reference':16} {stored.record.reference}")
+        _field("reference", stored.record.reference)
     for file in stored.record.files:
-        echo(f"{'file':16} {file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:12]}")
+        _field("file", f"{file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:12]}")
     _show_ways(reader, stored)
     _show_payload(reader, stored)
+
+
+def _field(name: str, value: object) -> None:
+    field(name, value, 16)
 
 
 def _find(reader: ChannelReader, what: str) -> Stored:
@@ -82,25 +80,25 @@ def _show_ways(reader: ChannelReader, stored: Stored) -> None:
         if fold is None or fold.sha256 != stored.sha256:
             continue
         if fold.delta is None:
-            echo(f"{'anchor':16} {info.key}  {fold.payload_bytes:,} bytes")
+            _field("anchor", f"{info.key}  {fold.payload_bytes:,} bytes")
         else:
-            echo(f"{'fold':16} {info.key}  {fold.payload_bytes:,} bytes  {fold.delta.changed:,} changed")
+            _field("fold", f"{info.key}  {fold.payload_bytes:,} bytes  {fold.delta.changed:,} changed")
 
 
 def _show_payload(reader: ChannelReader, stored: Stored) -> None:
-    """The most changed tensors."""
-    from deltasync import codec
-    from deltasync.channel import payloads
+    """The most changed tensors, out of the headers of payloads, which are not held to their digests."""
+    from deltasync.channel.documents import File
+    from deltasync.dashboard.heat import read_changed
 
     delta = stored.record.delta
     if delta is None or stored.record.base is None:
         return
     total = sum(spec.element_count for spec in reader.specs.values())
-    echo(f"{'changed':16} {delta.changed:,} of {total:,} elements since version {stored.record.base.version}")
+    _field("changed", f"{delta.changed:,} of {total:,} elements since version {stored.record.base.version}")
     changed: dict[str, int] = {}
-    for _, data in payloads.fetch(reader, stored).payloads:
-        for name, row in codec.open_payload(data).patches.items():
-            changed[name] = changed.get(name, 0) + row["changed"]
-    fractions = {name: count / reader.specs[name].element_count for name, count in changed.items()}
+    for file in (File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *delta.parts):
+        for name, count in read_changed(reader.store, file).items():
+            changed[name] = changed.get(name, 0) + count
+    fractions = {name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed}
     for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
         echo(f"{fractions[name]:16.4%} {reader.specs[name]}")

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal as size_of
 
-from deltasync.cli.keys import trusted_keys
-from deltasync.cli.output import cell, echo, echo_json
-from deltasync.cli.progress import count
+from deltasync.cli.options import channel_command, interval, timeout
+from deltasync.cli.output import cell, count, echo, echo_json, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from deltasync.channel.reading import ChannelReader
     from deltasync.dashboard import Snapshot
 
 _SHOWN = 12
@@ -25,25 +26,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 
 
-@click.command("watch")
-@click.argument("channel")
-@trusted_keys
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per change.")
+@channel_command("watch", "One JSON object per change.")
 @click.option("--once", is_flag=True, help="Show what is there and exit.")
+@interval
+@timeout
 @click.option(
-    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks."
+    "--last", type=click.IntRange(min=1), default=100, show_default=True, help="Versions to begin with, the newest."
 )
-@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit.")
-@click.option("--last", type=click.IntRange(min=1), default=100, show_default=True, help="Begin with the newest so many.")
-def command(
-    channel: str,
-    trusted_keys: str | None,
-    as_json: bool,
-    once: bool,
-    interval_s: float,
-    timeout_s: float | None,
-    last: int,
-) -> None:
+def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
     """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
 
     Not on a terminal: one line per change. Reads documents and heartbeats only. Ends with Ctrl-C, or as the options say.
@@ -53,9 +43,10 @@ def command(
 
     from deltasync.dashboard import Observer
     from deltasync.errors import DeltaSyncError
-    from deltasync.stores import open_store
 
-    observer = Observer(open_store(channel), last=last, trusted_keys=trusted_keys)
+    if once:
+        reader.channel()  # nothing to show is a mistake in the URL
+    observer = Observer(reader.store, last=last, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
     before: Snapshot | None = None
     moved_s = time.monotonic()
@@ -82,35 +73,34 @@ def command(
 
 def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]]:
     """What is new since the snapshot before, oldest first; everything if there is none."""
-    seen = {row.version for row in before.versions} if before is not None else set()
-    anchored = {row.version for row in before.versions if row.anchor_bytes is not None} if before is not None else set()
-    folds = {(fold.base_version, fold.version) for fold in before.folds} if before is not None else set()
-    told = {row.replica_id: _state(row) for row in before.replicas} if before is not None else {}
-    if found.newest_version is None and before is None:
+    if before is None and found.newest_version is None:
         yield {"event": "waiting", "channel": found.url}
-    for row in found.versions:
-        if row.version not in seen:
-            fraction = None if row.changed is None else row.changed / max(found.element_count, 1)
-            yield {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
-        elif before is not None and row.anchor_bytes is not None and row.version not in anchored:
-            yield {"event": "anchor", "version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
-    for fold in found.folds:
-        if (fold.base_version, fold.version) not in folds:
-            yield {"event": "fold", **dataclasses.asdict(fold)}
+    seen = {} if before is None else dict(_events(before))
+    for identity, event in _events(found):
+        # A version tells of its anchor itself; an anchor by itself is one that was announced later.
+        if identity not in seen and (event["event"] != "anchor" or ("version", event["version"]) in seen):
+            yield event
     if before is not None and found.forgotten > before.forgotten:
         yield {"event": "forgotten", "count": found.forgotten - before.forgotten, "left": len(found.versions)}
+
+
+def _events(found: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """All that a snapshot tells, each with what makes it another one than those of other snapshots."""
+    for row in found.versions:
+        fraction = None if row.changed is None else row.changed / max(found.element_count, 1)
+        yield ("version", row.version), {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
+        if row.anchor_bytes is not None:
+            anchor = {"version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
+            yield ("anchor", row.version), {"event": "anchor", **anchor}
+    for fold in found.folds:
+        yield ("fold", fold.base_version, fold.version), {"event": "fold", **dataclasses.asdict(fold)}
     for replica in found.replicas:
-        if told.get(replica.replica_id) != _state(replica):
-            yield {"event": "replica", **dataclasses.asdict(replica)}
+        state = (replica.version, replica.sha256, replica.state, replica.live, replica.error)
+        yield ("replica", replica.replica_id, *state), {"event": "replica", **dataclasses.asdict(replica)}
     for problem in found.problems:
-        if before is None or problem not in before.problems:
-            yield {"event": "problem", "problem": problem}
-    if found.error is not None and (before is None or before.error != found.error):
-        yield {"event": "error", "error": found.error}
-
-
-def _state(replica: Any) -> tuple[Any, ...]:
-    return replica.version, replica.sha256, replica.state, replica.live, replica.error
+        yield ("problem", problem), {"event": "problem", "problem": problem}
+    if found.error is not None:
+        yield ("error", found.error), {"event": "error", "error": found.error}
 
 
 def named(version: int, sha256: str | None, step: int | None = None) -> str:
@@ -122,32 +112,41 @@ def named(version: int, sha256: str | None, step: int | None = None) -> str:
 def sentence(change: dict[str, Any]) -> str:
     """A change as a line for people."""
     what = change["event"]
-    if what == "version":
-        sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
-        payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
-        changed = "" if change["changed_fraction"] is None else f", {change['changed_fraction']:.3%} changed"
-        return (
-            f"{clock(change['created_s'])}  {named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
-        )
-    if what == "anchor":
-        version, size = named(change["version"], change["sha256"]), size_of(change["payload_bytes"])
-        return f"{clock(time.time())}  anchor of {version}: {size}"
-    if what == "fold":
-        span = f"{change['base_version']}-{change['version']}"
-        return f"{clock(change['created_s'])}  fold {span}: {size_of(change['payload_bytes'])}"
-    if what == "replica":
-        live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
-        error = "" if change["error"] is None else f": {change['error']}"
-        behind = f", {change['behind']} behind" if change["behind"] else ""
-        serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
-        strange = ", which is another than the channel's" if change["strange"] else ""
-        told = f"{change['state']}, {serves}{strange}{behind}{live}{error}"
-        return f"{clock(time.time())}  replica {change['replica_id']}: {told}"
-    if what == "forgotten":
-        return f"{clock(time.time())}  {count(change['count'], 'version')} forgotten, {change['left']} left"
     if what == "waiting":
         return f"{change['channel']}: waiting for the first version"
-    return f"{clock(time.time())}  {what}: {change[what]}"
+    said = _SAID[what](change) if what in _SAID else f"{what}: {change[what]}"
+    return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {said}"
+
+
+def _version(change: dict[str, Any]) -> str:
+    sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
+    payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
+    changed = "" if change["changed_fraction"] is None else f", {change['changed_fraction']:.3%} changed"
+    return f"{named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
+
+
+def _anchor(change: dict[str, Any]) -> str:
+    return f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+
+
+def _fold(change: dict[str, Any]) -> str:
+    return f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+
+
+def _replica(change: dict[str, Any]) -> str:
+    live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
+    error = "" if change["error"] is None else f": {change['error']}"
+    behind = f", {change['behind']} behind" if change["behind"] else ""
+    serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
+    strange = ", which is another than the channel's" if change["strange"] else ""
+    return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{live}{error}"
+
+
+def _forgotten(change: dict[str, Any]) -> str:
+    return f"{count(change['count'], 'version')} forgotten, {change['left']} left"
+
+
+_SAID = {"version": _version, "anchor": _anchor, "fold": _fold, "replica": _replica, "forgotten": _forgotten}
 
 
 def screen(found: Snapshot) -> RenderableType:
@@ -176,17 +175,14 @@ def _summary(found: Snapshot) -> str:
 
 
 def _versions(found: Snapshot) -> RenderableType:
-    from rich.table import Table
-
+    columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from")
     deltas = [row.delta_bytes or 0 for row in found.versions[-60:]]
-    table = Table(caption=f"delta payload {sparkline(deltas)}", caption_justify="left", title_justify="left", box=None)
-    for name in ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from"):
-        table.add_column(name, justify="right")
+    shown = table([(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None)
     folds: dict[int, list[str]] = {}
     for fold in found.folds:
         folds.setdefault(fold.version, []).append(str(fold.base_version))
     for row in found.versions[-_SHOWN:]:
-        table.add_row(
+        shown.add_row(
             str(row.version),
             (row.sha256 or "")[:12],
             "" if row.step is None else str(row.step),
@@ -196,23 +192,18 @@ def _versions(found: Snapshot) -> RenderableType:
             row.kind if row.kind == "reference" else "" if row.anchor_bytes is None else size_of(row.anchor_bytes),
             ", ".join(folds.get(row.version, [])),
         )
-    return table
+    return shown
 
 
 def _replicas(found: Snapshot) -> RenderableType:
-    from rich.table import Table
-
     if not found.replicas:
         return cell("No replica has reported.", "yellow")
-    table = Table(box=None)
-    for name in ("replica", "state"):
-        table.add_column(name)
-    for name in ("version", "behind", "lag", "heard"):
-        table.add_column(name, justify="right")
-    table.add_column("error", overflow="fold")
+    names, numbers = ("replica", "state"), ("version", "behind", "lag", "heard")
+    columns = [*((name, "left") for name in names), *((name, "right") for name in numbers), ("error", "left")]
+    shown = table(columns, box=None)
     for row in found.replicas:
         state = row.state if row.live or row.state == "stopped" else "silent"
-        table.add_row(
+        shown.add_row(
             cell(row.replica_id),
             cell(state, _COLOURS.get(state, "yellow")),
             "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
@@ -221,7 +212,7 @@ def _replicas(found: Snapshot) -> RenderableType:
             f"{duration(row.age_s)} ago",
             cell(row.error or ""),
         )
-    return table
+    return shown
 
 
 def _cost(found: Snapshot) -> str:
@@ -243,14 +234,6 @@ def sparkline(numbers: list[int]) -> str:
     return "".join(_BARS[round((len(_BARS) - 1) * number / most)] for number in numbers)
 
 
-def size_of(number: float) -> str:
-    """`41.2 kB`."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}" if number < 1000 * factor else f"{number / factor:,.0f} {unit}"
-    return f"{number:.0f} B"
-
-
 def duration(seconds: float) -> str:
     """`0.4 s`, `12 s`, `5 min`, `3.2 h`."""
     if seconds < 10:
@@ -258,8 +241,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def clock(time_s: float) -> str:
-    """Local time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(time_s))

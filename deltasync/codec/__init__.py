@@ -1,20 +1,40 @@
 """Encodings of a delta: patches to one safetensors payload and back.
 
 `get(name)` is the registry. A codec encodes tensor by tensor, so that the publisher never holds two copies of the
-model, and decodes tensor by tensor, so that a replica never holds more than one decoded patch it did not ask for.
+model, and decodes tensor by tensor, so that a replica never holds more than one decoded patch it did not ask for. What only
+reads documents loads no codec, and neither torch nor numba.
 """
 
 from __future__ import annotations
 
-from deltasync.codec.base import Codec, DeltaEncoder, OldBits, Wanted, open_payload
-from deltasync.codec.context import ContextCodec
-from deltasync.codec.packed import PackedCodec
-from deltasync.codec.raw import RawCodec
+import functools
+from typing import TYPE_CHECKING, TypeAlias
+
+from deltasync.codec.base import OldBits, Wanted, open_payload
 from deltasync.errors import UnsupportedFormatError
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (PackedCodec(), ContextCodec(), RawCodec())}
+if TYPE_CHECKING:
+    from deltasync.codec.blocks import BlockCodec, BlockEncoder
+    from deltasync.codec.raw import RawCodec, RawEncoder
 
-__all__ = ["Codec", "DeltaEncoder", "OldBits", "Wanted", "get", "open_payload"]
+    Codec: TypeAlias = BlockCodec | RawCodec
+    DeltaEncoder: TypeAlias = BlockEncoder | RawEncoder
+
+__all__ = ["OldBits", "Wanted", "base", "dense", "get", "open_payload"]
+
+
+@functools.cache
+def _codecs() -> dict[str, Codec]:
+    from deltasync.codec.blocks import BlockCodec
+    from deltasync.codec.context import ContextModel
+    from deltasync.codec.packed import PackedModel
+    from deltasync.codec.raw import RawCodec
+
+    return {
+        "packed": BlockCodec(PackedModel, needs_old=False),
+        "context": BlockCodec(ContextModel, needs_old=True),
+        "raw": RawCodec(),
+    }
 
 
 def get(name: str) -> Codec:
@@ -23,6 +43,7 @@ def get(name: str) -> Codec:
     Raises:
         UnsupportedFormatError: no such codec.
     """
-    if name not in _CODECS:
-        raise UnsupportedFormatError(f"Unknown codec {name!r}; this version reads {', '.join(_CODECS)}. Upgrade deltasync.")
-    return _CODECS[name]
+    codecs = _codecs()
+    if name not in codecs:
+        raise UnsupportedFormatError(f"Unknown codec {name!r}; this version reads {', '.join(codecs)}. Upgrade deltasync.")
+    return codecs[name]

@@ -16,17 +16,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as safetensors_load
 
-from deltasync.bits import bits_of, dtype_name
 from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from deltasync.kernels.rans import Blocks
 
 FORMAT = "deltasync/2"
 
@@ -39,47 +41,26 @@ MOST_HEADER_BYTES = 100_000_000
 LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
 """What the safetensors library, or torch for it, raises about files that are none."""
 
-_ENTRY_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-}
-"""What safetensors calls torch's dtypes."""
-
 OldBits = Callable[[str], np.ndarray]
 Wanted = Callable[[str], np.ndarray | None]
 
 
-class DeltaEncoder(Protocol):
-    """Collects the patches of one delta."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """One changed tensor, as `BlockEncoder.add` was given it, and which blocks of it may have changed."""
 
-    def add(
-        self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
-    ) -> None:
-        """Take one changed tensor, or what changed in a range of it; the arrays must not change before `finish`.
+    spec: TensorSpec
+    index_K: np.ndarray
+    step_K: np.ndarray
+    new: np.ndarray
+    fingerprint: str
+    first_block: int
+    blocks: Blocks
 
-        Args:
-            spec: The tensor.
-            index_K: Flat indices into the whole tensor, ascending, not empty.
-            step_K: New minus old bit patterns, modulo 2**width.
-            new: New bit patterns of the range. `context` needs the whole tensor.
-            fingerprint: Of the whole tensor after the delta, 16 hex digits.
-            start: Where the range begins.
-        """
-        ...
-
-    def finish(self, version: int, base_version: int) -> Encoded:
-        """The payload."""
-        ...
+    @property
+    def whole(self) -> bool:
+        """Whether `new` are all elements of the tensor."""
+        return self.new.size == self.spec.element_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,48 +70,30 @@ class Encoded:
     arrays: dict[str, torch.Tensor]
     metadata: dict[str, str]
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the payload file."""
-        return sum(buffer.nbytes for buffer in body(self.arrays, self.metadata))
+    @classmethod
+    def of(
+        cls,
+        codec: str,
+        version: int,
+        base_version: int,
+        rows: Mapping[str, Mapping[str, Any]],
+        arrays: dict[str, torch.Tensor],
+        extra: Mapping[str, str],
+    ) -> Self:
+        """A payload with this table of patches, and what the codec adds to the metadata."""
+        metadata = {
+            "format": FORMAT,
+            "codec": codec,
+            "version": str(version),
+            "base_version": str(base_version),
+            "patches": json.dumps(rows, separators=(",", ":")),
+            **extra,
+        }
+        return cls(arrays, metadata)
 
     def to_bytes(self) -> bytes:
         """The payload file."""
         return b"".join(body(self.arrays, self.metadata))
-
-
-class Codec(Protocol):
-    """One encoding."""
-
-    name: str
-    needs_old: bool
-
-    def encoder(self) -> DeltaEncoder:
-        """A fresh encoder for one delta."""
-        ...
-
-    def decode(
-        self,
-        payload: Payload,
-        specs: Mapping[str, TensorSpec],
-        old: OldBits | None = None,
-        wanted: Wanted | None = None,
-    ) -> Iterator[Patch]:
-        """The patches in file order.
-
-        Args:
-            payload: An opened payload of this codec.
-            specs: The channel's tensor table.
-            old: Gives the bits of a tensor before the delta, flat and unsigned; only `context` needs them.
-            wanted: Gives the ranges of a tensor that the caller holds, as int64[R, 2] of first elements and those behind the
-                last, or None for all of it. Changes outside may be left out; whole blocks without a wanted element are
-                not decoded. Dense patches always hold the whole tensor.
-
-        Raises:
-            StageError: the codec needs `old`.
-            CorruptDataError: anything in the payload contradicts itself or the table.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,26 +111,6 @@ class Payload:
     def fingerprints(self) -> dict[str, int]:
         """Fingerprint of each changed tensor after the delta."""
         return {name: int(row["fingerprint"], 16) for name, row in self.patches.items()}
-
-
-class Table:
-    """The growing table of patches of an encoder, and the arrays of the file."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.arrays: dict[str, torch.Tensor] = {}
-
-    def finish(self, codec: str, version: int, base_version: int, extra: Mapping[str, str]) -> Encoded:
-        """The payload."""
-        metadata = {
-            "format": FORMAT,
-            "codec": codec,
-            "version": str(version),
-            "base_version": str(base_version),
-            "patches": json.dumps(self.rows, separators=(",", ":")),
-            **extra,
-        }
-        return Encoded(self.arrays, metadata)
 
 
 def body(
@@ -190,6 +133,8 @@ def body(
     Raises:
         ModelMismatchError: an entry has a name that only the format may use, or a dtype that is not supported.
     """
+    from deltasync.tensors.bits import bits_of, dtype_name
+
     if clash := arrays.keys() & {"__metadata__", RECORD}:
         raise ModelMismatchError(f"A tensor cannot be named {clash.pop()!r}.")
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -197,7 +142,7 @@ def body(
     end = 0
     for name, array in sorted(arrays.items(), key=lambda item: -item[1].element_size()):
         start, end = end, end + array.nbytes
-        header[name] = _entry(_ENTRY_DTYPES[dtype_name(array.dtype)], list(array.shape), start, end)
+        header[name] = _entry(SAFETENSORS_DTYPES[dtype_name(array.dtype)], list(array.shape), start, end)
         buffers.append(bits_of(array).view(np.uint8).data)
     if record_bytes is not None:
         header[RECORD] = _entry("U8", [record_bytes], end, end + record_bytes)
@@ -244,8 +189,10 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     Raises:
         CorruptDataError: not such a file, or with tensors that cannot be.
     """
+    from safetensors.torch import load
+
     try:
-        tensors: dict[str, torch.Tensor] = safetensors_load(data)
+        tensors: dict[str, torch.Tensor] = load(data)
     except LIBRARY_ERRORS as error:
         said = str(error).partition("\n")[0]
         raise CorruptDataError(f"Not a safetensors file: {said}.") from error
@@ -282,6 +229,8 @@ def take(payload: Payload, key: str, dtype: str, size: int) -> np.ndarray:
     Raises:
         CorruptDataError: missing, of another dtype or another size.
     """
+    from deltasync.tensors.bits import bits_of
+
     array = payload.arrays.get(key)
     if array is None or str(array.dtype) != f"torch.{dtype}" or array.numel() != size:
         found = "nothing" if array is None else f"{array.dtype}[{array.numel()}]"

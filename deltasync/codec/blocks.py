@@ -1,7 +1,7 @@
 """What `packed` and `context` share: tensors cut into blocks, tables per group of tensors, one array of words.
 
     .words   int32[W]      the streams of all blocks: of all tensors in table order, of each tensor's blocks in their order;
-                           bit patterns of unsigned words (`kernels.coder_reference` describes a stream)
+                           bit patterns of unsigned words (`kernels.rans` describes a stream)
     .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors;
                            of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included
     .tables  uint8[T]      the tables of all groups, one after the other, without gaps
@@ -17,89 +17,35 @@ little next to what they describe.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from deltasync.bits import tensor_of
 from deltasync.codec import dense
-from deltasync.codec.base import RECORD, Encoded, OldBits, Payload, Table, Wanted, spec_for, take
+from deltasync.codec.base import RECORD, Change, Encoded, OldBits, Payload, Wanted, spec_for, take
+from deltasync.codec.context import ContextModel
+from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError
-from deltasync.kernels.coder import Blocks
-from deltasync.types import Patch, TensorSpec, index_dtype
+from deltasync.kernels import coder
+from deltasync.kernels.rans import Blocks
+from deltasync.tensors import Patch, TensorSpec, index_dtype
+from deltasync.tensors.bits import tensor_of
 
 BLOCK = 1 << 19
 _RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # no entry of a tensor may have these names
 OWN_GROUP = 1 << 15  # changed elements from which on a tensor has tables of its own
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Change:
-    """One changed tensor, as `DeltaEncoder.add` was given it."""
-
-    spec: TensorSpec
-    index_K: np.ndarray
-    step_K: np.ndarray
-    new: np.ndarray
-    fingerprint: str
-    first_block: int
-    blocks: Blocks
-
-    @property
-    def whole(self) -> bool:
-        """Whether `new` are all elements of the tensor."""
-        return self.new.size == self.spec.element_count
-
-
-class Model(Protocol):
-    """The tables of one group and the coding by them."""
-
-    codec: ClassVar[str]
-    block_fields: ClassVar[int]
-
-    @classmethod
-    def group(cls, change: Change) -> Hashable:
-        """Changes that are equal in this share their tables if they are small."""
-        ...
-
-    @classmethod
-    def fit(cls, changes: Sequence[Change]) -> Self:
-        """The tables that suit these changes."""
-        ...
-
-    @classmethod
-    def read(cls, cursor: Cursor) -> Self:
-        """The tables at the cursor."""
-        ...
-
-    def to_bytes(self) -> bytes:
-        """What `read` reads."""
-        ...
-
-    def encode(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
-        """Words, uint32[W], and rows of `.blocks`, int32[B, F]."""
-        ...
-
-    def decode(
-        self,
-        spec: TensorSpec,
-        blocks: Blocks,
-        row_BF: np.ndarray,
-        words: np.ndarray,
-        word_B: np.ndarray,
-        old: OldBits | None,
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Indices and steps, or None if a block is malformed."""
-        ...
+Model = PackedModel | ContextModel
+"""The tables of one group, and what the coder is given beside them."""
 
 
 class BlockEncoder:
-    """See `DeltaEncoder`."""
+    """Collects the patches of one delta."""
 
     def __init__(self, model: type[Model]) -> None:
         self._model = model
@@ -108,23 +54,34 @@ class BlockEncoder:
     def add(
         self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
     ) -> None:
-        """See `DeltaEncoder.add`."""
+        """Take one changed tensor, or what changed in a range of it; the arrays must not change before `finish`.
+
+        Args:
+            spec: The tensor.
+            index_K: Flat indices into the whole tensor, ascending, not empty.
+            step_K: New minus old bit patterns, modulo 2**width.
+            new: New bit patterns of the range. `context` needs the whole tensor.
+            fingerprint: The whole tensor's after the delta, 16 hex digits.
+            start: Where the range begins.
+        """
         first, last = start // BLOCK, -(-(start + new.size) // BLOCK)
-        blocks = Blocks.around(spec.element_count, BLOCK, index_K, first, last)
+        bound_B = np.searchsorted(index_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
+        blocks = Blocks.of(spec.element_count, BLOCK, bound_B, first)
         self._changes.append(Change(spec, index_K, step_K, new, fingerprint, first, blocks))
 
     def finish(self, version: int, base_version: int) -> Encoded:
-        """See `DeltaEncoder.finish`."""
-        table = Table()
+        """The payload."""
+        rows: dict[str, dict[str, Any]] = {}
+        arrays: dict[str, torch.Tensor] = {}
         models, group_of = self._fit()
         words, blocks = [np.empty(0, np.uint32)], [np.empty((0, self._model.block_fields), np.int32)]
         used: dict[int, int] = {}
         for change, group in zip(self._changes, group_of, strict=True):
-            row = table.rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
-            coded, row_BF = models[group].encode(change)
+            row = rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
+            coded, row_BF = _encode(models[group], change)
             found = _dense(change, coded.nbytes + row_BF.nbytes)
             if found is not None:
-                row["dense"], table.arrays[change.spec.name] = found
+                row["dense"], arrays[change.spec.name] = found
                 continue
             row["group"] = used.setdefault(group, len(used))
             if not change.whole:
@@ -132,10 +89,10 @@ class BlockEncoder:
             words.append(coded)
             blocks.append(row_BF)
         tables = b"".join(models[group].to_bytes() for group in used)
-        table.arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
-        table.arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
-        table.arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
-        return table.finish(self._model.codec, version, base_version, {"block_elements": str(BLOCK)})
+        arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
+        arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
+        arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
+        return Encoded.of(self._model.codec, version, base_version, rows, arrays, {"block_elements": str(BLOCK)})
 
     def _fit(self) -> tuple[list[Model], list[int]]:
         """The models, and which of them each change has."""
@@ -149,6 +106,14 @@ class BlockEncoder:
         return [self._model.fit(changes) for changes in members.values()], [number[key] for key in keys]
 
 
+def _encode(model: Model, change: Change) -> tuple[np.ndarray, np.ndarray]:
+    """Words, uint32[W], and rows of `.blocks`, int32[B, F]."""
+    level_BF = model.levels(change)
+    context = model.context(change.spec, change.new, level_BF)
+    words, count_B = coder.encode(change.blocks, change.index_K, change.step_K, model.tables, context)
+    return words, np.column_stack([np.diff(change.blocks.bound_B), count_B, level_BF]).astype(np.int32)
+
+
 def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | None:
     """The mark and the entry of a dense tensor, or None if sparse is smaller."""
     # Compressed, bits rarely take less than half of their bytes.
@@ -160,35 +125,64 @@ def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | N
     return (True, tensor_of(change.new.copy(), change.spec)) if sparse_bytes >= change.new.nbytes else None
 
 
-def decode(
-    model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None, wanted: Wanted | None
-) -> Iterator[Patch]:
-    """See `Codec.decode`."""
-    declared = payload.metadata.get("block_elements", "")
-    if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= (block_elements := int(declared)) <= 1 << 30:
-        raise CorruptDataError(f"Payload has blocks of {declared!r} elements.")
-    streams = _Streams(model, payload, block_elements)
-    for name, row in payload.patches.items():
-        spec = spec_for(specs, name, row["changed"])
-        if mark := row.get("dense"):
-            plain = mark is True
-            array = payload.arrays.get(name)
-            data = take(payload, name, spec.dtype, spec.element_count) if plain else dense.decompress(array, mark, spec)
-            yield Patch(name, None, data, absolute=True)
-        else:
-            ranges = None if wanted is None else wanted(name)
-            patch = streams.next_patch(spec, row, old, ranges)
-            if patch.data.size:
-                yield patch
-    streams.check_exhausted()
+class BlockCodec:
+    """An encoding whose blocks are coded by a model; `needs_old` says that decoding takes the old weights."""
+
+    def __init__(self, model: type[Model], needs_old: bool) -> None:
+        self.name = model.codec
+        self.needs_old = needs_old
+        self._model = model
+
+    def encoder(self) -> BlockEncoder:
+        """A fresh encoder for one delta."""
+        return BlockEncoder(self._model)
+
+    def decode(
+        self,
+        payload: Payload,
+        specs: Mapping[str, TensorSpec],
+        old: OldBits | None = None,
+        wanted: Wanted | None = None,
+    ) -> Iterator[Patch]:
+        """The patches in file order.
+
+        Args:
+            payload: An opened payload of this codec.
+            specs: The channel's tensor table.
+            old: Gives the bits of a tensor before the delta, flat and unsigned; only `context` needs them.
+            wanted: Gives the ranges of a tensor that the caller holds, as int64[R, 2] of first elements and those behind the
+                last, or None for all of it. Changes outside may be left out; whole blocks without a wanted element are
+                not decoded. Dense patches always hold the whole tensor.
+
+        Raises:
+            StageError: the codec needs `old`.
+            CorruptDataError: anything in the payload contradicts itself or the table.
+        """
+        streams = _Streams(self._model, payload, old if self.needs_old else None)
+        for name, row in payload.patches.items():
+            spec = spec_for(specs, name, row["changed"])
+            if mark := row.get("dense"):
+                plain = mark is True
+                array = payload.arrays.get(name)
+                data = take(payload, name, spec.dtype, spec.element_count) if plain else dense.decompress(array, mark, spec)
+                yield Patch(name, None, data, absolute=True)
+            else:
+                patch = streams.next_patch(spec, row, None if wanted is None else wanted(name))
+                if patch.data.size:
+                    yield patch
+        streams.check_exhausted()
 
 
 class _Streams:
     """Reads the blocks of a payload from front to back."""
 
-    def __init__(self, model: type[Model], payload: Payload, block_elements: int) -> None:
+    def __init__(self, model: type[Model], payload: Payload, old: OldBits | None) -> None:
+        declared = payload.metadata.get("block_elements", "")
+        if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
+            raise CorruptDataError(f"Payload has blocks of {declared!r} elements.")
+        self._block_elements = int(declared)
         self._model = model
-        self._block_elements = block_elements
+        self._old = old
         table = payload.arrays.get(".blocks")
         wanted = (model.block_fields,)
         if table is None or table.dtype != torch.int32 or table.shape[1:] != wanted or (table[:, :2] < 0).any():
@@ -211,7 +205,7 @@ class _Streams:
         self._tables = cursor.data
         self._group: tuple[int, Model] | None = None
 
-    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], old: OldBits | None, ranges: np.ndarray | None) -> Patch:
+    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], ranges: np.ndarray | None) -> Patch:
         changed, (first_block, last_block) = row["changed"], self._span(spec, row)
         first, self._next = self._next, self._next + last_block - first_block
         row_BF = self._row_BF[first : self._next]
@@ -230,10 +224,13 @@ class _Streams:
             row_BF = row_BF[at]
             word_B, bound_B = (np.concatenate(([0], np.cumsum(row_BF[:, f], dtype=np.int64))) for f in (1, 0))
             blocks = Blocks(blocks.base_B[at], blocks.end_B[at], bound_B)
-        found = self._tables_of(row.get("group")).decode(spec, blocks, row_BF, words, word_B, old)
-        if found is None:
+        model = self._tables_of(row.get("group"))
+        context = model.context(spec, None if self._old is None else self._old(spec.name), row_BF[:, 2:])
+        index_K = np.empty(bound_B[-1], index_dtype(spec.element_count))
+        step_K = np.empty(bound_B[-1], spec.bits_dtype)
+        if not coder.decode(blocks, words, word_B, model.tables, context, index_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
-        return Patch(spec.name, *found, absolute=False)
+        return Patch(spec.name, index_K, step_K, absolute=False)
 
     def _span(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
         """Which blocks of the tensor there are: the first one, and the one behind the last."""
@@ -260,9 +257,3 @@ def _touched(blocks: Blocks, range_R2: np.ndarray) -> np.ndarray:
     low_RB, high_RB = (np.clip(range_R2[:, side, None], blocks.base_B, blocks.end_B) for side in (0, 1))
     touched_B: np.ndarray = np.any(high_RB > low_RB, axis=0)
     return touched_B
-
-
-def outputs(spec: TensorSpec, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Room for the indices and steps of a tensor."""
-    changed = int(blocks.bound_B[-1])
-    return np.empty(changed, index_dtype(spec.element_count)), np.empty(changed, spec.bits_dtype)

@@ -24,30 +24,27 @@ The arrays are those of `blocks`; the third column of `.blocks` is the level of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, Self
 
 import numpy as np
 
-from deltasync.codec import blocks as shared
 from deltasync.codec import tables
-from deltasync.codec.base import OldBits, Payload, Wanted
-from deltasync.codec.blocks import BlockEncoder, Change
+from deltasync.codec.base import Change
 from deltasync.errors import CorruptDataError, StageError
-from deltasync.kernels import coder
-from deltasync.kernels.coder import Blocks, Classes, Tables
-from deltasync.kernels.coder_reference import HAZARD, LEVELS
-from deltasync.types import Patch, TensorSpec
+from deltasync.kernels import counts
+from deltasync.kernels.rans import HAZARD, LEVELS, Classes, Context, Tables
+from deltasync.tensors import TensorSpec
 
-CLASSES = {
-    "bfloat16": Classes(7, 0xFF),
-    "float16": Classes(10, 0x1F),
-    "float32": Classes(23, 0xFF),
-    "float64": Classes(55, 0xFF),  # the upper 8 bits of the exponent
-    "float8_e4m3fn": Classes(3, 0x0F),
-    "float8_e5m2": Classes(2, 0x1F),
+_CLASSES = {
+    "bfloat16": (7, 0xFF),
+    "float16": (10, 0x1F),
+    "float32": (23, 0xFF),
+    "float64": (55, 0xFF),  # the upper 8 bits of the exponent
+    "float8_e4m3fn": (3, 0x0F),
+    "float8_e5m2": (2, 0x1F),
 }
-ONE_CLASS = Classes(0, 0)
+_ONE_CLASS = (0, 0)
 _CLASS_COUNT = 256
 _STEP_TABLES = 64
 _STEP_TABLE_CHANGES = 512  # changed elements that justify one more step table
@@ -57,19 +54,19 @@ _SAMPLE_RUN, _SAMPLE_COUNT, _SAMPLE_PERIOD = 32, 1 << 17, 64
 
 def classes_of(spec: TensorSpec) -> Classes:
     """The classes of a tensor's elements."""
-    return CLASSES.get(spec.dtype, ONE_CLASS)
+    return Classes(*map(spec.bits_dtype.type, _CLASSES.get(spec.dtype, _ONE_CLASS)))
 
 
 def _class_counts(change: Change) -> np.ndarray:
     """About how many elements each class has in each block, float64[B, C]; of the new values, which hardly differ."""
     period = _SAMPLE_RUN * max(1, min(change.new.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
-    count_BC = coder.count_classes(change.blocks, change.new, classes_of(change.spec), _SAMPLE_RUN, period)
+    count_BC = counts.count_classes(change.blocks, change.new, classes_of(change.spec), _SAMPLE_RUN, period)
     size_B = change.blocks.end_B - change.blocks.base_B
     return count_BC * (size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
 
 
 class ContextModel:
-    """See `blocks.Model`."""
+    """As `PackedModel`: of a group, the level and the step table of each class."""
 
     codec: ClassVar[str] = "context"
     block_fields: ClassVar[int] = 3
@@ -78,8 +75,7 @@ class ContextModel:
         self._level_C = level_C
         self.table_C = table_C
         self.tables = Tables.of(freq_TS)
-        # By tensor, for its encoding: class of each changed element, and how many of each class there are.
-        self._seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._counts: dict[str, np.ndarray] = {}  # by tensor, for its encoding: elements of each class in each block
 
     @classmethod
     def group(cls, change: Change) -> Hashable:
@@ -87,18 +83,16 @@ class ContextModel:
         return change.spec.dtype
 
     @classmethod
-    def fit(cls, changes: Sequence[Change]) -> ContextModel:
-        """See `blocks.Model.fit`."""
+    def fit(cls, changes: Sequence[Change]) -> Self:
+        """As `PackedModel.fit`."""
         total_C = np.zeros(_CLASS_COUNT)
         step_CS = np.zeros((_CLASS_COUNT, tables.SYMBOLS), np.int64)
         seen = {}
         for change in changes:
-            classes = classes_of(change.spec)
-            class_K, steps = coder.count_context(change.new, change.index_K, change.step_K, classes)
-            count_BC = _class_counts(change)
-            seen[change.spec.name] = class_K, count_BC
-            total_C[: classes.count] += count_BC.sum(axis=0)
-            step_CS[: classes.count] += steps
+            count_BC = seen[change.spec.name] = _class_counts(change)
+            class_count = count_BC.shape[1]
+            total_C[:class_count] += count_BC.sum(axis=0)
+            step_CS[:class_count] += counts.count_steps(change.new, change.index_K, change.step_K, classes_of(change.spec))
         changed_C = step_CS.sum(axis=1)
         # Totals may be samples, and are of the new values: a class can seem to have fewer elements than changed.
         probability_C = ((changed_C + 0.1) / (np.maximum(total_C, changed_C) + 0.2)).clip(max=1 - 2**-4)
@@ -107,12 +101,12 @@ class ContextModel:
         level_C[(changed_C == 0) & (total_C == 0)] = 0  # costs no byte in the table
         table_C, count_TS = _merge(step_CS)
         model = cls(level_C, table_C, np.stack([tables.fit(count_S) for count_S in count_TS]))
-        model._seen = seen
+        model._counts = seen
         return model
 
     @classmethod
-    def read(cls, cursor: tables.Cursor) -> ContextModel:
-        """See `blocks.Model.read`."""
+    def read(cls, cursor: tables.Cursor) -> Self:
+        """As `PackedModel.read`."""
         level_C, table_C = np.zeros(_CLASS_COUNT, np.int64), np.zeros(_CLASS_COUNT, np.int64)
         first = cursor.byte()
         count = cursor.byte() + 1
@@ -126,7 +120,7 @@ class ContextModel:
         return cls(level_C, table_C, np.stack([cursor.table() for _ in range(table_count)]))
 
     def to_bytes(self) -> bytes:
-        """See `blocks.Model.to_bytes`."""
+        """As `PackedModel.to_bytes`."""
         used = np.flatnonzero((self._level_C > 0) | (self.table_C > 0))
         first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
         encoded = bytearray([first, last - first])
@@ -135,53 +129,24 @@ class ContextModel:
         encoded += self.table_C[first : last + 1].astype(np.uint8).tobytes()
         return bytes(encoded) + b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
-    def encode(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
-        """See `blocks.Model.encode`."""
+    def levels(self, change: Change) -> np.ndarray:
+        """How many more of each block's elements changed than the classes' levels say; 0 if none did."""
         changed_B = np.diff(change.blocks.bound_B)
-        class_K, count_BC = self._seen[change.spec.name]
+        count_BC = self._counts[change.spec.name]
         expected_B = count_BC @ -np.expm1(HAZARD[self._level_C[: count_BC.shape[1]]] * (-np.log(2) / (1 << 20)))
         with np.errstate(divide="ignore", invalid="ignore"):
             level_B = np.rint(8 * np.log2(changed_B / expected_B))
-        level_B = np.where(changed_B > 0, level_B, 0).clip(-LEVELS, LEVELS).astype(np.int32)
-        words, count_B = coder.encode_context(
-            change.blocks,
-            change.new,
-            change.index_K,
-            change.step_K,
-            class_K,
-            classes_of(change.spec),
-            self.hazards(level_B),
-            self.table_C,
-            self.tables,
-        )
-        return words, np.stack([changed_B, count_B, level_B], axis=1).astype(np.int32)
+        return np.where(changed_B > 0, level_B, 0).clip(-LEVELS, LEVELS).astype(np.int32)[:, None]
 
-    def decode(
-        self,
-        spec: TensorSpec,
-        blocks: Blocks,
-        row_BF: np.ndarray,
-        words: np.ndarray,
-        word_B: np.ndarray,
-        old: OldBits | None,
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """See `blocks.Model.decode`."""
-        if old is None:
+    def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
+        """As `PackedModel.context`.
+
+        Raises:
+            StageError: without bits.
+        """
+        if bits_N is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
-        index_K, step_K = shared.outputs(spec, blocks)
-        good = coder.decode_context(
-            blocks,
-            words,
-            word_B,
-            old(spec.name),
-            classes_of(spec),
-            self.hazards(row_BF[:, 2]),
-            self.table_C,
-            self.tables,
-            index_K,
-            step_K,
-        )
-        return (index_K, step_K) if good else None
+        return Context(bits_N, classes_of(spec), self.hazards(level_BF[:, 0]), self.table_C)
 
     def hazards(self, level_B: np.ndarray) -> np.ndarray:
         """Units of time of each class in each block, int64[B, 256]."""
@@ -204,24 +169,3 @@ def _merge(step_CS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for c in np.flatnonzero(count_C):
         count_TS[table_C[c]] += step_CS[c]
     return table_C, count_TS
-
-
-class ContextCodec:
-    """See `Codec`."""
-
-    name = "context"
-    needs_old = True
-
-    def encoder(self) -> BlockEncoder:
-        """See `Codec.encoder`."""
-        return BlockEncoder(ContextModel)
-
-    def decode(
-        self,
-        payload: Payload,
-        specs: Mapping[str, TensorSpec],
-        old: OldBits | None = None,
-        wanted: Wanted | None = None,
-    ) -> Iterator[Patch]:
-        """See `Codec.decode`."""
-        return shared.decode(ContextModel, payload, specs, old, wanted)

@@ -13,7 +13,7 @@ import torch
 import zstandard
 
 from deltasync.errors import CorruptDataError
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 
 # Weights have no repetitions that pay, apart from long runs, and looking for them costs both time and size: with a table of
 # 64 positions the planes of bf16 weights are 8 % smaller than at level 1 and coded in less than half the time.

@@ -15,22 +15,20 @@ size of the group).
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, Self
 
 import numpy as np
 
-from deltasync.codec import blocks as shared
 from deltasync.codec import tables
-from deltasync.codec.base import OldBits, Payload, Wanted
-from deltasync.codec.blocks import BlockEncoder, Change
-from deltasync.kernels import coder
-from deltasync.kernels.coder import Blocks, Tables
-from deltasync.types import Patch, TensorSpec
+from deltasync.codec.base import Change
+from deltasync.kernels import counts
+from deltasync.kernels.rans import Context, Tables
+from deltasync.tensors import TensorSpec
 
 
 class PackedModel:
-    """See `blocks.Model`."""
+    """The tables of a group of tensors: of their gaps and of their steps."""
 
     codec: ClassVar[str] = "packed"
     block_fields: ClassVar[int] = 2
@@ -40,59 +38,27 @@ class PackedModel:
 
     @classmethod
     def group(cls, change: Change) -> Hashable:
-        """Width and density to the next power of two."""
+        """What changes of small tensors share that share tables: width and density to the next power of two."""
         return change.step_K.itemsize, round(math.log2(change.new.size / change.index_K.size))
 
     @classmethod
-    def fit(cls, changes: Sequence[Change]) -> PackedModel:
-        """See `blocks.Model.fit`."""
-        count_TS = np.sum([coder.count_packed(change.blocks, change.index_K, change.step_K) for change in changes], axis=0)
+    def fit(cls, changes: Sequence[Change]) -> Self:
+        """The tables that suit these changes."""
+        count_TS = np.sum([counts.count_packed(change.blocks, change.index_K, change.step_K) for change in changes], axis=0)
         return cls(np.stack([tables.fit(count_S) for count_S in count_TS]))
 
     @classmethod
-    def read(cls, cursor: tables.Cursor) -> PackedModel:
-        """See `blocks.Model.read`."""
+    def read(cls, cursor: tables.Cursor) -> Self:
+        """The tables at the cursor."""
         return cls(np.stack([cursor.table(), cursor.table()]))
 
     def to_bytes(self) -> bytes:
-        """See `blocks.Model.to_bytes`."""
+        """What `read` reads."""
         return b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
-    def encode(self, change: Change) -> tuple[np.ndarray, np.ndarray]:
-        """See `blocks.Model.encode`."""
-        words, count_B = coder.encode_packed(change.blocks, change.index_K, change.step_K, self.tables)
-        return words, np.stack([np.diff(change.blocks.bound_B), count_B], axis=1).astype(np.int32)
+    def levels(self, change: Change) -> np.ndarray:
+        """The columns of `.blocks` behind the first two, int32[B, F - 2]."""
+        return np.empty((change.blocks.base_B.size, 0), np.int32)
 
-    def decode(
-        self,
-        spec: TensorSpec,
-        blocks: Blocks,
-        row_BF: np.ndarray,
-        words: np.ndarray,
-        word_B: np.ndarray,
-        old: OldBits | None,
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """See `blocks.Model.decode`."""
-        index_K, step_K = shared.outputs(spec, blocks)
-        return (index_K, step_K) if coder.decode_packed(blocks, words, word_B, self.tables, index_K, step_K) else None
-
-
-class PackedCodec:
-    """See `Codec`."""
-
-    name = "packed"
-    needs_old = False
-
-    def encoder(self) -> BlockEncoder:
-        """See `Codec.encoder`."""
-        return BlockEncoder(PackedModel)
-
-    def decode(
-        self,
-        payload: Payload,
-        specs: Mapping[str, TensorSpec],
-        old: OldBits | None = None,
-        wanted: Wanted | None = None,
-    ) -> Iterator[Patch]:
-        """See `Codec.decode`."""
-        return shared.decode(PackedModel, payload, specs, old, wanted)
+    def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
+        """What the coder is given beside the tables. `bits_N` are the tensor's old bits, or to encode its new ones."""

@@ -9,55 +9,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from deltasync.bits import tensor_of
-from deltasync.codec.base import Encoded, OldBits, Payload, Table, Wanted, spec_for, take
+from deltasync.codec.base import Encoded, OldBits, Payload, Wanted, spec_for, take
 from deltasync.errors import CorruptDataError
-from deltasync.types import Patch, TensorSpec, index_dtype
+from deltasync.tensors import Patch, TensorSpec, index_dtype
+from deltasync.tensors.bits import tensor_of
 
 
 class RawEncoder:
-    """See `DeltaEncoder`."""
+    """As `BlockEncoder`."""
 
     def __init__(self) -> None:
-        self._table = Table()
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._arrays: dict[str, torch.Tensor] = {}
         self._element_count = 0
         self._changed = 0
 
     def add(
         self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
     ) -> None:
-        """See `DeltaEncoder.add`."""
+        """As `BlockEncoder.add`."""
         values = TensorSpec(spec.name, spec.dtype, (index_K.size,))
-        self._table.arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(index_dtype(spec.element_count)))
-        self._table.arrays[f"{spec.name}.values"] = tensor_of(new[index_K - start], values)
-        self._table.rows[spec.name] = {"changed": index_K.size, "fingerprint": fingerprint}
+        self._arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(index_dtype(spec.element_count)))
+        self._arrays[f"{spec.name}.values"] = tensor_of(new[index_K - start], values)
+        self._rows[spec.name] = {"changed": index_K.size, "fingerprint": fingerprint}
         self._element_count += spec.element_count
         self._changed += index_K.size
 
     def finish(self, version: int, base_version: int) -> Encoded:
-        """See `DeltaEncoder.finish`."""
+        """As `BlockEncoder.finish`."""
         unchanged = 1 - self._changed / self._element_count if self._element_count else 1.0
         blog = {
             "sparse": "true",
             "model_version": str(version),
             "sparsity": str(unchanged),
-            "changed_params": json.dumps(list(self._table.rows)),
+            "changed_params": json.dumps(list(self._rows)),
         }
-        return self._table.finish(RawCodec.name, version, base_version, blog)
+        return Encoded.of(RawCodec.name, version, base_version, self._rows, self._arrays, blog)
 
 
 class RawCodec:
-    """See `Codec`."""
+    """As `BlockCodec`."""
 
     name = "raw"
     needs_old = False
 
     def encoder(self) -> RawEncoder:
-        """See `Codec.encoder`."""
+        """As `BlockCodec.encoder`."""
         return RawEncoder()
 
     def decode(
@@ -67,7 +69,7 @@ class RawCodec:
         old: OldBits | None = None,
         wanted: Wanted | None = None,
     ) -> Iterator[Patch]:
-        """See `Codec.decode`."""
+        """As `BlockCodec.decode`."""
         for name, row in payload.patches.items():
             spec = spec_for(specs, name, row["changed"])
             dtype = index_dtype(spec.element_count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from deltasync.errors import CorruptDataError
-from deltasync.kernels.coder_reference import TABLE_BITS
+from deltasync.kernels.rans import TABLE_BITS
 
 SYMBOLS = 256
 SLOTS = 1 << TABLE_BITS

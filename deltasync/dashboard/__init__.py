@@ -5,7 +5,8 @@ Nothing is read but documents, heartbeats and the headers of delta payloads; not
 
 from __future__ import annotations
 
-from deltasync.dashboard.observe import Observer, Snapshot
+from deltasync.dashboard.observe import Observer
 from deltasync.dashboard.serve import PageServer, page
+from deltasync.dashboard.snapshot import Snapshot
 
-__all__ = ["Observer", "PageServer", "Snapshot", "page"]
+__all__ = ["Observer", "PageServer", "Snapshot", "heat", "page"]

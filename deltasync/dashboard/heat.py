@@ -11,7 +11,7 @@ from deltasync.channel.documents import File
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.stores.base import Store
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 
 _FIRST_BYTES = 1 << 16  # the header of some 500 patches: usually one request is enough
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
@@ -61,7 +61,7 @@ class Layers:
 
     @property
     def names(self) -> list[str]:
-        """Of the layers."""
+        """Names of the layers."""
         return list(self._element_counts)
 
     def fractions(self, changed: Mapping[str, int]) -> list[float]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from deltasync.channel import heartbeat
@@ -14,13 +13,14 @@ from deltasync.channel.documents import File, Record, Version
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.signing import Trusted
 from deltasync.dashboard.costs import Costs, Stored, estimate
 from deltasync.dashboard.heat import Layers, read_changed
+from deltasync.dashboard.snapshot import FoldRow, LagRow, ReplicaRow, Snapshot, fold_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.housekeeping import Progress, in_parallel, quiet
-from deltasync.housekeeping.survey import slot_of
 from deltasync.stores.base import ObjectInfo, Store
-from deltasync.types import weight_bytes
+from deltasync.tensors import weight_bytes
 
 _LIST_EVERY_S = 10.0  # what is stored after head (folds, anchors), and what is forgotten, is seen so late
 _LAGS = 2000  # kept
@@ -29,135 +29,18 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class VersionRow:
-    """One version.
-
-    Attributes:
-        sha256: Digest of its record, None as long as nothing names it.
-        kind: `delta`, `anchor` or `reference`.
-        created_s: When it was encoded, by the epoch.
-        changed: Elements, None without a delta.
-        delta_bytes, anchor_bytes: Payload, None where it has none; the anchor may be announced beside it.
-        objects: How many files of payload there are beside the record.
-    """
-
-    version: int
-    epoch: str
-    sha256: str | None
-    kind: str
-    base_version: int | None
-    step: int | None
-    created_s: float
-    codec: str | None
-    changed: int | None
-    delta_bytes: int | None
-    anchor_bytes: int | None
-    delta_objects: int
-    anchor_objects: int
-    coalesced: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FoldRow:
-    """One fold, from a version."""
-
-    base_version: int
-    version: int
-    created_s: float
-    changed: int
-    payload_bytes: int
-    objects: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaRow:
-    """One replica, by its last heartbeat.
-
-    Attributes:
-        state: As it says; `stale` if it has not heard of the channel for a while.
-        live: Whether the heartbeat is recent, and not the one of a replica that stopped.
-        sha256: Digest of what it serves.
-        strange: It serves another version under this number than the channel has.
-        behind: Versions between the one it serves and the newest, None if it serves none.
-        lag_s: Since the first version that it does not serve was encoded, 0 at the newest; None if it is not live.
-        age_s: Of the heartbeat.
-    """
-
-    replica_id: str
-    state: str
-    live: bool
-    version: int | None
-    sha256: str | None
-    strange: bool
-    behind: int | None
-    lag_s: float | None
-    age_s: float
-    error: str | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LagRow:
-    """A replica was seen to begin to serve a version, `lag_s` after it was encoded (by two machines' clocks)."""
-
-    time_s: float
-    replica_id: str
-    version: int
-    lag_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """All that is shown. Times are seconds since the epoch.
-
-    Attributes:
-        newest_version: The newest; None as long as nothing is published; then most of the rest is empty.
-        head_sha256: Its digest, None if it is not known yet.
-        full_bytes: Of the weights, as served.
-        versions: Ascending.
-        forgotten, unread: How many versions up to the newest are not there any more, and are there but were not read.
-        layers: Names.
-        heat: Version -> changed fraction of each layer.
-        heat_unread: How many versions' headers are still to be read.
-        problems: Damage that was seen, in sentences.
-        error: Why the last look failed, None if it did not.
-    """
-
-    url: str
-    time_s: float
-    run_id: str | None = None
-    created_s: float | None = None
-    newest_version: int | None = None
-    head_sha256: str | None = None
-    element_count: int = 0
-    tensor_count: int = 0
-    full_bytes: int = 0
-    versions: list[VersionRow] = dataclasses.field(default_factory=list)
-    forgotten: int = 0
-    unread: int = 0
-    folds: list[FoldRow] = dataclasses.field(default_factory=list)
-    replicas: list[ReplicaRow] = dataclasses.field(default_factory=list)
-    lags: list[LagRow] = dataclasses.field(default_factory=list)
-    layers: list[str] = dataclasses.field(default_factory=list)
-    heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)
-    heat_unread: int = 0
-    costs: Costs | None = None
-    problems: list[str] = dataclasses.field(default_factory=list)
-    error: str | None = None
-
-
 class Observer:
     """One channel, seen from outside. A document is read once, a damaged one again: it may pass. A look costs a read of head
     and of each heartbeat, and a listing now and then.
 
     Args:
         store: The channel's.
-        last: Read the newest so many versions.
-        heat: Of so many of them also the headers of their deltas, which `read_headers` does.
+        last: How many of the newest versions to read.
+        heat: Versions whose deltas' headers are read too, by `read_headers`.
         trusted_keys: See `ChannelReader`.
     """
 
-    def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | None = None) -> None:
+    def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None) -> None:
         self._reader = ChannelReader(store, trusted_keys)
         self._last, self._heat_last = last, heat
         self._head: Version | None = None
@@ -198,34 +81,47 @@ class Observer:
     def _list(self, progress: Progress) -> None:
         if self._layers is None:
             self._layers = Layers(self._reader.specs.values())
-        slots = dict(self._reader.slots().slots)
+        slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
         recent = {slot: info for slot, info in slots.items() if slot.version > last - self._last - 1}
         folds = {info.key: info for span, info in self._reader.folds() if span.version > last - self._last - 1}
         self._held = {info.key for info in slots.values()} | folds.keys()
         self._read([*recent.values(), *folds.values()], progress)
         versions = [slot for slot in slots if (found := self._documents.get(slot.key)) is not None and found.is_version]
-        tip = max(versions, key=lambda slot: (slot.epoch, slot.version), default=None)
+        tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
         # Of two versions with one number the later epoch's is the channel's; what is after the newest was left behind.
         self._line = {slot.version: slot for slot in versions if slot.version <= newest}
         self._numbers = {slot.version for slot in slots if slot.version <= newest}
-        for number in [
-            number for number in self._line if number not in self._heat and self._document(number).delta is not None
-        ]:
-            self._unread_headers.add(number)
+        for number in self._line.keys() - self._heat.keys():
+            if self._document(number).delta is not None:
+                self._unread_headers.add(number)
         self._listed_s = time.monotonic()
 
     def _read(self, infos: list[ObjectInfo], progress: Progress) -> None:
-        unknown = [info for info in infos if info.key not in self._documents]
-        for info, found in zip(
-            unknown, in_parallel(_attempt(self._reader.document), unknown, "records", progress), strict=True
-        ):
-            if isinstance(found, str):
-                self._problems[info.key] = found
+        unknown = {info.key: info for info in infos if info.key not in self._documents}
+        for key, found in self._gather(unknown, self._reader.document, "records", progress):
+            self._documents[key], self._sizes[key] = found, unknown[key].bytes
+
+    def _gather(
+        self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
+    ) -> Iterator[tuple[str, _Result]]:
+        """What is read, by name, without what is gone; of what is damaged a sentence is kept under its name."""
+
+        def attempt(item: _Item) -> _Result | FormatError | None:
+            try:
+                return read(item)
+            except (MissingVersionError, ObjectMissingError):
+                return None
+            except FormatError as error:
+                return error
+
+        for name, found in zip(items, in_parallel(attempt, list(items.values()), what, progress), strict=True):
+            if isinstance(found, FormatError):
+                self._problems[name] = str(found)
             elif found is not None:
-                self._problems.pop(info.key, None)
-                self._documents[info.key], self._sizes[info.key] = found, info.bytes
+                self._problems.pop(name, None)
+                yield name, found
 
     def _document(self, number: int) -> Record:
         return self._documents[self._line[number].key]
@@ -247,17 +143,12 @@ class Observer:
             StoreError: they cannot be read now.
         """
         waiting = self._waiting_for_headers()
-        now = waiting[-limit:]
-        if not now or self._layers is None:
+        now = {f"{self._line[number].key} header": number for number in waiting[-limit:]}
+        if self._layers is None:
             return 0
-        for number, found in zip(
-            now, in_parallel(_attempt(self._read_header), now, "payload headers", progress), strict=True
-        ):
-            if isinstance(found, dict):
-                self._heat[number] = self._layers.fractions(found)
-            elif found is not None:
-                self._problems[f"{self._line[number].key} header"] = found
-            self._unread_headers.discard(number)
+        for name, changed in self._gather(now, self._read_header, "payload headers", progress):
+            self._heat[now[name]] = self._layers.fractions(changed)
+        self._unread_headers.difference_update(now.values())
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
@@ -287,7 +178,7 @@ class Observer:
         digests = self._digests()
         announced = self._announced()
         shown = list(self._line.values())[-self._last :]
-        rows = [_version_row(slot, self._documents[slot.key], digests.get(slot), announced.get(slot)) for slot in shown]
+        rows = [version_row(slot, self._documents[slot.key], digests.get(slot), announced.get(slot)) for slot in shown]
         newest = rows[-1]
         created_s = _epoch_s(channel.created_at)
         return Snapshot(
@@ -316,12 +207,12 @@ class Observer:
 
     def _digests(self) -> dict[Slot, str]:
         """By what names them; of the newest only head does, which is good enough to be shown."""
-        found = {} if self._head is None else {slot_of(self._head): self._head.sha256}
+        found = {} if self._head is None else {self._head.slot: self._head.sha256}
         for record in self._documents.values():
             if record.sha256 is not None:
-                found[Slot(record.version, record.epoch)] = record.sha256
+                found[record.slot] = record.sha256
             if record.base is not None:
-                found[slot_of(record.base)] = record.base.sha256
+                found[record.base.slot] = record.base.sha256
         return found
 
     def _beside(self) -> list[Record]:
@@ -330,10 +221,10 @@ class Observer:
         return [record for record in found if record.kind == "fold"]
 
     def _announced(self) -> dict[Slot, Record]:
-        return {Slot(each.version, each.epoch): each for each in self._beside() if each.anchor is not None}
+        return {each.slot: each for each in self._beside() if each.anchor is not None}
 
     def _folds(self) -> list[FoldRow]:
-        return [_fold_row(record) for record in self._beside() if record.delta is not None]
+        return [fold_row(record) for record in self._beside() if record.delta is not None]
 
     def _costs(self, now_s: float, created_s: float, newest: int) -> Costs:
         stored, versions = [], 0
@@ -374,54 +265,6 @@ class Observer:
             age_s=max(0.0, now_s - beat.time_s),
             error=beat.error,
         )
-
-
-def _attempt(read: Callable[[_Item], _Result]) -> Callable[[_Item], _Result | str | None]:
-    """`read`, which returns None for what is gone and a sentence for what is damaged."""
-
-    def attempt(item: _Item) -> _Result | str | None:
-        try:
-            return read(item)
-        except (MissingVersionError, ObjectMissingError):
-            return None
-        except FormatError as error:
-            return str(error)
-
-    return attempt
-
-
-def _version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
-    delta = found.delta
-    weights = found if found.anchor is not None else announced
-    beside = None if weights is None or weights.anchor is None or weights.reference is not None else weights.anchor
-    return VersionRow(
-        version=slot.version,
-        epoch=slot.epoch,
-        sha256=sha256,
-        kind=found.kind if found.reference is None else "reference",
-        base_version=None if delta is None or found.base is None else found.base.version,
-        step=found.step,
-        created_s=found.created_s,
-        codec=None if delta is None else delta.codec,
-        changed=None if delta is None else delta.changed,
-        delta_bytes=None if delta is None else found.payload_bytes,
-        anchor_bytes=None if beside is None or weights is None else weights.payload_bytes,
-        delta_objects=0 if delta is None else len(delta.parts),
-        anchor_objects=0 if beside is None else len(beside.files),
-        coalesced=found.coalesced,
-    )
-
-
-def _fold_row(found: Record) -> FoldRow:
-    assert found.base is not None and found.delta is not None
-    return FoldRow(
-        base_version=found.base.version,
-        version=found.version,
-        created_s=found.created_s,
-        changed=found.delta.changed,
-        payload_bytes=found.payload_bytes,
-        objects=len(found.delta.parts),
-    )
 
 
 def _epoch_s(created_at: str) -> float:

@@ -9,9 +9,11 @@ from typing import Self
 
 import msgspec
 
-from deltasync.dashboard.observe import Observer, Snapshot
-from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.printable import printable_in
+from deltasync.dashboard.observe import Observer
+from deltasync.dashboard.snapshot import Snapshot
+from deltasync.errors import ConfigError, DeltaSyncError, get_logger, printable_in
+
+logger = get_logger(__name__)
 
 _HEADERS_AT_ONCE = 16
 _PLACE = b'<script type="application/json" id="data">null</script>'
@@ -79,6 +81,9 @@ class PageServer:
                 self._show(self._observer.snapshot())
             except DeltaSyncError as error:
                 self._show(self._observer.snapshot(error=str(error)))
+            except Exception as error:
+                logger.exception("Looking at the channel failed unexpectedly.")
+                self._show(self._observer.snapshot(error=f"Unexpected {type(error).__name__}: {error}"))
             self._stop.wait(self._interval_s)
 
     def _show(self, snapshot: Snapshot) -> None:

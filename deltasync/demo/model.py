@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import random
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -15,7 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from deltasync.demo import task as counting
-from deltasync.demo.wordle import player as wordle
+from deltasync.demo.task import Task
+from deltasync.errors import ConfigError
 
 WARMUP_STEPS = 200
 WARMUP_BATCH_SIZE = 32
@@ -29,18 +29,10 @@ ProgressCallback = Callable[[int, int, float], None]
 """Called as `on_progress(step, total, loss)` after each warm-up step; `step` counts from 1."""
 
 
-class CheckpointInfo(TypedDict):
-    """What `build_checkpoint` tells about the checkpoint it wrote."""
-
-    parameter_count: int
-    warmup_loss: float
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
 
-    Its chat template is one that TRL recognises by its text (TRL needs to know how to parse an answer), taken from
-    the installed TRL. This one adds no system message, which keeps the prompts short.
+    Its chat template is one of TRL's, which TRL recognises by its text, and adds no system message.
     """
     vocabulary = [_PAD, _TURN_START, _TURN_END, _UNKNOWN, *_WORDS]
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=_UNKNOWN))
@@ -76,64 +68,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def warm_up(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    on_progress: ProgressCallback | None = None,
-    task: str = "counting",
-) -> float:
-    """Train `model` in place on demonstrations of the task's sloppy teacher.
-
-    Returns:
-        The loss of the last step, in nats per answer token.
-    """
-    lesson = LESSONS[task]
-    rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=WARMUP_LEARNING_RATE, total_steps=lesson.steps, pct_start=0.1
-    )
-    model.train()
-    loss_nats = float("nan")
-    for step in range(1, lesson.steps + 1):
-        tokens, labels = lesson.batch(tokenizer, rng, step)
-        logits = model(input_ids=tokens).logits
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        loss_nats = loss.item()
-        if on_progress is not None:
-            on_progress(step, lesson.steps, loss_nats)
-    return loss_nats
-
-
-def build_checkpoint(
-    out: Path, seed: int, on_progress: ProgressCallback | None = None, task: str = "counting"
-) -> CheckpointInfo:
-    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM.
-
-    Args:
-        out: The directory, created if missing; files of an earlier checkpoint in it are overwritten.
-        seed: Determines the initial weights and the demonstrations. Also sets torch's global seed.
-        on_progress: Called after each step of the warm-up.
-        task: One of `LESSONS`.
-
-    Returns:
-        The number of parameters, and the loss at the end of the warm-up.
-    """
-    torch.manual_seed(seed)
-    tokenizer = LESSONS[task].tokenizer()
-    model = build_model(tokenizer)
-    loss_nats = warm_up(model, tokenizer, seed, on_progress, task)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return {"parameter_count": model.num_parameters(), "warmup_loss": loss_nats}
-
-
 def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels of counting, both (batch, length). All rows are as long, since every number has two digits."""
     rows, labels = [], []
@@ -147,16 +81,78 @@ def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) 
     return torch.tensor(rows), torch.tensor(labels)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lesson:
-    """The warm-up of a task: its tokenizer, a batch of token ids and labels for each step, and how many steps."""
-
-    tokenizer: Callable[[], PreTrainedTokenizerFast]
-    batch: Callable[[PreTrainedTokenizerFast, random.Random, int], tuple[torch.Tensor, torch.Tensor]]
-    steps: int
+COUNTING = Task(
+    build_tokenizer, lambda tokenizer, rng, _: demonstration_batch(tokenizer, rng), WARMUP_STEPS, counting.training
+)
 
 
-LESSONS = {
-    "counting": Lesson(build_tokenizer, lambda tokenizer, rng, _: demonstration_batch(tokenizer, rng), WARMUP_STEPS),
-    "wordle": Lesson(wordle.build_tokenizer, wordle.demonstration_batch, wordle.WARMUP_STEPS),
-}
+def load_task(name: str) -> Task:
+    """The task of this name: `counting`, or that of an installed package.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name == "counting":
+        return COUNTING
+    try:
+        found: Task = importlib.import_module(f"{name}.task").TASK
+    except ImportError as error:
+        raise ConfigError(
+            f"The task {name!r} is neither counting nor one of an installed package ({error}). "
+            "Wordle comes with a checkout: pip install ./examples/wordle"
+        ) from None
+    return found
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    on_progress: ProgressCallback | None = None,
+    task: Task = COUNTING,
+) -> float:
+    """Train `model` in place on demonstrations of the task's teacher; the last loss, in nats per answer token."""
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=WARMUP_LEARNING_RATE, total_steps=task.warmup_steps, pct_start=0.1
+    )
+    model.train()
+    loss_nats = float("nan")
+    for step in range(1, task.warmup_steps + 1):
+        tokens, labels = task.batch(tokenizer, rng, step)
+        logits = model(input_ids=tokens).logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        loss_nats = loss.item()
+        if on_progress is not None:
+            on_progress(step, task.warmup_steps, loss_nats)
+    return loss_nats
+
+
+def build_checkpoint(
+    out: Path, seed: int, on_progress: ProgressCallback | None = None, task: str = "counting"
+) -> tuple[int, float]:
+    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM.
+
+    Args:
+        out: The directory, created if missing; files of an earlier checkpoint in it are overwritten.
+        seed: Determines the initial weights and the demonstrations. Also sets torch's global seed.
+        on_progress: Called after each step of the warm-up.
+        task: See `load_task`.
+
+    Returns:
+        The number of parameters, and the loss at the end of the warm-up.
+    """
+    torch.manual_seed(seed)
+    lesson = load_task(task)
+    tokenizer = lesson.build_tokenizer()
+    model = build_model(tokenizer)
+    loss_nats = warm_up(model, tokenizer, seed, on_progress, lesson)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return model.num_parameters(), loss_nats

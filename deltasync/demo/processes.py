@@ -43,11 +43,10 @@ def interrupt_on_sigterm() -> None:
 
 
 class Child:
-    """One child process in a session of its own.
+    """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
 
-    It and all that it started end with the `with` block, and with this process, however that ends, SIGKILL included: between
-    the two is a process that sees to it, `deltasync.demo.supervisor`. What a child leaves behind when it ends by itself is
-    ended too. Elsewhere than on Linux that is only what stays in its process group.
+    `deltasync.demo.supervisor`, a process between the two, sees to that, SIGKILL included. What a child leaves behind when
+    it ends by itself is ended too; elsewhere than on Linux that is only what stays in its process group.
 
     Args:
         name: For messages, as the start of a sentence.
@@ -69,21 +68,15 @@ class Child:
         stop_s: float = 15.0,
     ) -> None:
         self._name = name
-        self._command = command
-        self._env = env
+        self._request = {
+            "command": [os.fspath(word) for word in command],
+            "env": dict(env),
+            "cores": None if cores is None else list(cores),
+            "stop_s": stop_s,
+        }
         self._log = log
-        self._cores = cores
-        self._stop_s = stop_s
-        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        request = {
-            "parent": os.getpid(),
-            "command": [os.fspath(word) for word in self._command],
-            "env": dict(self._env),
-            "cores": None if self._cores is None else list(self._cores),
-            "stop_s": self._stop_s,
-        }
         with open(os.devnull if self._log is None else self._log, "wb") as log:
             output = None if self._log is None else log
             self._process = subprocess.Popen(
@@ -95,29 +88,23 @@ class Child:
             )
         assert self._process.stdin is not None
         with self._process.stdin as file:
-            file.write(json.dumps(request).encode())
+            file.write(json.dumps({"parent": os.getpid(), **self._request}).encode())
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process is not None
         self._process.terminate()
         self._process.wait()
 
     def running(self) -> bool:
         """Whether it has not ended."""
-        assert self._process is not None
         return self._process.poll() is None
 
     def wait(self, timeout_s: float | None = None, what: str = "to end") -> int:
-        """Wait for its end, without a limit by default.
-
-        Returns:
-            Its exit code; the negative number of the signal that ended it.
+        """Wait for its end; its exit code, or the negative number of the signal that ended it.
 
         Raises:
-            DeltaSyncError: it took longer.
+            DeltaSyncError: it took longer than `timeout_s`.
         """
-        assert self._process is not None
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as late:
@@ -125,12 +112,10 @@ class Child:
 
     def check(self) -> None:
         """Raise DeltaSyncError if it has ended badly."""
-        assert self._process is not None
         code = self._process.poll()
-        if code is not None and code < 0:
-            raise DeltaSyncError(f"{self._name} was ended by {signal.Signals(-code).name}. {self._tail()}".rstrip())
         if code:
-            raise DeltaSyncError(f"{self._name} ended with exit code {code}. {self._tail()}".rstrip())
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise self._error(f"{how}.")
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:
         """Wait for `condition` while the process runs.
@@ -145,21 +130,22 @@ class Child:
                 return
             if not running:
                 self.check()
-                raise DeltaSyncError(f"{self._name} ended. {self._tail()}".rstrip())
+                raise self._error("ended.")
             if time.monotonic() > deadline:
                 raise self._late(timeout_s, what)
             time.sleep(0.1)
 
     def pids(self) -> list[int]:
         """The command's process and all its descendants, the oldest first; empty where there is no `/proc`."""
-        assert self._process is not None
         return supervisor.descendants(self._process.pid)
 
     def _late(self, timeout_s: float, what: str) -> DeltaSyncError:
-        return DeltaSyncError(f"{self._name} took more than {timeout_s:.0f} s {what}. {self._tail()}".rstrip())
+        return self._error(f"took more than {timeout_s:.0f} s {what}.")
 
-    def _tail(self) -> str:
+    def _error(self, what: str) -> DeltaSyncError:
+        """What happened, and the last line of the log."""
         if self._log is None:
-            return ""
+            return DeltaSyncError(f"{self._name} {what}")
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"Its last line: {lines[-1].strip()[:300] if lines else '(none)'} (all of it: {self._log})"
+        last = lines[-1].strip()[:300] if lines else "(none)"
+        return DeltaSyncError(f"{self._name} {what} Its last line: {last} (all of it: {self._log})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 from collections.abc import Iterator
@@ -42,6 +43,10 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
     rewards = [line["reward"] for line in read_lines(out / "metrics.jsonl") if line["reward"] is not None]
     commits = status["commits"]
     deltas = published[1:]
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     pause_ms = [1e3 * commit["pause_s"] for commit in commits]
     lag_s = [commit["lag_s"] for commit in commits]
     return {
@@ -62,7 +67,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
         "reward_first": _mean(rewards[:_WINDOW]),
         "reward_last": _mean(rewards[-_WINDOW:]),
         "wall_s": round(wall_s, 1),
-        "versions": _versions(),
+        "versions": versions,
     }
 
 
@@ -72,16 +77,6 @@ def _mean(values: list[float]) -> float:
 
 def _percentile(values: list[float], percent: float) -> float:
     return round(float(np.percentile(values, percent)), 4) if values else 0.0
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, str]]:

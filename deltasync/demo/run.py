@@ -2,13 +2,12 @@
 
 Three processes: this one builds the model, starts the other two and watches; the server (`deltasync serve`) is told the
 channel's URL and nothing else; the trainer (`deltasync.demo.train`) publishes to it and asks the server for completions.
-For Wordle there is a fourth, the environment (`deltasync.demo.wordle`), which the trainer asks for marks and rewards.
+A task may have a fourth, an environment, which the trainer asks for rewards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
@@ -17,14 +16,14 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltasync.cli.serve import check_port, require_vllm
 from deltasync.demo import report
 from deltasync.demo.processes import Child, get_json
-from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
+from deltasync.demo.task import TOKEN_VARIABLE
+from deltasync.deploy.serving import check_port, require_vllm
 from deltasync.errors import ConfigError, DeltaSyncError
 
 HOST = "127.0.0.1"
@@ -33,39 +32,22 @@ SERVER_START_S = 240.0
 ENVIRONMENT_START_S = 60.0
 CATCH_UP_S = 30.0
 
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
 Say = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DemoSettings:
-    """What `deltasync demo` can be told.
-
-    Attributes:
-        out: Directory for everything the demo writes; an earlier demo's is replaced.
-        steps: Optimizer steps.
-        seed: Of model, warm-up, prompts and trainer.
-        port: Of the server; 0 takes a free one.
-        codec: Of the deltas.
-        task: What the model learns, one of `deltasync.demo.TASKS`.
-    """
-
-    out: Path
-    steps: int = 40
-    seed: int = 0
-    port: int = 0
-    codec: str = "packed"
-    task: str = "counting"
-
-
-def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
-    """Run the demo and write `summary.json` and `run.png`.
+def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
+    """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
     Args:
-        settings: See `DemoSettings`.
+        out: Directory for everything the demo writes; an earlier demo's is replaced.
         say: Called with one line at a time as things happen.
-
-    Returns:
-        The summary.
+        steps: Optimizer steps.
+        seed: Seed of model, warm-up, prompts and trainer.
+        port: The server's port; 0 takes a free one.
+        codec: Encoding of the deltas.
+        task: What the model learns, see `deltasync.demo.model.load_task`.
 
     Raises:
         ConfigError: a package is missing, the port is in use, or the directory is not a demo's.
@@ -74,26 +56,26 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
     began_s = time.monotonic()
     environ = {**os.environ, **_OFFLINE}  # as it is now: importing TRL quietens vLLM through the environment
     _require_packages()
-    port = free_port() if settings.port == 0 else settings.port
+    port = port or free_port()
     check_port(HOST, port)
-    out = _fresh(settings.out)
-    model, channel = out / "model", f"file://{out / 'channel'}"
-    say("building a tiny Qwen3 and warming it up by supervised learning")
-    info = _build_model(model, settings, say)
-    say(f"model ready: {info['parameter_count']:,} parameters, warm-up loss {info['warmup_loss']:.3f}")
-    url = f"http://{HOST}:{port}"
+    out = _fresh(out)
+    place = _build_model(out / "model", seed, task, say)
+    url, channel = f"http://{HOST}:{port}", f"file://{out / 'channel'}"
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_server(environ, out, model, channel, port))
+        server = stack.enter_context(_server(environ, out, channel, port))
         say(f"starting vLLM on port {port}; it knows only the channel {channel} (log: {out / 'server.log'})")
         server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
         say("vLLM is up and waits for the first version; starting AsyncGRPOTrainer")
-        place: list[str] = []
-        if settings.task == "wordle":
+        train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
+        train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
+        train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
+        if place is not None:
             environ |= {TOKEN_VARIABLE: secrets.token_urlsafe(16)}
-            place = ["--environment-url", stack.enter_context(_environment(environ, out))]
-            say(f"the Wordle environment is up at {place[1]} (log: {out / 'environment.log'})")
-        trainer = stack.enter_context(_trainer(environ, settings, out, model, channel, url, place))
-        proofs = _watch(settings, out, url, server, trainer, say)
+            train += ["--environment-url", _environment(stack, place, environ, out)]
+            say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
+        env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
+        trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", _cores()[1]))
+        proofs = _watch(steps, out, url, server, trainer, say)
         status = _caught_up(out, url, server)
         (out / "status.json").write_text(json.dumps(status, indent=2) + "\n")
         proofs.append(get_json(f"{url}/deltasync/digest"))
@@ -106,7 +88,7 @@ def run(settings: DemoSettings, say: Say) -> dict[str, Any]:
 
 def _require_packages() -> None:
     require_vllm()
-    for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("httpx", "wordle"), ("matplotlib", "demo")):
+    for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("matplotlib", "demo")):
         try:
             importlib.import_module(module)
         except ImportError:
@@ -136,21 +118,23 @@ def _fresh(out: Path) -> Path:
     return out
 
 
-def _build_model(model: Path, settings: DemoSettings, say: Say) -> dict[str, Any]:
-    from deltasync.demo.model import build_checkpoint
+def _build_model(model: Path, seed: int, task: str, say: Say) -> str | None:
+    """Build the checkpoint; the task's environment."""
+    from deltasync.demo.model import build_checkpoint, load_task
 
     def on_progress(step: int, total: int, loss: float) -> None:
         if step % 50 == 0:
             say(f"warm-up step {step} of {total}, loss {loss:.3f}")
 
-    return dict(build_checkpoint(model, settings.seed, on_progress, settings.task))
+    environment = load_task(task).environment
+    say("building a tiny Qwen3 and warming it up by supervised learning")
+    parameter_count, loss = build_checkpoint(model, seed, on_progress, task)
+    say(f"model ready: {parameter_count:,} parameters, warm-up loss {loss:.3f}")
+    return environment
 
 
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_NO_USAGE_STATS": "1"}
-
-
-def _server(environ: dict[str, str], out: Path, model: Path, channel: str, port: int) -> Child:
-    command = [sys.executable, "-m", "deltasync.cli", "serve", str(model), "--channel", channel, "--host", HOST]
+def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Child:
+    command = [sys.executable, "-m", "deltasync.cli", "serve", f"{out}/model", "--channel", channel, "--host", HOST]
     command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
     command += ["--disable-uvicorn-access-log"]
     env = {
@@ -165,26 +149,14 @@ def _server(environ: dict[str, str], out: Path, model: Path, channel: str, port:
     return Child("The vLLM server", command, env, out / "server.log", _cores()[0])
 
 
-@contextlib.contextmanager
-def _environment(environ: dict[str, str], out: Path) -> Iterator[str]:
-    """The Wordle server, once it answers; gives its URL."""
+def _environment(stack: contextlib.ExitStack, module: str, environ: dict[str, str], out: Path) -> str:
+    """Start the task's server; its URL, once it answers."""
     port = free_port()
+    command = [sys.executable, "-m", module, "--host", HOST, "--port", str(port)]
+    child = stack.enter_context(Child("The environment", command, environ, out / "environment.log", _cores()[1]))
     url = f"http://{HOST}:{port}"
-    command = [sys.executable, "-m", "deltasync.demo.wordle", "--host", HOST, "--port", str(port)]
-    with Child("The Wordle environment", command, environ, out / "environment.log", _cores()[1]) as child:
-        child.wait_until(lambda: get_json(f"{url}/health"), ENVIRONMENT_START_S, "to start")
-        yield url
-
-
-def _trainer(
-    environ: dict[str, str], settings: DemoSettings, out: Path, model: Path, channel: str, url: str, place: list[str]
-) -> Child:
-    command = [sys.executable, "-m", "deltasync.demo.train", "--model", str(model), "--channel", channel]
-    command += ["--server-url", url, "--steps", str(settings.steps), "--seed", str(settings.seed)]
-    command += ["--task", settings.task, *place]
-    command += ["--metrics", str(out / "metrics.jsonl"), "--published", str(out / "published.jsonl")]
-    env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": settings.codec}
-    return Child("The trainer", command, env, out / "trainer.log", _cores()[1])
+    child.wait_until(lambda: get_json(f"{url}/health"), ENVIRONMENT_START_S, "to start")
+    return url
 
 
 def _cores() -> tuple[list[int], list[int]]:
@@ -194,7 +166,7 @@ def _cores() -> tuple[list[int], list[int]]:
     return cores[:half], cores[-half:]
 
 
-def _watch(settings: DemoSettings, out: Path, url: str, server: Child, trainer: Child, say: Say) -> list[dict[str, Any]]:
+def _watch(steps: int, out: Path, url: str, server: Child, trainer: Child, say: Say) -> list[dict[str, Any]]:
     """Follow the run until the trainer ends; returns digests of the server's live memory taken on the way."""
     proofs: list[dict[str, Any]] = []
     said = 0
@@ -213,7 +185,7 @@ def _watch(settings: DemoSettings, out: Path, url: str, server: Child, trainer: 
         if len(lines) >= said + 5 and status["commits"]:
             said, last, commit = len(lines), lines[-1], status["commits"][-1]
             say(
-                f"step {last['step']} of {settings.steps}  reward {last['reward']:.3f}  served version {version}  "
+                f"step {last['step']} of {steps}  reward {last['reward']:.3f}  served version {version}  "
                 f"payload {commit['payload_bytes'] / 1e3:.0f} kB  lag {commit['lag_s']:.2f} s  "
                 f"pause {1e3 * commit['pause_s']:.0f} ms"
             )

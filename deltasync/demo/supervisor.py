@@ -1,17 +1,12 @@
-"""A process that runs one command and ends everything that came of it.
+"""A process that runs one command for `deltasync.demo.processes.Child`, and ends everything that came of it:
 
     python -IS supervisor.py < request
 
-`deltasync.demo.processes.Child` starts it. It imports nothing of the package, and starts in some 30 ms. It is a process of
-its own so that it outlives a parent that is killed. On Linux it is a subreaper: whatever loses its parent below it, in
-whatever session, becomes its child and is found. It ends the command and all of its descendants
-
-- when the command has ended,
-- when it gets SIGTERM, SIGINT or SIGHUP,
-- when its parent is gone, for whatever reason.
-
-First the command alone gets SIGTERM, so that it can take down its own children in order. What is left afterwards gets
-SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit code, or by the same signal.
+when the command has ended, when it gets SIGTERM, SIGINT or SIGHUP, and when its parent is gone, SIGKILL included. It imports
+nothing of the package and starts in some 30 ms. On Linux it is a subreaper: whatever loses its parent below it, in whatever
+session, becomes its child and is found. First the command alone gets SIGTERM, so that it can take down its own children in
+order; what is left afterwards gets SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit code, or by
+the same signal.
 """
 
 from __future__ import annotations
@@ -40,10 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes that a process started, and all that these started; the oldest first.
-
-    Zombies are left out. Where there is no `/proc`, none is found.
-    """
+    """The living processes below a process, zombies left out, the oldest first; none where there is no `/proc`."""
     parents: dict[int, tuple[int, int]] = {}  # by pid: its parent, and when it began
     for entry in filter(str.isdigit, os.listdir("/proc") if _LINUX else ()):
         with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
@@ -58,15 +50,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class _Supervisor:
-    """See the module.
-
-    Args:
-        parent: The process whose end is watched for.
-        command: Program and arguments.
-        env: The command's whole environment.
-        cores: CPU cores that all may use; None leaves them all.
-        stop_s: How long after SIGTERM the command has to end, and then what it leaves.
-    """
+    """See the module. `cores` are what all may use (None for all), `stop_s` is the time after each SIGTERM."""
 
     def __init__(self, parent: int, command: list[str], env: dict[str, str], cores: list[int] | None, stop_s: float) -> None:
         self._parent = parent

@@ -1,36 +1,63 @@
-"""The task the demo's model learns: counting without skipping.
+"""Tasks of the demo, and the one that comes with it: counting without skipping.
 
-The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits. The
-supervised warm-up shows demonstrations of a teacher who is asked to count and often skips a number, so the model
-starts out fluent but sloppy. The reward counts the steps of one, so reinforcement learning has to remove the skips.
+The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits. The warm-up
+shows demonstrations of a teacher who often skips a number; reinforcement learning has to remove the skips.
 
 Nothing here imports torch, TRL or vLLM: TRL's rollout worker pickles `counting_reward` by name into a child process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
 
 NUMBER_COUNT = 8
 """Numbers in a perfect answer."""
 
 FIRST_STARTS = range(10, 71)
-"""Numbers to count from. An answer which skips at every step still ends below 100: always two digits."""
+"""Numbers to count from. An answer that skips at every step still ends below 100: always two digits."""
 
 SKIP_PROBABILITY = 0.6
 """How often the teacher of the warm-up skips a number; one minus it is about the reward at the start."""
 
+LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
+MAX_COMPLETION_TOKENS = 3 * NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
+
+TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
+"""Where an environment and the trainer find its bearer token."""
+
 _NUMBER = re.compile(r"\d+")
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a demo's model learns. Another package has one as `TASK` in its module `task`.
+
+    Attributes:
+        build_tokenizer: Makes the tokenizer, with a chat template that TRL can parse answers of.
+        batch: Token ids and labels, both (batch, length), of a step of the supervised warm-up; steps count from 1.
+        warmup_steps: Steps of the warm-up.
+        training: Options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and an environment's URL.
+        environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None for no server.
+    """
+
+    build_tokenizer: Callable[[], PreTrainedTokenizerFast]
+    batch: Callable[[PreTrainedTokenizerFast, random.Random, int], tuple[torch.Tensor, torch.Tensor]]
+    warmup_steps: int
+    training: Callable[[int, str | None], tuple[dict[str, Any], dict[str, Any]]]
+    environment: str | None = None
+
+
 def prompt_text(start: int) -> str:
-    """Write the user's message that asks to count from `start`."""
+    """The user's message that asks to count from `start`."""
     return f"count from {start}"
 
 
@@ -43,16 +70,7 @@ def demonstration(start: int, rng: random.Random) -> str:
 
 
 def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
-    """Make the prompts for TRL.
-
-    Args:
-        seed: Determines the order of the prompts.
-        prompt_count: Rows of the dataset.
-
-    Returns:
-        A dataset with the columns `prompt` (a conversation of one user message) and `start` (an integer, which TRL
-        hands to the reward function).
-    """
+    """Prompts for TRL: columns `prompt`, a conversation of one user message, and `start`, for the reward function."""
     from datasets import Dataset
 
     rng = random.Random(seed)
@@ -63,13 +81,10 @@ def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
 
 
 def score(answer: str, start: int) -> float:
-    """Compute the fraction of numbers in `answer` that continue the count.
+    """The fraction of numbers in `answer` that continue the count, 1.0 for the perfect answer only.
 
     The first number is right if it equals `start`, every other one if it is one more than the number before it; a
     skip therefore costs one number and not the rest of the answer. Missing and surplus numbers count as wrong.
-
-    Returns:
-        Between 0.0 and 1.0; 1.0 for the perfect answer only.
     """
     # Longer digit strings cannot be right, and int() of a very long one raises.
     numbers = [int(text) if len(text) <= 3 else -1 for text in _NUMBER.findall(answer)]
@@ -84,3 +99,9 @@ def counting_reward(completions: Sequence[Sequence[dict[str, Any]]], start: Sequ
     return [
         score(str(completion[0].get("content") or ""), first) for completion, first in zip(completions, start, strict=True)
     ]
+
+
+def training(seed: int, environment_url: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See `Task`."""
+    options = {"learning_rate": LEARNING_RATE, "max_completion_length": MAX_COMPLETION_TOKENS}
+    return options, {"reward_funcs": counting_reward, "train_dataset": prompt_dataset(seed)}

@@ -1,23 +1,19 @@
-"""The demo's trainer process: TRL's `AsyncGRPOTrainer` on one of its tasks, its weights published by deltasync.
+"""The demo's trainer process: TRL's `AsyncGRPOTrainer` on a task, its weights published by deltasync.
 
 Run: python -m deltasync.demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --published FILE
 
-With --task wordle --environment-url URL the model plays against a server of `deltasync.demo.wordle`, guess by guess. Its
-token is in DELTASYNC_ENVIRONMENT_TOKEN; SSL_CERT_FILE names the authority of its certificate, if not a public one.
-
-The process's environment should contain HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 when the vLLM server shares the machine. The
-rollout worker spawns a child process that imports this module again, hence the `__main__` guard at the end.
+A task such as Wordle plays against the server of --environment-url, whose token is in DELTASYNC_ENVIRONMENT_TOKEN;
+SSL_CERT_FILE names the authority of its certificate, if not a public one. The process's environment should contain
+HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 when the vLLM server shares the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,83 +22,49 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from deltasync.demo import TASKS, task, trl_on_cpu
-from deltasync.demo.wordle import player
-from deltasync.demo.wordle.client import WordleEnvironment
-from deltasync.demo.wordle.game import GUESSES
-from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
+from deltasync.demo import trl_on_cpu
+from deltasync.demo.model import load_task
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     from trl_callback import DeltaSyncCallback
 
-LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 GENERATIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 32
-MAX_COMPLETION_TOKENS = 3 * task.NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
 MAX_STALENESS_STEPS = 4
 MAX_INFLIGHT_REQUESTS = 16  # TRL's choice of 128 makes the answers stale before they are used, with two cores
 
-_LOGGED = {
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "staleness_mean": "sample/staleness_mean",
-    "staleness_max": "sample/staleness_max",
-    "dropped_stale_total": "sample/dropped_stale_total",
-    "completion_tokens_mean": "completions/mean_length",
-    "ratio": "ratio",
-    "entropy": "entropy",
-    "rollout_wait_s": "perf/rollout_wait_s",
-    "weight_sync_s": "perf/weight_sync_s",
-}
-"""Fields of a metrics line, and the names under which TRL logs them."""
-
 
 class MetricsFileCallback(TrainerCallback):
-    """A [`~transformers.TrainerCallback`] that appends one JSON object per optimizer step to a file.
-
-    Each line has `step`, `time_s` (since training began, monotonic) and the fields of `_LOGGED`, null where TRL
-    logged none in that step. A line is complete once it ends in a newline.
-    """
+    """Appends a JSON line for each optimizer step: `step`, `time_s` since training began, and what TRL logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._began_s = time.monotonic()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock."""
         self._began_s = time.monotonic()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Append the line of this step; the summary at the end of training has no loss and is skipped."""
         if logs is None or "loss" not in logs:
             return
-        line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3)}
-        line |= {field: logs.get(name) for field, name in _LOGGED.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3), "reward": None}
+        _append(self._path, line | logs)
 
 
 class DigestsFileCallback(TrainerCallback):
-    """A [`~transformers.TrainerCallback`] that writes down the sha256 of every tensor of each version, for a proof of bits.
-
-    The digests are taken from the trainer's live parameters, cast to bf16 by torch, and owe nothing to deltasync's own code.
-    A version's line is written at the first event after it was encoded.
+    """Writes down the sha256 of every tensor of each version, for a proof of bits that owes nothing to deltasync's own code.
 
     Args:
         sync: Publishes the weights. Its own events come before.
-        path: One JSON object per version is appended here: its record in `sync.history`, and `sha256` by tensor name.
+        path: One JSON object per version is appended here, at the first event after the version was encoded: its record in
+            `sync.history`, and `sha256` by tensor name, of the trainer's live parameters cast to bf16 by torch.
     """
 
     def __init__(self, sync: DeltaSyncCallback, path: Path) -> None:
@@ -111,23 +73,19 @@ class DigestsFileCallback(TrainerCallback):
         self._sha256: dict[int, dict[str, str]] = {}  # by step
         self._written = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Digest the initial weights."""
         self._digest(state.global_step, model)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write what was encoded since the last time."""
         self._write()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Digest the weights of this step."""
         self._digest(state.global_step, model)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the last version, which is stored by now."""
         self._write()
 
@@ -140,14 +98,14 @@ class DigestsFileCallback(TrainerCallback):
     def _write(self) -> None:
         records = self._sync.history[self._written :]
         self._written += len(records)
-        with self._path.open("a", encoding="utf-8") as file:
-            for record in records:
-                line = dataclasses.asdict(record) | {
-                    "changed_fraction": record.changed_fraction,
-                    "bits_per_changed": record.bits_per_changed,
-                    "sha256": self._sha256.pop(record.step),
-                }
-                file.write(json.dumps(line) + "\n")
+        for record in records:
+            found = {"changed_fraction": record.changed_fraction, "bits_per_changed": record.bits_per_changed}
+            _append(self._path, dataclasses.asdict(record) | found | {"sha256": self._sha256.pop(record.step)})
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, default=float) + "\n")
 
 
 def build_trainer(
@@ -163,7 +121,7 @@ def build_trainer(
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    options, parts = _wordle(args) if args.task == "wordle" else _counting(args)
+    options, parts = load_task(args.task).training(args.seed, args.environment_url)
     config = AsyncGRPOConfig(
         output_dir=str(args.metrics.parent / "trainer"),
         seed=args.seed,
@@ -194,23 +152,6 @@ def build_trainer(
     return trainer
 
 
-def _counting(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the trainer's configuration, and arguments of the trainer."""
-    options = {"learning_rate": LEARNING_RATE, "max_completion_length": MAX_COMPLETION_TOKENS}
-    return options, {"reward_funcs": task.counting_reward, "train_dataset": task.prompt_dataset(args.seed)}
-
-
-def _wordle(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `_counting`; TRL plays the games by calling the environment's tool, and asks it for the reward."""
-    factory = functools.partial(WordleEnvironment, args.environment_url, os.environ.get(TOKEN_VARIABLE))
-    options = {
-        "learning_rate": player.LEARNING_RATE,
-        "max_completion_length": player.MAX_GUESS_TOKENS,
-        "max_tool_calling_iterations": GUESSES,
-    }
-    return options, {"environment_factory": factory, "train_dataset": player.game_dataset(args.seed)}
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of this module; `argv` of None means that of the process."""
     parser = argparse.ArgumentParser(prog="python -m deltasync.demo.train", description="Train the demo's model.")
@@ -221,28 +162,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="JSON lines are appended here")
     parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="what was published goes here")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
-    parser.add_argument("--task", choices=TASKS, default="counting", help="what the model learns (default: counting)")
-    parser.add_argument("--environment-url", metavar="URL", help="the server of deltasync.demo.wordle, for --task wordle")
+    parser.add_argument("--task", default="counting", metavar="NAME", help="what the model learns (default: counting)")
+    parser.add_argument("--environment-url", metavar="URL", help="the server of a task that plays against one")
     args = parser.parse_args(argv)
-    if (args.task == "wordle") != (args.environment_url is not None):
-        parser.error("--task wordle needs --environment-url, and no other task takes it")
+    if (load_task(args.task).environment is None) != (args.environment_url is None):
+        parser.error("--task wordle needs --environment-url, and counting does not take it")
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train, publishing the weights of each step.
-
-    Returns:
-        The exit code.
-    """
-    args = parse_args(argv)
+def main() -> None:
+    """Train, publishing the weights of each step."""
+    args = parse_args(None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from trl_callback import DeltaSyncCallback
 
     sync = DeltaSyncCallback(args.channel, ack="all")
     build_trainer(args, [sync, DigestsFileCallback(sync, args.published)]).train()
-    return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+if __name__ == "__main__":  # the rollout worker is another process, which imports this file
+    main()

@@ -18,7 +18,7 @@ def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
 
     Args:
         urls: Such as http://10.0.0.5:8000 or https://user-name.hf.space.
-        ca_file: Of the authorities that may certify the latter.
+        ca_file: The authorities that may certify the latter.
 
     Raises:
         ConfigError: a URL is not of that form, or given twice.

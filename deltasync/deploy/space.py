@@ -20,9 +20,8 @@ from deltasync.errors import ConfigError, StoreError
 from deltasync.stores import open_store
 from deltasync.stores.hub import bucket_of
 
-KINDS = ("vllm", "wordle")
-
-_FILES = Path(__file__).with_name("spaces")
+_FILES = Path(__file__).with_name("spaces") / "vllm"
+_NOT_UPLOADED = ("__pycache__/*", "*.egg-info/*")
 _TRUSTED_KEYS = "trusted-keys"
 _MASK = "***"
 # The last is httpx's, of whichever version.
@@ -63,7 +62,7 @@ class SpaceSettings:
     """What all Spaces of one deployment have in common.
 
     Attributes:
-        kind: One of `KINDS`.
+        files: Folder that is uploaded: the Dockerfile and what belongs to it.
         variables: Environment at build time and at run time.
         secrets: Environment at run time, which the Hub shows to nobody.
         private: Only for those who may see the Space; requests then need a token of the Hub.
@@ -73,7 +72,7 @@ class SpaceSettings:
         trusted_keys: File of public keys, which is uploaded: the replicas refuse what none of them has signed.
     """
 
-    kind: str
+    files: Path
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     secrets: Mapping[str, str] = dataclasses.field(default_factory=dict)
     private: bool = False
@@ -83,8 +82,10 @@ class SpaceSettings:
     trusted_keys: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"A Space is of kind {' or '.join(KINDS)}, not {self.kind!r}.")
+        if not (self.files / "Dockerfile").is_file():
+            raise ConfigError(
+                f"There is no {self.files / 'Dockerfile'}; --files names the folder, such as examples/wordle of a checkout."
+            )
         if self.package is not None and self.package.endswith(".whl") and not Path(self.package).is_file():
             raise ConfigError(f"There is no wheel {self.package}.")
         if self.trusted_keys is not None:
@@ -117,17 +118,17 @@ def replica_settings(
     named = {"DELTASYNC_CHANNEL": url, "MODEL": model}
     if vllm_arguments:
         named["VLLM_ARGUMENTS"] = vllm_arguments
-    return SpaceSettings(kind="vllm", variables={**named, **variables}, secrets=secrets, **others)
+    return SpaceSettings(files=_FILES, variables={**named, **variables}, secrets=secrets, **others)
 
 
 def environment_settings(*, secrets: Mapping[str, str], **others: Any) -> SpaceSettings:
-    """Settings of a Space that serves the Wordle environment.
+    """Settings of a Space that serves an environment, such as Wordle.
 
     Raises:
         ConfigError: as `replica_settings`.
     """
     _require(secrets, {"DELTASYNC_ENVIRONMENT_TOKEN": "without it anyone can use the server"})
-    return SpaceSettings(kind="wordle", secrets=secrets, **others)
+    return SpaceSettings(secrets=secrets, **others)
 
 
 def _require(secrets: Mapping[str, str], needed: Mapping[str, str]) -> None:
@@ -172,5 +173,5 @@ def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
         yield Call("upload_file", {**of_space, "path_or_fileobj": settings.trusted_keys, "path_in_repo": _TRUSTED_KEYS})
     if wheel is not None:
         yield Call("upload_file", {**of_space, "path_or_fileobj": wheel, "path_in_repo": Path(wheel).name})
-    yield Call("upload_folder", {**of_space, "folder_path": str(_FILES / settings.kind)})
+    yield Call("upload_folder", {**of_space, "folder_path": str(settings.files), "ignore_patterns": [*_NOT_UPLOADED]})
     yield Call("space_info", {"repo_id": space})

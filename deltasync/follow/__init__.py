@@ -5,4 +5,4 @@ from deltasync.follow.follower import CommittedVersion, Follower, StagedVersion
 from deltasync.follow.poll import Poll
 from deltasync.follow.replica import Replica
 
-__all__ = ["CommittedVersion", "Course", "Follower", "Poll", "Replica", "StagedVersion"]
+__all__ = ["CommittedVersion", "Course", "Follower", "Poll", "Replica", "StagedVersion", "follower"]

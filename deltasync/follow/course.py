@@ -8,9 +8,11 @@ plan     the cheapest way there (`channel.plan`)
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
@@ -67,8 +69,7 @@ class Course:
         self._lists_instead = False
         self._rest: list[Stored] = []
         self._found_at_once = 0
-        self._avoided: dict[str, tuple[float, str]] = {}  # since when, and why
-        self._suspects: dict[str, str] = {}  # that do not give the bits that they promise
+        self._left_out: dict[str, tuple[float, str]] = {}  # objects that plans avoid: until when, and why
         self._singly_to = 0
         self._blamed: str | None = None  # what was refused last
         self._prefetch = Prefetch(reader) if prefetch else None
@@ -89,7 +90,7 @@ class Course:
             number: Go to this version instead of the newest.
             known: What an event told of a new record.
             now: Look although no look is due.
-            told: Events are told, so looks can be rare.
+            told: The store tells of new records, so looks can be rare.
 
         Raises:
             NotPublishedError: the channel has no version yet.
@@ -101,11 +102,11 @@ class Course:
         self._rest = []
         if number is not None:
             return self._batch(self._to_number(have, number), have)
-        due = now or known is not None or time.monotonic() >= self._look_due_s
-        if self._problem is not None and not due:
+        due = now or time.monotonic() >= self._look_due_s
+        if self._problem is not None and not due and known is None:
             raise self._problem
         self._problem = None
-        looks = now or (have is None and self._lost) or time.monotonic() >= self._look_due_s
+        looks = due or self._lost
         try:
             way = self._look(have, _LOOK_LIVE_S if told else LOOK_S) if looks else []
             if not way and not self._lost:
@@ -130,8 +131,8 @@ class Course:
         return self._problem is not None
 
     def forgive(self) -> None:
-        """Try again what was missing or damaged: somebody asks for it."""
-        self._avoided.clear()
+        """Try again what was missing or damaged, but not what does not give the bits that it promises."""
+        self._left_out = {key: out for key, out in self._left_out.items() if out[0] == math.inf}
 
     def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
         """Take another way from now on than this one.
@@ -144,12 +145,15 @@ class Course:
         self._lost, self._rest = True, []
         self._look_due_s = 0.0
         if failed is not None:
-            self._avoided[failed] = time.monotonic(), str(why)
+            self._leave_out(failed, why)
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
         elif self._is_again(way[0]):
-            self._suspects[way[0].key] = str(why)
+            self._left_out[way[0].key] = math.inf, str(why)
         self._blamed = failed or way[0].key
+
+    def _leave_out(self, key: str, why: object) -> None:
+        self._left_out[key] = time.monotonic() + _AVOID_S, str(why)
 
     def _is_again(self, stored: Stored) -> bool:
         """Whether the store gives the same record again. If not, an answer was damaged where nothing unsigned tells."""
@@ -161,52 +165,31 @@ class Course:
     def acquit(self) -> None:
         """What was refused last is not to blame: an audit found that the bits it met were of no version."""
         if self._blamed is not None:
-            self._avoided.pop(self._blamed, None)
-            self._suspects.pop(self._blamed, None)
+            self._left_out.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
         """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
 
         Looks at the newest versions, and at those that can be had from nothing, which is what servers load.
         """
-        wanted = f"{total:016x}"
-        at = self._find_newest(listed=False)
-        for _ in range(_IDENTIFY):
-            if at is None:
-                break
-            try:
-                stored = self.reader.record(at)
-            except (MissingVersionError, FormatError):
-                break
-            if stored.record.fingerprint == wanted:
-                return stored
-            at = stored.record.base
-        for key in self._sources():
-            try:
-                stored = self.reader.stored(key)
-            except (MissingVersionError, FormatError):
-                continue
-            if stored.record.fingerprint == wanted and stored.record.is_version:
-                return stored
-            if stored.record.fingerprint == wanted and stored.is_fold:
-                return self.reader.record(stored.version)
+        newest = self.reader.back_from(self._find_newest(listed=False))
+        for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
+            if stored.record.fingerprint == f"{total:016x}":
+                return self.reader.record(stored.version) if stored.is_fold else stored
         return None
 
     def tied(self) -> dict[str, str]:
         """Tensors that the checkpoint which the channel starts from holds under another name only."""
-        for key in self._sources():
-            with contextlib.suppress(MissingVersionError, FormatError):
-                reference = self.reader.stored(key).record.reference
-                if reference is not None:
-                    return reference.tied
-        return {}
+        references = (stored.record.reference for stored in self._from_nothing())
+        return next((reference.tied for reference in references if reference is not None), {})
 
-    def _sources(self) -> list[str]:
-        """Keys of the first record and of the newest folds from nothing."""
-        announced = sorted((span.version, info.key) for span, info in self.reader.folds() if span.base == 0)
-        found = [key for _, key in announced[-_IDENTIFY:][::-1]]
-        first = self.reader.slots(keys.folder(1)).slots[:1]
-        return [*found, *(info.key for _, info in first)]
+    def _from_nothing(self) -> Iterator[Stored]:
+        """The newest folds from nothing, then the first record."""
+        announced = sorted(((span.version, info.key) for span, info in self.reader.folds() if span.base == 0), reverse=True)
+        first = [info.key for _, info in self.reader.slots(keys.folder(1))[:1]]
+        for key in [*(key for _, key in announced[:_IDENTIFY]), *first]:
+            with contextlib.suppress(MissingVersionError, FormatError):
+                yield self.reader.stored(key)
 
     def _poll(self, have: Version | None, known: ObjectInfo | None) -> list[Stored]:
         """Ask for the next record, or for the first."""
@@ -214,13 +197,13 @@ class Course:
         epoch = self._next_epoch or (self.reader.channel().epoch if have is None else have.epoch)
         for _ in range(_SEALS):
             slot = Slot(number, epoch)
-            if slot.key in self._avoided or slot.key in self._suspects:
+            if slot.key in self._left_out:
                 return []  # the next look may find a way around it
             try:
                 stored = self._slot(slot, known)
             except FormatError as error:
                 self.problem = str(error)
-                self._avoided[slot.key] = time.monotonic(), self.problem
+                self._leave_out(slot.key, error)
                 break
             self.looked_s = time.monotonic()
             if stored is None:
@@ -233,7 +216,7 @@ class Course:
                 self.problem = f"{slot.key} does not follow version {have}."
                 break
             if stored.record.next_epoch is None:
-                self._note(stored)
+                self._note(stored.version, stored)
                 if self._prefetch is not None:
                     self._prefetch.took(stored)
                 return [stored]
@@ -244,58 +227,46 @@ class Course:
 
     def _slot(self, slot: Slot, known: ObjectInfo | None) -> Stored | None:
         """The record in a slot, by as few requests as it takes."""
-        if known is not None and known.key == slot.key:
-            return self.reader.slot(slot, known)
-        if not self._lists_instead:
-            return self.reader.slot(slot)
-        infos = {found: info for found, info in self.reader.slots(keys.folder(slot.version)).slots}
-        return self.reader.slot(slot, infos[slot]) if slot in infos else None
+        told = None if known is None or known.key != slot.key else known
+        if told is None and self._lists_instead:
+            told = dict(self.reader.slots(keys.folder(slot.version))).get(slot)
+            return None if told is None else self.reader.slot(slot, told)
+        return self.reader.slot(slot, told)
 
     def _look(self, have: Version | None, due_s: float) -> list[Stored]:
-        """Find the newest version, and a way there.
-
-        Args:
-            have: As in `next`.
-            due_s: When to look again.
-
-        Raises:
-            MissingVersionError: none leads there.
-        """
+        """Find the newest version, and a way there; look again after `due_s`. Raises MissingVersionError for no way."""
         now = time.monotonic()
-        self._avoided = {key: since for key, since in self._avoided.items() if now - since[0] < _AVOID_S}
+        self._left_out = {key: out for key, out in self._left_out.items() if now < out[0]}
         self._look_due_s = now + due_s
         self._looks += 1
         listed = self._looks % _LIST_EVERY == 0
-        while True:
-            newest = self._find_newest(listed)
-            if newest is None:
-                self._lost = False
-                return []
-            if have is not None and not _is_after(newest, have) and not listed and self._lost:
-                listed = True
-                continue
-            if listed and have is not None and self._is_lost(have, newest):
-                have = self.newest = None
-            try:
-                return self._way(have, newest)
-            except (MissingVersionError, FormatError):
-                if listed:
-                    self._lost = True
-                    self._avoided.clear()  # what the store answered once may have been wrong
-                    raise
-                listed = True  # head may be wrong
+        if not listed:
+            newest = self._find_newest(listed=False)
+            if newest is None or have is None or _is_after(newest, have) or not self._lost:
+                with contextlib.suppress(MissingVersionError, FormatError):  # head may be wrong
+                    return self._way(have, newest)
+        newest = self._find_newest(listed=True)
+        if newest is not None and have is not None and self._is_lost(have, newest):
+            have = self.newest = None
+        try:
+            return self._way(have, newest)
+        except (MissingVersionError, FormatError):
+            self._lost = True
+            self.forgive()  # what the store answered once may have been wrong
+            raise
 
     def _is_lost(self, have: Version, newest: Version) -> bool:
         """Whether the store went back to before a version, by a backup: nothing in it can come after that version then.
 
-        Whoever can only put back what was signed must not bring a replica back either, so that only says so.
+        Where keys are required it only says so: who can put back what was signed must not bring a replica back.
         """
         if newest == have or _is_after(newest, have):
             return False
-        try:  # by its key: a listing may be behind
-            if self.reader.slot(Slot(have.version, have.epoch)) is not None:
-                return False
+        try:  # by its key: a listing may be behind. What is there may also be a seal that the next writer put
+            found = self.reader.slot(have.slot)
         except FormatError:
+            return False
+        if found is not None and found.sha256 == have.sha256:
             return False
         self.problem = f"Version {have} is not in the store any more, which holds {newest} as the newest."
         if self.reader.trusted is not None:
@@ -304,23 +275,25 @@ class Course:
         logger.warning("%s Starting from full weights.", self.problem)
         return True
 
-    def _way(self, have: Version | None, newest: Version) -> list[Stored]:
+    def _way(self, have: Version | None, newest: Version | None) -> list[Stored]:
         way: list[Stored] = []
+        if newest is None:
+            self._lost = False
+            return way
         if have is None or _is_after(newest, have):
-            way = find_way(self.reader, have, newest, self._left_out)
+            way = self._find_way(have, newest)
             self._next_epoch = None
         if way:
-            self._note(way[-1])
+            self._note(way[-1].version, way[-1])
             self.problem = None
         elif newest == have:
-            self._known(newest)
+            self._note(newest)
         self._lost = False
         self._check_age()
         return way
 
-    @property
-    def _left_out(self) -> dict[str, str]:
-        return self._suspects | {key: why for key, (_, why) in self._avoided.items()}
+    def _find_way(self, have: Version | None, target: Version) -> list[Stored]:
+        return find_way(self.reader, have, target, {key: why for key, (_, why) in self._left_out.items()})
 
     def _find_newest(self, listed: bool) -> Version | None:
         """By head, or by a listing; None if there is none."""
@@ -333,16 +306,18 @@ class Course:
         if self._absent is not None:  # something between here and the store may remember that there was nothing
             key, since_s = self._absent
             before_s = since_s - _CLOCKS_S
-            self._lists_instead = any(info.key == key and 0 < info.modified_s < before_s for _, info in listing.slots)
+            self._lists_instead = any(info.key == key and 0 < info.modified_s < before_s for _, info in listing)
         stored = self.reader.newest(listing)
         self.looked_s = time.monotonic()
-        if stored is not None and stored.record.is_version:
-            self._note(stored)
-            return stored.version
-        self._next_epoch = None if stored is None else stored.record.next_epoch
-        if stored is None or stored.record.base is None:
+        if stored is None:
+            self._next_epoch = None
             return None
-        self._known(stored.record.base)
+        if stored.record.is_version:
+            self._note(stored.version, stored)
+            return stored.version
+        self._next_epoch = stored.record.next_epoch
+        if stored.record.base is not None:
+            self._note(stored.record.base)
         return stored.record.base
 
     def _to_number(self, have: Version | None, number: int) -> list[Stored]:
@@ -355,7 +330,7 @@ class Course:
             raise MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
         target = newest if number == newest.version else self.reader.numbered(number).version
         backward = have is not None and have.version >= target.version and have != target
-        way = find_way(self.reader, None if backward else have, target, self._left_out)
+        way = self._find_way(None if backward else have, target)
         self._rest, self._lost = [], True
         return way
 
@@ -366,26 +341,22 @@ class Course:
         replica that serves must not go back to an older version in between.
         """
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
-        count, payload_bytes = len(way), 0
-        if have is None or not (way and way[0].use_anchor):
-            for count, stored in enumerate(way):
-                payload_bytes += stored.payload_bytes
-                if count and (way[0].use_anchor or count >= most or payload_bytes > _BATCH_BYTES):
-                    break
-            else:
-                count = len(way)
+        count, payload_bytes = 0, 0
+        while count < len(way):
+            payload_bytes += way[count].payload_bytes
+            ends = have is None if way[0].use_anchor else count >= most or payload_bytes > _BATCH_BYTES
+            if count and ends:
+                break
+            count += 1
         self._rest = list(way[count:])
         return list(way[:count])
 
-    def _note(self, stored: Stored) -> None:
-        """A record that was read is the newest that is known."""
-        self._known(stored.version)
-        if self.newest == stored.version:
-            self._newest_created_s = stored.record.created_s
-
-    def _known(self, version: Version) -> None:
+    def _note(self, version: Version, read: Stored | None = None) -> None:
+        """There is this version, whose record was `read`, or is named by what was."""
         if self.newest is None or _is_after(version, self.newest):
             self.newest, self._newest_created_s = version, None
+        if read is not None and self.newest == version:
+            self._newest_created_s = read.record.created_s
 
     def _check_age(self) -> None:
         """Raises StaleChannelError if the newest version is too old."""
@@ -402,5 +373,5 @@ class Course:
 
 
 def _is_after(one: Version, other: Version) -> bool:
-    """Whether a replica that has the other may go to it: by epoch, then by number."""
-    return (one.epoch, one.version) > (other.epoch, other.version)
+    """Whether a replica that has the other may go to it."""
+    return one.slot.newness > other.slot.newness

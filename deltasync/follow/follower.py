@@ -1,7 +1,4 @@
-"""Weights that are moved along a channel, one commit at a time: stage, commit, then confirm or roll back.
-
-Where they go is decided by `follow.course`. Every kind of replica is a course and one or more followers.
-"""
+"""Weights that are moved along a channel, one commit at a time: stage, commit, then confirm or roll back."""
 
 from __future__ import annotations
 
@@ -16,13 +13,12 @@ import torch
 from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Record, Version
-from deltasync.channel.payloads import Fetched
 from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.fold import fold_all
 from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
-from deltasync.types import Patch
+from deltasync.tensors import Patch
+from deltasync.tensors.fold import fold_all
 
 _FETCHED_AHEAD = 4  # records, while one is decoded
 _HELD = 4  # times a tensor's elements may be held as patches that are not merged yet
@@ -67,10 +63,7 @@ class CommittedVersion:
 
 
 class Follower:
-    """Live memory that follows a channel.
-
-    Not thread-safe, except that `stage` may run in another thread than the one that owns the live weights, because it
-    only reads them.
+    """Live memory that follows a channel. Not thread-safe, but `stage`, which only reads it, may run in another thread.
 
     Attributes:
         version: The version whose bits are live, None if they are of none.
@@ -100,7 +93,7 @@ class Follower:
         """Find out whose fault a failure was: the version's, or that of the bits it met, which are then of no version.
 
         Args:
-            total: Fingerprint of the model, of an audit of all shards; -1 if copies differ.
+            total: Fingerprint of the model, by an audit of all shards; -1 if copies differ.
         """
         if total < 0 or self._fingerprint != f"{total:016x}":
             self.version = self._fingerprint = None
@@ -114,33 +107,25 @@ class Follower:
         """Fetch, check, decode, merge and translate records that follow each other. Live weights are untouched.
 
         Raises:
-            StoreError, ChainError, FormatError, StageError: nothing changed; retry, or take another way.
+            StoreError, ChainError, FormatError, StageError: retry, or take another way.
         """
         before = time.perf_counter()
         self.failed = None
-        with _saying_memory_is_out(way[-1].record.version):
-            if len(way) == 1:
-                patches = self._patches(way[0], self.memory.gather)
-            elif way[0].use_anchor and not any(self._needs_old(stored) for stored in way):
-                patches = self._onto_anchor(way)
-            else:
-                patches = self._merged(way)
-            staged = self.memory.stage(patches)
+        with _map_out_of_memory(way[-1].record.version):
+            streams = way[0].use_anchor and not any(self._needs_old(stored) for stored in way)
+            staged = self.memory.stage(self._patched(way, 1 if streams or len(way) == 1 else 0))
         return StagedVersion(way, staged, time.perf_counter() - before)
 
     def _patches(
-        self, stored: Stored, old: codec.OldBits, fetched: Iterator[Fetched] | None = None
+        self, stored: Stored, old: codec.OldBits, fetched: Iterator[Sequence[tuple[str, bytes]]] | None = None
     ) -> Iterator[tuple[Patch, int]]:
         try:
             got = None if fetched is None else next(fetched)
             yield from payloads.patches(self.reader, stored, old, self.memory.held, got)
-        except (MissingVersionError, StageError):  # also of a codec that needs whole tensors, where there are shards only
+        except (MissingVersionError, StageError, CorruptDataError) as error:
             self.failed = stored.key
-            raise
-        except CorruptDataError:
             # Decoding by the old bits also fails if those are not what they are taken for; an audit finds out.
-            self.failed = stored.key
-            if self._needs_old(stored):
+            if isinstance(error, CorruptDataError) and self._needs_old(stored):
                 self._settled = False
             raise
 
@@ -148,12 +133,22 @@ class Follower:
         delta = stored.record.delta
         return delta is not None and codec.get(delta.codec).needs_old
 
-    def _merged(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, int]]:
-        """What several records do together, tensor by tensor, with the fingerprint after the last."""
-        done, fingerprints = self._folded(way)
-        for name, expected in fingerprints.items():
-            for patch in _fold(done.pop(name)):
-                yield patch, expected
+    def _patched(self, way: Sequence[Stored], streamed: int) -> Iterator[tuple[Patch, int]]:
+        """What records do together, tensor by tensor, with the fingerprint after the last.
+
+        Of the first `streamed`, 0 or 1, no more than one tensor is in memory at a time.
+        """
+        later, fingerprints = self._folded(way[streamed:])
+        for stored in way[:streamed]:
+            for patch, expected in self._patches(stored, self.memory.gather):
+                if patch.name not in later:
+                    yield patch, expected
+                    continue
+                for merged in _fold([patch, *later.pop(patch.name)]):
+                    yield merged, fingerprints[patch.name]
+        for name in list(later):
+            for merged in _fold(later.pop(name)):
+                yield merged, fingerprints[name]
 
     def _folded(self, way: Sequence[Stored]) -> tuple[dict[str, list[Patch]], dict[str, int]]:
         """Patches of each tensor, oldest first, and its fingerprint after the last."""
@@ -166,7 +161,8 @@ class Follower:
                 patch.apply(bits_N)
             return bits_N
 
-        with contextlib.closing(ahead(self._fetch, way, _FETCHED_AHEAD)) as fetched:
+        fetching = ahead(lambda stored: payloads.fetch(self.reader, stored), way, _FETCHED_AHEAD)
+        with contextlib.closing(fetching) as fetched:
             for stored in way:
                 for patch, expected in self._patches(stored, old, fetched):
                     patches = done.setdefault(patch.name, [])
@@ -175,20 +171,6 @@ class Follower:
                         patches[:] = _fold(patches)
                     fingerprints[patch.name] = expected
         return done, fingerprints
-
-    def _fetch(self, stored: Stored) -> Fetched:
-        return Fetched(stored, ()) if stored.use_anchor else payloads.fetch(self.reader, stored)
-
-    def _onto_anchor(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, int]]:
-        """Full weights with what follows them, one tensor in memory at a time."""
-        done, fingerprints = self._folded(way[1:]) if len(way) > 1 else ({}, {})
-        for patch, expected in self._patches(way[0], self.memory.gather):
-            later = done.pop(patch.name, None)
-            if later is None:
-                yield patch, expected
-                continue
-            for merged in _fold([patch, *later]):
-                yield merged, fingerprints[patch.name]
 
     def commit(self, staged: StagedVersion) -> CommittedVersion:
         """Write a staged version; follow it by `confirm` or `rollback`.
@@ -199,7 +181,7 @@ class Follower:
         """
         before = dict(self.memory.parts)
         try:
-            with _saying_memory_is_out(staged.record.version):
+            with _map_out_of_memory(staged.record.version):
                 return CommittedVersion(staged, self.memory.commit(staged.staged), before)
         except BaseException:
             self.doubt()
@@ -208,12 +190,12 @@ class Follower:
     def confirm(
         self, committed: CommittedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
     ) -> Version:
-        """Compare the fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
+        """Compare fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
 
         Args:
             committed: What was committed last.
-            fingerprints: Of the tensors that the version names, over all shards; None if this memory holds the whole model.
-            total: Of the model, over all shards.
+            fingerprints: Fingerprints of the named tensors, over all shards; None if this memory holds the whole model.
+            total: The model's, over all shards.
 
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
@@ -251,7 +233,7 @@ _MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memo
 
 
 @contextlib.contextmanager
-def _saying_memory_is_out(version: int) -> Iterator[None]:
+def _map_out_of_memory(version: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from deltasync.channel import keys
 from deltasync.stores.base import ObjectInfo, Store
@@ -20,15 +19,14 @@ _EARLIEST, _LATEST = 0.75, 1.5  # times the shortest and the longest of the last
 _LOOKS_APART = 0.03  # of the longest
 
 
-class Poll:
+class Poll(contextlib.AbstractContextManager["Poll"]):
     """How long to wait between two requests: from 20 ms, because the next version may follow soon, up to an interval.
 
-    Trainers publish at a rhythm. Around the time at which the next version is due by the last few, the waits are short
-    again: 3 % of the time between two versions, which costs up to 50 requests for each. Where the store tells of new objects
-    it is only asked rarely, while that works.
+    Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
+    time between two versions. Where the store tells of new objects it is only asked rarely, while that works.
 
     Args:
-        store: The channel's store.
+        store: The channel's.
         interval_s: Longest wait.
         on_change: Called from another thread when there may be a new record, with what is known of it: ask at once.
     """
@@ -78,10 +76,5 @@ class Poll:
         if self._watch is not None:
             self._watch.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

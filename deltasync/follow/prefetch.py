@@ -1,7 +1,7 @@
 """Fetch the parts of a version before its record exists, while the publisher is still uploading the others.
 
-A part is only ever used once a record names its digest (`ChannelReader.fetch`), so a wrong guess costs a request and nothing
-else. Guessed is the next version of the same log, from as many ranks as wrote parts of the last one.
+Guessed is the next version of the same log, from as many ranks as wrote parts of the last one. A part is used only once a
+record names its digest (`ChannelReader.fetch`), so a wrong guess costs a request and nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from deltasync.channel import keys
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import CorruptDataError, StoreError
 
 _MOST_BYTES = 1 << 28
 _AT_ONCE = 4
@@ -21,11 +20,7 @@ _LATE = 3.0  # times the time between the last two versions; after that, none is
 
 
 class Prefetch:
-    """What one replica fetches ahead. Not thread-safe; the fetching happens in threads of its own.
-
-    Args:
-        reader: The channel's, which is given what was fetched.
-    """
+    """What one replica fetches ahead, in threads of its own. Not thread-safe."""
 
     def __init__(self, reader: ChannelReader) -> None:
         self._reader = reader
@@ -40,7 +35,7 @@ class Prefetch:
         """A version was found; the next one may have parts if it has."""
         now = time.monotonic()
         self._between_s, self._taken_s = now - self._taken_s, now
-        names = [file.key.rpartition("/")[2] for file in stored.payload_files] if stored.record.delta is not None else []
+        names = (file.key.rpartition("/")[2] for file in stored.record.payload_files)
         self._ranks = {int(name[:3]): 1 for name in names if name[:3].isdigit()}
         self._slot = None
 
@@ -62,10 +57,8 @@ class Prefetch:
         folder = keys.parts_folder(slot.version, slot.epoch)
         while self._left_bytes > 0 and slot == self._slot:
             key = f"{folder}/{keys.part(rank, self._ranks[rank])}"
-            try:
-                data = self._reader.store.read(key, self._left_bytes)
-            except (StoreError, CorruptDataError):
+            size = self._reader.fetch_ahead(key, self._left_bytes)
+            if not size:
                 return
-            self._left_bytes -= len(data)
-            self._reader.hold(key, data)
+            self._left_bytes -= size
             self._ranks[rank] += 1

@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 
 import torch
 
-from deltasync.bits import bits_of
 from deltasync.channel import checkpoint
 from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.config import ReaderSettings
+from deltasync.config import ReaderSettings, whole_number
 from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, NotPublishedError
 from deltasync.follow.course import Course
 from deltasync.follow.follower import Follower
 from deltasync.follow.poll import Poll
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.tensors.bits import bits_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,7 @@ class Replica:
 
     Args:
         channel: URL of the channel, an opened store, or a reader of it.
-        trusted_keys: See `ReaderSettings`; from the environment if None. A reader has its own.
-        max_age_s: Likewise.
+        trusted_keys, max_age_s: See `ReaderSettings`; from the environment if None. A reader has its own keys.
 
     Examples:
         >>> replica = Replica("file:///data/run")
@@ -46,15 +46,14 @@ class Replica:
 
     def __init__(
         self,
-        channel: str | Store | ChannelReader,
+        channel: str | os.PathLike[str] | Store | ChannelReader,
         *,
         trusted_keys: str | Path | None = None,
         max_age_s: float | None = None,
     ) -> None:
         settings = ReaderSettings.from_env(trusted_keys=trusted_keys, max_age_s=max_age_s)
         if not isinstance(channel, ChannelReader):
-            store = open_store(channel) if isinstance(channel, str) else channel
-            channel = ChannelReader(store, settings.trusted_keys)
+            channel = ChannelReader(open_store(channel), settings.trusted_keys)
         self._reader = channel
         self._course = Course(channel, settings.max_age_s)
         self._follower: Follower | None = None
@@ -84,16 +83,18 @@ class Replica:
         """Bring the weights to a version and check every bit that was written.
 
         Args:
-            version: Which, by number; the newest by default.
+            version: Its number; the newest by default.
             timeout_s: How long to wait for it to be published.
 
         Returns:
-            The version that is now live.
+            The number of the version that is now live.
 
         Raises:
             NotPublishedError: the channel has no version yet.
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
+        if version is not None:
+            version = whole_number("version", version, least=1)
         self._course.forgive()
         deadline = time.monotonic() + timeout_s
         changed = threading.Event()
@@ -116,17 +117,10 @@ class Replica:
     def poll(self, known: ObjectInfo | None = None) -> int:
         """Take what follows, if there is something, by the one request that a replica makes over and over.
 
-        Unlike `sync` it may miss, for seconds, a newest version to which that request does not lead.
+        Otherwise as `sync`, but it may miss, for seconds, a newest version to which that request does not lead.
 
         Args:
             known: What an event told of a new record.
-
-        Returns:
-            The version that is live.
-
-        Raises:
-            NotPublishedError: the channel has no version yet.
-            ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
         self._advance(None, known=known, look=False)
         assert self.version is not None
@@ -136,7 +130,7 @@ class Replica:
         """Take every step to a version. What fails is left out where there is another way."""
         detours, looked = 0, not look
         while True:
-            if not self._is_settled():
+            if self._follower is not None and not self._follower.settled:
                 before = self.identity
                 self._settle()
                 if before is not None and self.identity is None:
@@ -147,7 +141,11 @@ class Replica:
                 looked, way = True, self._course.next(self.identity, now=True)
             if not way:
                 return
-            follower = self._opened()
+            if self._follower is None:
+                memory, self._tensors = LiveMemory.on_host(self._reader.specs)
+                memory.audit()
+                self._follower = Follower(self._reader, memory)
+            follower = self._follower
             try:
                 self._take(follower, way)
             except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
@@ -159,16 +157,6 @@ class Replica:
             else:
                 if not look:
                     return
-
-    def _is_settled(self) -> bool:
-        return self._follower is None or self._follower.settled
-
-    def _opened(self) -> Follower:
-        if self._follower is None:
-            memory, self._tensors = LiveMemory.on_host(self._reader.specs)
-            memory.audit()
-            self._follower = Follower(self._reader, memory)
-        return self._follower
 
     def _take(self, follower: Follower, way: list[Stored]) -> None:
         staged = follower.stage(way)
@@ -187,8 +175,6 @@ class Replica:
 
     def load(self, directory: str | Path) -> int | None:
         """Take the weights of a checkpoint directory, so that `sync` fetches only what came after them.
-
-        For instance those of the checkpoint that the channel starts from, where it lies elsewhere than the channel says.
 
         Returns:
             The version that they are, None if it is none that the channel tells of; `sync` then starts from an anchor.
@@ -229,11 +215,7 @@ class Replica:
         self._follower.settle(model_fingerprint(self._follower.memory.fingerprints))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights by checkpoint name. They are the live ones: the next `sync` changes them in place; clone to keep.
-
-        Raises:
-            NotPublishedError: nothing was synced yet.
-        """
+        """The weights by checkpoint name. They are the live ones: the next `sync` changes them in place; clone to keep."""
         if self.version is None:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         return dict(self._tensors)

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from deltasync import codec, fingerprint
-from deltasync.bits import bits_of
+from deltasync import codec
 from deltasync.channel import anchors, documents, keys, payloads, record, signing
 from deltasync.channel.documents import Anchor, Delta, File, Record, Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
@@ -19,9 +18,11 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
 from deltasync.follow import Replica
-from deltasync.housekeeping.survey import Progress, quiet
+from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
+from deltasync.tensors import fingerprint
+from deltasync.tensors.bits import bits_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ def write_fold(
 ) -> Stored:
     """Store the fold of the deltas from one version to another; if the channel has it already, nothing is written.
 
-    It brings a replica in host memory to both versions and compares their bits, which gives every codec what it needs, also
-    across anchors and dense tensors. What was encoded is decoded again before it is stored. Holds the weights twice.
+    It compares the bits of both versions, which gives every codec what it needs, also across anchors and dense tensors. What
+    was encoded is decoded again before it is stored. Holds the weights twice.
 
     Raises:
         ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
@@ -92,12 +93,12 @@ def encode_fold(
     """The object of a fold, taken apart again by a reader's code.
 
     Args:
-        reader: The channel.
+        reader: The channel's.
         base: Where it starts, None for nothing.
         version: Where it leads.
         what: A delta, or the anchor that it announces.
-        payload: Of a delta, None if nothing changes.
-        fingerprints: Of every tensor at `version`.
+        payload: The delta's, None if nothing changes.
+        fingerprints: Fingerprint of every tensor at `version`.
         signer: What it is signed with; None for a channel without signatures.
         author: Who wrote the files that it names; a new name if None.
 
@@ -125,7 +126,7 @@ def encode_fold(
 
 
 def store(reader: ChannelReader, stored: Stored) -> Stored:
-    """Store an encoded fold. After return it exists; if it raised, it may, and is right."""
+    """Store an encoded fold. If this raises, the fold may exist, and is right."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
     logger.info("stored key=%s bytes=%d", stored.key, stored.size)
@@ -141,15 +142,7 @@ def write_anchor(
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
 ) -> Stored:
-    """Store the weights that a replica holds as an anchor, and announce it. Until it returns, nothing names its files.
-
-    Args:
-        reader: The channel.
-        replica: At the version.
-        companions: What lies beside the weights, by name.
-        signer: What its announcement is signed with.
-        shard_bytes: Largest weight file, unless a single tensor is larger.
-        progress: Told how far it is.
+    """Store the weights of a replica as an anchor, with `companions` beside them, and announce it.
 
     Raises:
         CorruptDataError: what was encoded does not decode to the weights; the announcement was not stored.
@@ -183,11 +176,7 @@ def _end(reader: ChannelReader, version: int) -> Version:
 
 
 def _prove(reader: ChannelReader, stored: Stored, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> None:
-    """Decode it as a replica does, onto the old bits, which it changes.
-
-    Raises:
-        CorruptDataError: the new bits do not come out.
-    """
+    """Decode it as a replica does, onto the old bits, and raise CorruptDataError unless they become the new."""
     for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):
         patch.apply(old[patch.name])
     if wrong := [name for name in new if not np.array_equal(old[name], new[name])]:

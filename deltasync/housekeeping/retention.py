@@ -1,7 +1,6 @@
 """What to forget and what to prune: decisions over documents and listings that were read before. Pure: no I/O, no weights.
 
-`forget` deletes records and folds; `prune` later deletes the files that no record and no fold names any more. Versions are
-told apart by their slots, number and epoch: a damaged record has no other name.
+Versions are told apart by their slots, number and epoch: a damaged record has no other name.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
-from deltasync.stores.base import ObjectInfo
 
 Records = Mapping[Slot, Record | None]
 """What is in each slot; None where it is damaged."""
@@ -26,8 +24,8 @@ class Keep:
     """Which versions stay: those that any of these names. The newest version always stays.
 
     Attributes:
-        last: The newest so many versions.
-        anchors: The newest so many versions that have an anchor.
+        last: How many of the newest versions.
+        anchors: How many of the newest versions with an anchor.
         step_every: The versions whose trainer's step is a multiple of this.
 
     Raises:
@@ -41,7 +39,7 @@ class Keep:
     def __post_init__(self) -> None:
         given = [number for number in (self.last, self.anchors, self.step_every) if number is not None]
         if not given:
-            raise ConfigError("Say which versions to keep: the last ones, those with an anchor, or every so many steps.")
+            raise ConfigError("Say which versions to keep: the last ones, those with an anchor, or every N-th step.")
         if min(given) < 1:
             raise ConfigError("What to keep is counted from 1.")
 
@@ -56,7 +54,7 @@ class Forgetting:
         recent: Those that became dispensable less than the time of grace ago.
         versions: Versions to forget.
         folds: Keys of folds that start or end at a version that does not stay.
-        keys: Of all objects to delete, in this order: at any moment the versions that are left can be read.
+        keys: All objects to delete, in this order: at any moment the versions that are left can be read.
     """
 
     asked: list[Slot]
@@ -77,7 +75,6 @@ class Holding:
     """What a channel holds.
 
     Attributes:
-        records: By slot, seals among them.
         stored_s: When each record and each fold was stored, by key; 0 where the store does not tell.
         announced: Versions whose anchor is announced, all of its files being listed -> when it was announced.
         folds: Keys of all folds.
@@ -90,39 +87,9 @@ class Holding:
 
     def before(self, time_s: float) -> Holding:
         """What it held then of what it holds now."""
-        records = {slot: record for slot, record in self.records.items() if _was(self.stored_s[slot.key], time_s)}
-        announced = {slot: stored_s for slot, stored_s in self.announced.items() if _was(stored_s, time_s)}
+        records = {slot: record for slot, record in self.records.items() if was(self.stored_s[slot.key], time_s)}
+        announced = {slot: stored_s for slot, stored_s in self.announced.items() if was(stored_s, time_s)}
         return Holding(records=records, stored_s=self.stored_s, announced=announced)
-
-    def versions(self) -> list[Slot]:
-        """The newest version of the greatest epoch that has one, and all that it follows, newest first.
-
-        Goes on below what was forgotten. Empty if no record of a version can be read.
-        """
-        readable = {slot for slot, record in self.records.items() if record is not None and record.is_version}
-        newest = max(readable, key=lambda slot: (slot.epoch, slot.version), default=None)
-        slots = sorted(slot for slot, record in self.records.items() if record is None or record.is_version)
-        line = [] if newest is None else [newest]
-        while line:
-            at = line[-1]
-            base = self._base(at)
-            if base not in self.records:
-                while slots and (slots[-1].version >= at.version or slots[-1].epoch > at.epoch):
-                    slots.pop()
-                if not slots:
-                    break
-                base = slots[-1]
-            assert base is not None
-            line.append(base)
-        return line
-
-    def _base(self, slot: Slot) -> Slot | None:
-        """What a version follows; of a damaged one, what is likely."""
-        record = self.records[slot]
-        if record is not None:
-            return None if record.base is None else Slot(record.base.version, record.base.epoch)
-        before = [each for each in self.records if each.version == slot.version - 1 and each.epoch <= slot.epoch]
-        return max(before, default=None)
 
     def has_anchor(self, slot: Slot) -> bool:
         """Whether a reader can begin there."""
@@ -145,13 +112,39 @@ class Holding:
             yield at
             if self.has_anchor(at):
                 return
-            at = self._base(at)
+            at = _base(self.records, at)
+
+
+def line(records: Records) -> list[Slot]:
+    """The newest version of the greatest epoch that has one, and all that it follows, newest first.
+
+    Goes on below what was forgotten. Empty if no record of a version can be read.
+    """
+    readable = (slot for slot, record in records.items() if record is not None and record.is_version)
+    newest = max(readable, key=lambda slot: slot.newness, default=None)
+    slots = sorted(slot for slot, record in records.items() if record is None or record.is_version)
+    found: list[Slot] = []
+    while newest is not None:
+        found.append(newest)
+        base = _base(records, newest)
+        if base not in records:
+            while slots and (slots[-1].version >= newest.version or slots[-1].epoch > newest.epoch):
+                slots.pop()
+            base = slots[-1] if slots else None
+        newest = base
+    return found
+
+
+def _base(records: Records, slot: Slot) -> Slot | None:
+    """What a version follows; of a damaged one, what is likely."""
+    record = records[slot]
+    if record is not None:
+        return None if record.base is None else record.base.slot
+    return max((each for each in records if each.version == slot.version - 1 and each.epoch <= slot.epoch), default=None)
 
 
 def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
-    """Decide what to forget.
-
-    Seals stay, and so do damaged records that nothing follows in their epoch: they may be seals.
+    """Decide what to forget. Seals stay, and so do damaged records that nothing follows in their epoch: they may be seals.
 
     Args:
         holding: What the channel holds.
@@ -204,24 +197,22 @@ def _folds_to_forget(holding: Holding, kept: Collection[int], since_s: float) ->
         for key, span in spans.items()
         if span.version <= newest
         and not {span.base or span.version, span.version}.issubset(kept)
-        and _was(holding.stored_s[key], since_s)
+        and was(holding.stored_s[key], since_s)
     }
 
 
-def _was(stored_s: float, time_s: float) -> bool:
+def was(stored_s: float, time_s: float) -> bool:
     """Whether it was there at that time, as far as is known."""
     return time_s == math.inf or 0 < stored_s <= time_s
 
 
 def _asked(holding: Holding, keep: Keep) -> set[Slot]:
-    line = holding.versions()
-    asked = set(line[:1])
-    if keep.last is not None:
-        asked.update(line[: keep.last])
+    versions = line(holding.records)
+    asked = set(versions[: keep.last or 1])
     if keep.anchors is not None:
-        asked.update([slot for slot in line if holding.has_anchor(slot)][: keep.anchors])
+        asked.update([slot for slot in versions if holding.has_anchor(slot)][: keep.anchors])
     if keep.step_every is not None:
-        for slot in line:
+        for slot in versions:
             record = holding.records[slot]
             if record is not None and record.step is not None and record.step % keep.step_every == 0:
                 asked.add(slot)
@@ -229,12 +220,7 @@ def _asked(holding: Holding, keep: Keep) -> set[Slot]:
 
 
 class References:
-    """The files that records and folds name, and those that an author may still be about to name.
-
-    Args:
-        records: All of them.
-        folds: All of them, by key; None where one is damaged.
-    """
+    """The files that records and folds, None where damaged, name, and those that an author may still be about to name."""
 
     def __init__(self, records: Records, folds: Mapping[str, Record | None]) -> None:
         found = [record for record in (*records.values(), *folds.values()) if record is not None]
@@ -271,8 +257,3 @@ class References:
         assert of is not None
         last = self._anchors if key.startswith(keys.ANCHORS) else self._last
         return of.epoch >= self._newest_epoch and of.version > last.get(of.epoch, 0)
-
-
-def is_old(info: ObjectInfo, now_s: float, grace_s: float) -> bool:
-    """Whether an object was stored at least the time of grace ago; where the store does not tell, only if that is none."""
-    return grace_s <= 0 or 0 < info.modified_s <= now_s - grace_s

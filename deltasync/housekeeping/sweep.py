@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -13,10 +12,10 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import FormatError, MissingVersionError
+from deltasync.errors import MissingVersionError
 from deltasync.housekeeping import retention
 from deltasync.housekeeping.retention import Forgetting, Holding, Keep, References
-from deltasync.housekeeping.survey import Progress, Survey, in_parallel, persistently, quiet, survey
+from deltasync.housekeeping.walk import Progress, Survey, attempt, in_parallel, quiet, survey
 from deltasync.stores.base import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
@@ -31,11 +30,11 @@ def forget(
 ) -> Forgetting:
     """Take versions out of the channel. The files that they named are left to `prune`.
 
-    Reads the documents of records and of announced anchors, no payload. The newest go first and one by one, so that at any
-    moment all versions that are left can be read; running it again with the same `keep` finishes what was cut short.
+    The newest go first and one by one, so that at any moment all versions that are left can be read; running it again with
+    the same `keep` finishes what was cut short.
 
     Args:
-        reader: The channel.
+        reader: The channel's.
         keep: What stays, together with what leads to it.
         grace_s: What became dispensable less long ago stays too, for readers that go by it.
         dry_run: Only tell what would go; by this machine's clock, because nothing is written.
@@ -47,12 +46,11 @@ def forget(
     """
     since_s = math.inf if grace_s <= 0 else _store_time(reader.store, dry_run) - grace_s
     held = survey(reader, progress, wanted_fold=lambda span: span.base == 0)
-    folds = [info for _, info in reader.folds()]
     holding = Holding(
         records=held.records,
-        stored_s={info.key: info.modified_s for info in (*held.slots.values(), *folds)},
+        stored_s={info.key: info.modified_s for info in (*held.slots.values(), *held.fold_infos.values())},
         announced=_announced(reader.store, held),
-        folds=[info.key for info in folds],
+        folds=list(held.fold_infos),
     )
     found = retention.forgetting(holding, keep, since_s)
     if dry_run:
@@ -74,7 +72,7 @@ def _announced(store: Store, held: Survey) -> dict[Slot, float]:
     found: dict[Slot, float] = {}
     for key, record in anchors.items():
         if all(sizes.get(file.key) == file.bytes for file in record.files):
-            slot, stored_s = Slot(record.version, record.epoch), held.fold_infos[key].modified_s
+            slot, stored_s = record.slot, held.fold_infos[key].modified_s
             found[slot] = min(stored_s, found.get(slot, stored_s))
     return found
 
@@ -106,11 +104,10 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
         records, folds  what an author has not named yet is spared until somebody succeeds it (`References.under_way`)
         slots           of the files that nothing names: a listing may be behind, a request for a record is not
 
-    Where a record is damaged, the files of its slot stay: `repair` may put its bytes back. If all files are young, nothing
-    is read at all.
+    Where a record is damaged, the files of its slot stay: `repair` may put its bytes back.
 
     Args:
-        reader: The channel.
+        reader: The channel's.
         grace_s: The least age of what goes. Give it more than readers take from planning to having read, and than a writer
             takes from storing an anchor's file to announcing it.
         dry_run: Only tell what would go; by this machine's clock, because nothing is written.
@@ -124,7 +121,7 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     now_s = _store_time(store, dry_run)
     files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)]
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < now_s - _STALE_HEARTBEAT_S]
-    old = [info for info in files if retention.is_old(info, now_s, grace_s)]
+    old = [info for info in files if retention.was(info.modified_s, math.inf if grace_s <= 0 else now_s - grace_s)]
     references = _references(reader, old, progress) if old else References({}, {})
     unnamed = [info for info in old if info.key not in references]
     waiting = [info for info in unnamed if references.under_way(info.key)]
@@ -147,23 +144,13 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
     places |= {keys.fold(0, slot.version, slot.epoch) for slot in anchored} - held.folds.keys()
     if not places:
         return references
-    found = {}
-    for key, record in in_parallel(functools.partial(_unlisted, reader), sorted(places), "unlisted records", progress):
-        if key is not None:
-            found[key] = record
+    unlisted = sorted(places)
+    read = in_parallel(lambda key: attempt(lambda: reader.stored(key).record), unlisted, "unlisted records", progress)
+    there = {key: each for key, each in zip(unlisted, read, strict=True) if not isinstance(each, MissingVersionError)}
+    found = {key: each if isinstance(each, Record) else None for key, each in there.items()}
     records = {slot: found[slot.key] for slot in slots if slot.key in found}
     folds = {key: record for key, record in found.items() if keys.fold_of(key) is not None}
     return References({**held.records, **records}, {**held.folds, **folds})
-
-
-def _unlisted(reader: ChannelReader, key: str) -> tuple[str | None, Record | None]:
-    """(key, document) of a record or fold; the document None if it is damaged, both if it is not there."""
-    try:
-        return key, persistently(lambda: reader.stored(key)).record
-    except MissingVersionError:
-        return None, None
-    except FormatError:
-        return key, None
 
 
 def _delete(store: Store, doomed: Sequence[str], progress: Progress) -> None:

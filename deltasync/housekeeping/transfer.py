@@ -8,11 +8,12 @@ import functools
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deltasync.channel import anchors, checkpoint, documents, keys
 from deltasync.channel.documents import File, Record, Version
+from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
     ChannelInUseError,
@@ -21,14 +22,11 @@ from deltasync.errors import (
     FormatError,
     MissingVersionError,
     ObjectExistsError,
-    ObjectMissingError,
     RunMismatchError,
 )
 from deltasync.follow import Replica
-from deltasync.housekeeping.survey import Progress, Survey, in_parallel, persistently, quiet, survey
-from deltasync.stores.base import Store
-
-_THREADS = 4  # objects in memory
+from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, in_parallel, quiet, survey
+from deltasync.stores.base import ObjectInfo, Store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +51,8 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     """Copy a channel as it is now, object by object; damaged objects are left out and told.
 
     The order is files, folds, records by number, epochs, channel.json, head: a record may need an anchor that only a fold
-    announces. Whenever it is cut short, the target is the channel that it was before, with more versions, or none yet, and
-    running it again goes on; what the target has with the same size is not read again. Publishing to the source may go on
-    meanwhile; later versions are not copied. Do not prune the target meanwhile. Holds a few objects in memory at a time.
+    announces. So whenever it is cut short, the target can be read, and running it again goes on. Meanwhile the source may be
+    published to. Do not prune the target meanwhile. Holds a few objects in memory at a time.
 
     Raises:
         RunMismatchError: the target holds another run.
@@ -72,21 +69,16 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     _check_target(source, target, held, there)
     one = functools.partial(_copy_object, source, target, there)
     digests = held.digests()
-    whole = [record for record in (*held.records.values(), *held.folds.values()) if record is not None]
-    files = {file.key: file for found in whole for file in found.files}
-    folds = [File(key=key, bytes=held.fold_infos[key].bytes, sha256="") for key, found in held.folds.items() if found]
-    records = [
-        File(key=slot.key, bytes=held.slots[slot].bytes, sha256=digests.get(slot, ""))
-        for slot, found in held.records.items()
-        if found
-    ]
+    files = {file.key: file for found in held.whole() for file in found.files}
+    folds = [_file(held.fold_infos[key]) for key, found in held.folds.items() if found]
+    records = [_file(held.slots[slot], digests.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
-    done = in_parallel(one, parts_first, "files", progress, _THREADS)
-    done += in_parallel(one, folds, "folds", progress, _THREADS)
+    done = in_parallel(one, parts_first, "files", progress, WHOLE)
+    done += in_parallel(one, folds, "folds", progress, WHOLE)
     for count, item in enumerate(records, start=1):  # one by one: whichever is the newest, what it builds on is there
         done.append(one(item))
         progress("records", count, len(records))
-    small = [File(key=info.key, bytes=info.bytes, sha256="") for info in source.store.list(keys.EPOCHS)]
+    small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     done += [one(item) for item in (*small, File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))]
     if head is not None:
         target.put(keys.HEAD, head)
@@ -100,9 +92,13 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     )
 
 
+def _file(info: ObjectInfo, sha256: str = "") -> File:
+    return File(key=info.key, bytes=info.bytes, sha256=sha256)
+
+
 def _newest(source: ChannelReader, held: Survey) -> Version | None:
     slots = [slot for slot, found in held.records.items() if found is not None and found.is_version]
-    stored = source.slot(max(slots, key=lambda slot: (slot.epoch, slot.version))) if slots else None
+    stored = source.slot(max(slots, key=lambda slot: slot.newness)) if slots else None
     return None if stored is None else stored.version
 
 
@@ -116,29 +112,25 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
                 f"{target.url} holds run {found}, not run {run_id}. Nothing was copied; choose another target."
             )
     slots = [slot for key in there if (slot := keys.slot_of(key)) is not None]
-    named = [record.next_epoch for record in held.records.values() if record is not None and record.next_epoch is not None]
+    named = [record.next_epoch for record in held.whole() if record.next_epoch is not None]
     known = {source.channel().epoch, *source.epochs(), *named, *(slot.epoch for slot in held.slots)}
-    last = max(((slot.epoch, slot.version) for slot in held.slots), default=("", 0))
+    last = max((slot.newness for slot in held.slots), default=("", 0))
     if strange := [slot for slot in slots if slot.epoch not in known]:
         raise ChannelInUseError(
             f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not know: somebody published "
-            "there. Nothing was copied; choose another target, or is it the other way round?"
+            "there. Nothing was copied; choose another target. Are SOURCE and TARGET swapped?"
         )
-    if ahead := [slot for slot in slots if (slot.epoch, slot.version) > last]:
+    if ahead := [slot for slot in slots if slot.newness > last]:
         raise ChannelInUseError(
             f"{target.url} has version {ahead[-1].version}, ahead of {source.store.url} at version {last[1]}. "
-            "Nothing was copied; is it the other way round?"
+            "Nothing was copied. Are SOURCE and TARGET swapped?"
         )
 
 
 def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> int | DeltaSyncError | None:
     """Store one object in the target; its bytes, None if the target had it, or what is wrong with it in the source.
 
-    Args:
-        source: The channel.
-        target: Where it is copied to.
-        there: Sizes of the target's objects at the start.
-        item: The object; its `sha256` is empty where nothing names it.
+    `there` are the sizes of the target's objects at the start; the object's `sha256` is empty where nothing names it.
     """
     if there.get(item.key) == item.bytes:
         return None
@@ -146,23 +138,22 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
         raise ObjectExistsError(
             f"{target.url} has other bytes at {item.key}. They were left as they are; choose another target, or delete them."
         )
-    try:
-        data = persistently(lambda: _read(source, item))
-    except (FormatError, MissingVersionError, ObjectMissingError) as error:
-        return error
+    data = attempt(lambda: _read(source, item))
+    if isinstance(data, DeltaSyncError):
+        return data
     target.put(item.key, data)
     return len(data)
 
 
 def _read(source: ChannelReader, item: File) -> bytes:
     """An object of the source, checked as far as anything tells what it must be."""
-    if keys.file_of(item.key) is None and keys.slot_of(item.key) is None and keys.fold_of(item.key) is None:
-        return source.store.read(item.key, documents.CHANNEL_BYTES)
-    if keys.slot_of(item.key) is None and keys.fold_of(item.key) is None:
+    if keys.slot_of(item.key) or keys.fold_of(item.key):
+        data = source.stored(item.key, item.sha256 or None).data
+        assert data is not None
+        return data
+    if keys.file_of(item.key):
         return source.fetch(item)
-    data = source.stored(item.key, item.sha256 or None).data
-    assert data is not None
-    return data
+    return source.store.read(item.key, documents.CHANNEL_BYTES if item.key == keys.CHANNEL else documents.SMALL_BYTES)
 
 
 def export(
@@ -179,9 +170,9 @@ def export(
     refers to. The directory appears as a whole, or not at all. Holds the weights once, and one weight file.
 
     Args:
-        reader: The channel.
-        version: Which; the newest one if None.
-        directory: Where; must be missing or empty.
+        reader: The channel's.
+        version: Its number; the newest one if None.
+        directory: Must be missing or empty.
         shard_bytes: Largest weight file, unless a single tensor is larger.
         progress: Told how far it is.
 
@@ -224,22 +215,21 @@ def _write(path: Path, data: bytes) -> None:
 def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
     """What lies beside the weights of an anchor, by name in its folder; empty if no anchor that can be read has anything.
 
-    Announced anchors first, the nearest to the version before others; then those in the log, most of which begin an epoch.
+    Announced anchors come first, then those in the log, most of which begin an epoch; of these the nearest to the version.
     """
-    spans = sorted(
-        ((span, info) for span, info in reader.folds() if span.base == 0),
-        key=lambda pair: (pair[0].version > version.version, abs(pair[0].version - version.version)),
-    )
-    first = {slot.epoch: info for slot, info in reversed(reader.slots().slots)}
-    for info in (*(info for _, info in spans), *(info for _, info in sorted(first.items(), reverse=True))):
-        with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
-            if found := _companions_of(reader, reader.document(info)):
-                return found
-    held = survey(reader)
-    for record in [record for _, record in sorted(held.records.items(), reverse=True) if record is not None]:
-        with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
-            if found := _companions_of(reader, record):
-                return found
+
+    def first_of_epochs(slots: Iterable[Slot]) -> list[Slot]:
+        return list({slot.epoch: slot for slot in sorted(slots, reverse=True)}.values())
+
+    def distance(record: Record) -> tuple[bool, bool, int]:
+        return record.kind != "fold", record.version > version.version, abs(record.version - version.version)
+
+    for wanted in (first_of_epochs, list):
+        held = survey(reader, wanted=wanted, wanted_fold=lambda span: span.base == 0)
+        for record in sorted(held.whole(), key=distance):
+            with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
+                if found := _companions_of(reader, record):
+                    return found
     return {}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import File, Head, Opening, Record, Version
@@ -21,12 +22,11 @@ from deltasync.errors import (
     MissingVersionError,
     ObjectMissingError,
 )
-from deltasync.follow import CommittedVersion, Follower
-from deltasync.housekeeping.retention import Holding, References
-from deltasync.housekeeping.survey import Progress, in_parallel, persistently, quiet, slot_of
-from deltasync.live import LiveMemory
+from deltasync.housekeeping.retention import References
+from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet, survey
 
-_THREADS = 4  # records, or files, in memory
+if TYPE_CHECKING:
+    from deltasync.follow import CommittedVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,10 +34,8 @@ class Damage:
     """One object that is missing, damaged, or does not give what it promises.
 
     Attributes:
-        key: Which.
         sha256: What it must have, None if nothing names it.
         of: Key of the record or fold that cannot be used because of it.
-        problem: What is wrong.
     """
 
     key: str
@@ -51,8 +49,6 @@ class Report:
     """What `check` found.
 
     Attributes:
-        problems: One for each thing that is wrong.
-        newest: The newest version, None if there is none.
         versions, anchors, folds: How many there are, damaged ones included; anchors in the log and announced ones.
         data_bytes: Bytes of all records, folds, parts and anchors.
         publishing: Files that nothing names, and that their author may still name.
@@ -85,15 +81,8 @@ def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress 
     """Compare a channel with what its records promise.
 
     Always: records, seals and folds are whole and of one run, have the digests that others name, every version can be
-    reached, every file that they name is listed with its size.
-
-    With `read_data` every file is also read and held to its sha256, and every version, anchor and fold is applied to weights
-    in host memory and compared with the published fingerprints.
-
-    Args:
-        reader: The channel.
-        read_data: Read everything.
-        progress: Told how far it is.
+    reached, every file that they name is listed with its size. With `read_data` every file is also read and held to its
+    sha256, and every version, anchor and fold is applied to weights in host memory and compared with their fingerprints.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged; nothing else can be told then.
@@ -113,7 +102,6 @@ class Examined:
         report: What `check` returns, complete after `conclude`.
         records, folds: Those that are whole, without their bytes.
         damages: What is wrong, by key.
-        digests: Digests of records, as whoever follows them names them.
         proven: Versions that were replayed.
     """
 
@@ -121,26 +109,18 @@ class Examined:
         self.reader = reader
         self.report = Report()
         self.damages: dict[str, Damage] = {}
-        reader.channel()
         # Head first, then records, then files: what one names was stored before it.
         head = reader.head()
-        listing = dict(reader.slots().slots)
-        spans = {info.key: span for span, info in reader.folds()}
-        read = in_parallel(self._read_stored, [*(slot.key for slot in listing), *spans], "records", progress, _THREADS)
-        whole = {stored.key: stored for stored in read if isinstance(stored, Stored)}
-        gone = {problem.args[0] for problem in read if isinstance(problem, MissingVersionError)}
-        self._slots = {slot: info for slot, info in listing.items() if slot.key not in gone}
-        self.records = {slot: whole[slot.key] for slot in listing if slot.key in whole}
-        self.folds = {key: whole[key] for key in spans if key in whole}
-        self._unreadable_folds = [key for key in spans if key not in whole and key not in gone]
+        held = self._held = survey(reader, progress, whole=True)
+        self.records = {slot: held.stored[slot.key] for slot in held.slots if slot.key in held.stored}
+        self.folds = {key: held.stored[key] for key in held.folds if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
         self._epochs = [epoch for key in self._sizes if (epoch := keys.epoch_of(key)) is not None]
-        self.digests = self._named()
+        self._digests = held.digests()
         self._check_head(head)
-        for key, problem in zip([*(slot.key for slot in listing), *spans], read, strict=True):
-            if isinstance(problem, DeltaSyncError) and key not in gone:
-                slot = keys.slot_of(key)
-                self.note(key, None if slot is None else self.digests.get(slot), key, problem)
+        for key, problem in held.problems.items():
+            slot = keys.slot_of(key)
+            self.note(key, None if slot is None else self._digests.get(slot), key, problem)
         self._check_digests()
         self._check_hints()
         for stored in self.edges():
@@ -149,18 +129,14 @@ class Examined:
         self.proven: set[Slot] = set()
         self._replayed = False
 
-    def _read_stored(self, key: str) -> Stored | DeltaSyncError:
-        try:
-            return dataclasses.replace(persistently(lambda: self.reader.stored(key)), data=None)
-        except MissingVersionError:
-            return MissingVersionError(key)
-        except FormatError as error:
-            return error
+    @property
+    def versions(self) -> dict[Slot, Stored]:
+        """The records that are no seals."""
+        return {slot: stored for slot, stored in self.records.items() if stored.record.is_version}
 
-    def edges(self) -> Iterator[Stored]:
+    def edges(self) -> list[Stored]:
         """All that leads to a version."""
-        yield from (stored for stored in self.records.values() if stored.record.is_version)
-        yield from self.folds.values()
+        return [*self.versions.values(), *self.folds.values()]
 
     def note(self, key: str, sha256: str | None, of: str, problem: DeltaSyncError) -> None:
         """Take a problem, one for each object."""
@@ -168,51 +144,42 @@ class Examined:
             self.damages[key] = Damage(key, sha256, of, problem)
             self.report.problems.append(problem)
 
-    def _named(self) -> dict[Slot, str]:
-        """What the log names, and only where it is silent what folds do."""
-        found = {slot_of(fold.version): fold.version.sha256 for fold in self.folds.values()}
-        bases = [stored.record.base for stored in (*self.folds.values(), *self.records.values())]
-        return found | {slot_of(base): base.sha256 for base in bases if base is not None}
-
     def _check_digests(self) -> None:
-        for slot, sha256 in self.digests.items():
+        for slot, sha256 in self._digests.items():
             stored = self.records.get(slot)
             if stored is not None and stored.sha256 != sha256:
-                problem = CorruptDataError(f"{slot.key} does not have the sha256 that others name it by.")
-                self.note(slot.key, sha256, slot.key, problem)
+                self._damaged(slot.key, f"{slot.key} does not have the sha256 that others name it by.", sha256)
                 del self.records[slot]
         for key, fold in self.folds.items():
             for end in (fold.version, fold.base):
-                if end is not None and self.digests[slot_of(end)] != end.sha256:
-                    self.note(key, None, key, CorruptDataError(f"{key} is a fold of another version {end.version}."))
-        known = {*(slot.epoch for slot in self._slots), *self._epochs}
+                if end is not None and self._digests[end.slot] != end.sha256:
+                    self._damaged(key, f"{key} is a fold of another version {end.version}.")
+        known = {*(slot.epoch for slot in self._held.slots), *self._epochs}
         for slot, stored in self.records.items():
             base, following = stored.record.base, stored.record.next_epoch
             if following is None:
                 continue
-            if base is not None and self.digests[slot_of(base)] != base.sha256:
-                self.note(slot.key, None, slot.key, CorruptDataError(f"{slot.key} seals another version {base.version}."))
+            if base is not None and self._digests[base.slot] != base.sha256:
+                self._damaged(slot.key, f"{slot.key} seals another version {base.version}.")
             elif following not in known and max(known) > slot.epoch:  # else its epoch is still to be opened
-                self.note(slot.key, None, slot.key, CorruptDataError(f"{slot.key} names an epoch that there is not."))
+                self._damaged(slot.key, f"{slot.key} names an epoch that there is not.")
+
+    def _damaged(self, key: str, problem: str, sha256: str | None = None) -> None:
+        self.note(key, sha256, key, CorruptDataError(problem))
 
     def _check_head(self, head: Head | None) -> None:
         """It may be behind, but it must not name what there is not. Where a record is gone it tells its digest."""
-        if head is None or slot_of(head.newest) in self.digests:
+        if head is None or head.newest.slot in self._digests:
             return
-        newest, stored = head.newest, self.records.get(slot_of(head.newest))
-        last = max((slot.epoch, slot.version) for slot in self._slots) if self._slots else ("", 0)
-        if stored is not None and stored.sha256 != newest.sha256:
-            self.note(
-                keys.HEAD,
-                None,
-                keys.HEAD,
-                CorruptDataError(f"{keys.HEAD} names another record of version {newest.version} than there is."),
-            )
-        elif stored is None:
-            self.digests[slot_of(newest)] = newest.sha256
-            if newest.key not in self._sizes and (newest.epoch, newest.version) > last:
+        newest, stored = head.newest, self.records.get(head.newest.slot)
+        if stored is None:
+            self._digests[newest.slot] = newest.sha256
+            last = max((slot.newness for slot in self._held.slots), default=("", 0))
+            if newest.key not in self._sizes and newest.slot.newness > last:
                 problem = MissingVersionError(f"{newest.key}, which {keys.HEAD} names, is not in the store.")
                 self.note(newest.key, newest.sha256, newest.key, problem)
+        elif stored.sha256 != newest.sha256:
+            self._damaged(keys.HEAD, f"{keys.HEAD} names another record of version {newest.version} than there is.")
 
     def _check_hints(self) -> None:
         """Documents that readers can do without."""
@@ -242,15 +209,14 @@ class Examined:
     def read_files(self, progress: Progress = quiet) -> None:
         """Hold every file to its sha256; nothing is replayed."""
         files = [(stored, file) for stored in self.edges() for file in stored.record.files]
-        in_parallel(lambda pair: self.read_file(*pair), files, "files", progress, _THREADS)
+        in_parallel(lambda pair: self.read_file(*pair), files, "files", progress, WHOLE)
 
     def read_file(self, stored: Stored, file: File) -> None:
         """Hold one file to its sha256."""
         if file.key not in self.damages:
-            try:
-                persistently(lambda: self.reader.fetch(file))
-            except (FormatError, MissingVersionError) as error:
-                self.note(file.key, file.sha256, stored.key, error)
+            found = attempt(lambda: self.reader.fetch(file))
+            if isinstance(found, DeltaSyncError):
+                self.note(file.key, file.sha256, stored.key, found)
 
     def replay(self, progress: Progress = quiet) -> None:
         """Apply every version, anchor and fold, and compare the bits; read every file."""
@@ -259,7 +225,7 @@ class Examined:
 
     def usable(self, stored: Stored) -> bool:
         """Whether a record or fold leads from its base to its version, as far as it was checked."""
-        own = [stored.key, *(file.key for file in stored.payload_files)]
+        own = [stored.key, *(file.key for file in stored.record.payload_files)]
         return not any(key in self.damages for key in own)
 
     def unusable(self) -> dict[str, str]:
@@ -269,38 +235,31 @@ class Examined:
     def reached(self, start: Iterable[Slot] = (), nothing: bool = True) -> set[Slot]:
         """The versions that ways lead to from these versions and, unless it is not wanted, from nothing."""
         found = set(start)
-        edges = sorted((stored for stored in self.edges() if self.usable(stored)), key=lambda stored: stored.record.version)
-        more = True
-        while more:
-            before = len(found)
-            for stored in edges:
-                base = stored.base
-                if (base is None and nothing) or (base is not None and slot_of(base) in found):
-                    found.add(slot_of(stored.version))
-            more = len(found) > before
+        for stored in sorted(self.edges(), key=lambda stored: stored.record.version):  # a base has a lesser number
+            base = stored.base
+            if self.usable(stored) and (nothing if base is None else base.slot in found):
+                found.add(stored.version.slot)
         return found
 
     def conclude(self) -> None:
         """Complete the report."""
-        report, versions = self.report, {slot: s for slot, s in self.records.items() if s.record.is_version}
+        report, versions = self.report, self.versions
         reached = self.reached()
         for slot, stored in sorted(versions.items()):
             base = stored.base
             if slot in reached or base is None or base.key in self.damages or not self.usable(stored):
                 continue
-            if slot_of(base) not in self.records:
+            if base.slot not in self.records:
                 problem = MissingVersionError(
                     f"Version {slot.version} builds on version {base.version}, whose record is missing, and no other way "
                     "leads there."
                 )
                 self.note(base.key, base.sha256, base.key, problem)
-        report.newest = (
-            max(versions.items(), key=lambda item: (item[0].epoch, item[0].version))[1].version if versions else None
-        )
-        seals = sum(1 for stored in self.records.values() if not stored.record.is_version)
-        report.versions = len(self._slots) - seals
-        report.anchors = sum(1 for stored in self.edges() if stored.use_anchor)
-        report.folds = len(self._unreadable_folds) + sum(1 for stored in self.folds.values() if not stored.use_anchor)
+        newest = max(versions, key=lambda slot: slot.newness, default=None)
+        report.newest = None if newest is None else versions[newest].version
+        report.versions = len(self._held.slots) - (len(self.records) - len(versions))
+        report.anchors = sum(stored.use_anchor for stored in self.edges())
+        report.folds = sum(fold is None or fold.anchor is None for fold in self._held.folds.values())
         report.unreachable = sorted(slot.version for slot in versions.keys() - reached)
         folders = (keys.VERSIONS, keys.FOLDS, keys.PARTS, keys.ANCHORS)
         report.data_bytes = sum(size for key, size in self._sizes.items() if key.startswith(folders))
@@ -309,14 +268,12 @@ class Examined:
             report.proven = sorted(slot.version for slot in self.proven)
             report.unproven = sorted(slot.version for slot in versions.keys() - self.proven)
 
-    def holding(self) -> Holding:
-        """The records, for what decides by them."""
-        records = {slot: self.records[slot].record if slot in self.records else None for slot in self._slots}
-        return Holding(records=records, stored_s={}, announced={})
+    def documents(self) -> dict[Slot, Record | None]:
+        """The documents of records, None where one is damaged."""
+        return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.slots}
 
     def _count_unnamed(self) -> None:
-        folds: dict[str, Record | None] = {key: fold.record for key, fold in self.folds.items()}
-        references = References(self.holding().records, folds | dict.fromkeys(self._unreadable_folds))
+        references = References(self.documents(), self._held.folds)
         for key, size in self._sizes.items():
             if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key) and key not in references:
                 if references.under_way(key):
@@ -330,6 +287,9 @@ class _Replay:
     """Weights in host memory that every record, anchor and fold of a channel is applied to, version by version."""
 
     def __init__(self, examined: Examined) -> None:
+        from deltasync.follow import Follower  # which needs torch, as nothing else here does
+        from deltasync.live import LiveMemory
+
         memory, _ = LiveMemory.on_host(examined.reader.specs)
         memory.audit()
         self._examined = examined
@@ -338,15 +298,13 @@ class _Replay:
     def run(self, progress: Progress) -> None:
         """Go through all versions in ascending order."""
         examined, follower = self._examined, self._follower
-        ways: dict[Slot, list[Stored]] = {
-            slot: [stored] for slot, stored in examined.records.items() if not _is_seal(stored)
-        }
+        ways = {slot: [stored] for slot, stored in examined.versions.items()}
         folds: dict[Slot, list[Stored]] = {}
         for fold in examined.folds.values():
             if fold.base is None:
-                ways.setdefault(slot_of(fold.version), []).append(fold)
+                ways.setdefault(fold.version.slot, []).append(fold)
             else:
-                folds.setdefault(slot_of(fold.base), []).append(fold)
+                folds.setdefault(fold.base.slot, []).append(fold)
         for done, (slot, found) in enumerate(sorted(ways.items()), start=1):
             for stored in found:
                 if self._go(stored.base) and self._apply(stored) is not None:
@@ -369,7 +327,7 @@ class _Replay:
         follower = self._follower
         if base is None or follower.version == base:
             return True
-        if slot_of(base) in self._examined.proven:
+        if base.slot in self._examined.proven:
             with contextlib.suppress(FormatError, ChainError, ApplyError):
                 for stored in find_way(self._examined.reader, follower.version, base, self._examined.unusable()):
                     follower.confirm(follower.commit(follower.stage([stored])))
@@ -395,7 +353,3 @@ class _Replay:
     def _read(self, stored: Stored) -> None:
         for file in stored.record.files:
             self._examined.read_file(stored, file)
-
-
-def _is_seal(stored: Stored) -> bool:
-    return stored.record.kind == "seal"

@@ -73,3 +73,17 @@ def device_diff(device: torch.device) -> DeviceDiff:
 
 def _has_triton(device: torch.device) -> bool:
     return device.type in ACCELERATORS and importlib.util.find_spec("triton") is not None
+
+
+__all__ = [
+    "ACCELERATORS",
+    "DeviceDiff",
+    "SegmentKernels",
+    "coder",
+    "counts",
+    "cpu",
+    "device_diff",
+    "rans",
+    "segment_kernels",
+    "table",
+]

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, get_num_threads, njit, prange, set_num_threads, types
 from numba import threading_layer as _threading_layer
 from numba.core import cgutils
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
 from deltasync.kernels import reference
-from deltasync.types import index_dtype
+from deltasync.kernels.compiled import kernel
+from deltasync.tensors import index_dtype
 
 _I = reference.INDEX_STEP
 _V = reference.VALUE_STEP
 _M1 = reference.MIX_1
 _M2 = reference.MIX_2
-_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_S30, _S27, _S31 = map(np.uint64, (30, 27, 31))
 
 # Elements per parallel task: large enough to hide the scheduling, small enough for both cores to share one tensor.
 _CHUNK = 1 << 18
@@ -32,14 +35,6 @@ _ROW, _ROWS = 1 << 16, 64
 _kept = threading.local()
 
 _AHEAD = 64  # elements between asking for a cache line and using it
-
-
-@intrinsic
-def _trailing_zeros(_context, _value):
-    def generate(_context, builder, _signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), generate
 
 
 @intrinsic
@@ -93,7 +88,7 @@ def _cell(key, index, bits):
     return z ^ (z >> _S31)
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _fingerprint(key, bits_N):
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
@@ -105,7 +100,7 @@ def _fingerprint(key, bits_N):
     return total
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _fingerprint_runs(key, start_R, bits_RL):
     total = np.uint64(0)
     for r in prange(start_R.size):
@@ -116,7 +111,7 @@ def _fingerprint_runs(key, start_R, bits_RL):
     return total
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
     """Elements from `first` on, a row for each `_ROW` of them.
 
@@ -132,13 +127,13 @@ def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
         while i + 64 <= last:
             changed = _differing_lanes(old_N, new_N, i)
             for _ in range(2):
-                at = i + np.int64(_trailing_zeros(changed) & last_lane)
+                at = i + np.int64(trailing_zeros(changed) & last_lane)
                 offset_RP[r, found] = at - base
                 step_RP[r, found] = new_N[at] - old_N[at]
                 found += changed != 0
                 changed &= changed - one
             while changed:
-                at = i + np.int64(_trailing_zeros(changed))
+                at = i + np.int64(trailing_zeros(changed))
                 offset_RP[r, found] = at - base
                 step_RP[r, found] = new_N[at] - old_N[at]
                 found += 1
@@ -153,7 +148,7 @@ def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
         count_R[r] = found
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
     for r in prange(start_R.size - 1):
         base, low = first + r * _ROW, start_R[r]
@@ -162,7 +157,7 @@ def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
             step_K[low + k] = step_RP[r, k]
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
     """`room_RP` has a row for each task; nothing is allocated here, so that nothing fails halfway."""
     added, above = np.uint64(0), np.int64(0)
@@ -190,7 +185,7 @@ def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
     return added, above
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, new_K):
     added, check = np.uint64(0), np.uint64(0)
     chunks = (data_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
@@ -218,7 +213,7 @@ def _weighted(at, bits):
     return np.uint64(bits) * (np.uint64(2) * np.uint64(at) + np.uint64(1))
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel
 def _swap(chunk_CF, bits, index):
     """`chunk_CF` holds addresses of memory, positions and values, and the number of values; the others only types."""
     check = np.uint64(0)
@@ -256,7 +251,7 @@ _most: int | None = None  # threads that this process may use; None for numba's 
 
 
 def limit_threads(count: int) -> None:
-    """Use at most so many threads, and one at least, in each kernel from now on."""
+    """Use at most this many threads, at least one, in each kernel from now on."""
     global _most
     _most = max(1, count)
 
@@ -271,27 +266,17 @@ def threading_layer() -> str:
 _alone = threading.Lock()  # held while kernels run where two threads may not use them at once
 
 
-class threads:
+@contextlib.contextmanager
+def threads(task_count: int) -> Iterator[None]:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
-
-    def __init__(self, task_count: int) -> None:
-        self._task_count = task_count
-
-    def __enter__(self) -> None:
-        self._locked = threading_layer() == "workqueue"
-        if self._locked:
-            _alone.acquire()
-        self._before = get_num_threads()
-        wanted = max(1, self._task_count if _most is None else min(self._task_count, _most))
-        self._fewer = wanted < self._before
-        if self._fewer:
-            set_num_threads(wanted)
-
-    def __exit__(self, *_: object) -> None:
-        if self._fewer:
-            set_num_threads(self._before)
-        if self._locked:
-            _alone.release()
+    with _alone if threading_layer() == "workqueue" else contextlib.nullcontext():
+        before = get_num_threads()
+        wanted = max(1, task_count if _most is None else min(task_count, _most))
+        set_num_threads(min(wanted, before))
+        try:
+            yield
+        finally:
+            set_num_threads(before)
 
 
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
@@ -341,18 +326,11 @@ def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
 def add(
     key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, bounds: tuple[int, int], start: int = 0
 ) -> tuple[int, bool]:
-    """Add steps to elements, which are mutated. As `reference.scatter`, of a tensor's elements from flat index `start` on.
-
-    Args:
-        key: Fingerprint key of the tensor.
-        bits_N: Unsigned bit patterns of those elements.
-        index_K: Positions in `bits_N`.
-        step_K: The steps.
-        bounds: A mask and a limit.
-        start: Flat index of the first of `bits_N`.
+    """Add steps at positions `index_K` of `bits_N`, which is mutated: a tensor's elements from flat index `start` on.
 
     Returns:
-        What that adds to the tensor's fingerprint, modulo 2**64; whether a new bit pattern, masked, is above the limit.
+        As `reference.scatter`, what that adds to the fingerprint; whether a new bit pattern, masked by the first of
+        `bounds`, is above the second.
     """
     mask, largest = np.array(bounds, np.uint64)
     _, room_RP = _scratch(bits_N.dtype)
@@ -378,7 +356,7 @@ def prepare(
 
 @functools.cache
 def warm_up(bits: np.dtype, index: np.dtype) -> None:
-    """Compile `swap` for these types, or load it, so that no commit waits for it."""
+    """Compile `swap_by` for these types, or load it, so that no commit waits for it."""
     with threads(1):
         _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
 
@@ -409,8 +387,3 @@ def swap_by(table: SwapTable) -> int:
         with threads(len(call[0])):
             check += int(_swap(*call))
     return check % (1 << 64)
-
-
-def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    """As `reference.swap`, one call of a kernel for all writes of the same types."""
-    return swap_by(swap_table(writes))

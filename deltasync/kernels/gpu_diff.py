@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from deltasync.kernels import groups
-from deltasync.types import index_dtype
+from deltasync.tensors import index_dtype
 
 _WORDS = 1024  # of marks per program of `_compact`
 _ALIGNED_BYTES = 16
@@ -203,7 +203,7 @@ class Diff:
         """Compare a tensor with its shadow, now or when a group is full. Both have to stay until `finish`.
 
         Args:
-            name: Of the tensor.
+            name: The tensor's.
             shadow_N: Signed view of the last published bits. Mutated: once finished it holds the new bits.
             new_N: The weights: float32 for a bfloat16 shadow, rounded to nearest even (a NaN keeps its sign and the upper
                 bits of its payload, and becomes quiet); otherwise a signed view of the shadow's own dtype.

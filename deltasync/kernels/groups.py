@@ -35,7 +35,7 @@ def layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
 
 
 def capacity(elements: int, blocks: int, wanted: int, width: int) -> int:
-    """Changes of a group that its buffer has room for, of so many that may come."""
+    """How many changes of a group its buffer has room for."""
     ends, _, _ = layout(blocks, 0, width)
     return max(1, min(wanted, elements, (BUFFER_BYTES - ends) // (4 + width)))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deltasync.types import index_dtype
+from deltasync.tensors import index_dtype
 
 # Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 # Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from deltasync.fingerprint import MASK
+from deltasync.tensors.fingerprint import MASK
 
 DEST, KEY, OFFSET, DIMS, AT, VALUE, ABSOLUTE, LAYOUT = range(8)
 """Columns of a line: address of the live memory, the tensor's fingerprint key, checkpoint index of position 0, number of

@@ -11,7 +11,7 @@ import torch
 
 from deltasync.kernels import reference
 from deltasync.kernels.table import Entry, Table
-from deltasync.types import index_dtype
+from deltasync.tensors import index_dtype
 
 _READ_BLOCK = 1 << 20
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -28,34 +27,17 @@ class Part:
     value: int
 
 
-class Swap(Protocol):
-    """Values of scattered elements of one device.
+class HostSwap:
+    """Values of scattered elements, in host memory.
+
+    Args:
+        writes: Live memory, flat; positions in it; new values. Signed views, the values are kept and mutated.
 
     Attributes:
         gains: What fingerprints gain by the first exchange.
         check: What `found` returns after the first exchange if live memory is what it was when this was staged.
         changed: Number of elements.
-        nbytes: What it takes on the device until the commit is confirmed.
-    """
-
-    gains: Sequence[Part]
-    check: int
-    changed: int
-    nbytes: int
-
-    def exchange(self) -> None:
-        """Exchange all values; mutates live memory."""
-
-    def found(self) -> int:
-        """Checksum of what the last exchange found in live memory. Waits for the device."""
-
-
-class HostSwap:
-    """A `Swap` in host memory.
-
-    Args:
-        writes: Live memory, flat; positions in it; new values. Signed views, the values are kept and mutated.
-        gains, check: As of `Swap`.
+        nbytes: What it takes until the commit is confirmed.
     """
 
     def __init__(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], gains: Sequence[Part], check: int):
@@ -79,13 +61,7 @@ class HostSwap:
 
 
 class DeviceSwap:
-    """A `Swap` in the memory of an accelerator: a constant number of launches.
-
-    Args:
-        device: Where.
-        table: Prepared: its values are the new bits.
-        gains, check: As of `Swap`.
-    """
+    """As `HostSwap`, in the memory of an accelerator, by a constant number of launches; its table is prepared."""
 
     def __init__(self, device: Device, table: Table, gains: Sequence[Part], check: int) -> None:
         self._device = device
@@ -102,6 +78,9 @@ class DeviceSwap:
     def found(self) -> int:
         """Checksum of what the last exchange found in live memory. Waits for the device."""
         return self._table.check()
+
+
+Swap = HostSwap | DeviceSwap
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

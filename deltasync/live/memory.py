@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import fingerprint
-from deltasync.bits import int_view, signed_view, tensor_of
 from deltasync.errors import StageError
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, undo
 from deltasync.live.segments import Parts, Segment, combine
 from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
-from deltasync.types import Patch, TensorSpec, weight_bytes
+from deltasync.tensors import Patch, TensorSpec, fingerprint, weight_bytes
+from deltasync.tensors.bits import int_view, signed_view, tensor_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,7 +262,7 @@ class LiveMemory:
         """Write the old values of a commit back.
 
         Args:
-            report: Of the last commit.
+            report: What the last commit returned.
             parts: A copy of `self.parts` from before that commit.
 
         Raises:

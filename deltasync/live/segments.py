@@ -1,7 +1,7 @@
 """Segments: where parts of checkpoint tensors lie in live memory.
 
 A replica on the host has one segment per tensor; vLLM's fused, stacked and sliced parameters have as many as its loader
-copies (`vllm_plugin.load_plan`). Everything else follows from them: gathering a tensor, translating flat checkpoint indices
+copies (`vllm_plugin.load.plan`). Everything else follows from them: gathering a tensor, translating flat checkpoint indices
 to addresses, and the fingerprint of what a worker holds.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import fingerprint
 from deltasync.errors import StageError
+from deltasync.tensors import fingerprint
 
 _DIFFERS = -1
 
@@ -72,7 +72,7 @@ class Segment:
         return tuple(dims)
 
     def pieces(self, most_elements: int) -> Iterator[Segment]:
-        """The segment cut into pieces of at most so many elements, as few as follow from cutting the first dimensions."""
+        """The segment cut into pieces of a bounded size, as few as follow from cutting the first dimensions."""
         yield from _pieces(self, 0, most_elements)
 
     def source(self, flat_N: torch.Tensor) -> torch.Tensor:
@@ -161,8 +161,8 @@ def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts
     """Fingerprints of tensors from those of their segments.
 
     Args:
-        regions: Of each shard.
-        parts: Of each shard, in the same order: for each tensor a fingerprint per segment.
+        regions: What each shard holds.
+        parts: For each shard, in the same order, by tensor a fingerprint per segment.
 
     Returns:
         For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.

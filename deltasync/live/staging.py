@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from deltasync import fingerprint, kernels
-from deltasync.bits import signed_view
+from deltasync import kernels
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Part, Swap
 from deltasync.live.segments import Segment, unsigned
-from deltasync.types import Patch, index_dtype
+from deltasync.tensors import Patch, fingerprint, index_dtype
+from deltasync.tensors.bits import signed_view
 
 _HOST_PIECE_BYTES = 4 << 20
 _DEVICE_PIECE_BYTES = 32 << 20
@@ -41,40 +40,23 @@ class Target:
     key: int
 
 
-class Readout(Protocol):
-    """Segments of one device whose fingerprints are to be read, with all that it takes."""
-
-    def read(self) -> list[Part]:
-        """Their fingerprints, of every bit in live memory."""
-
-
-class Staging(Protocol):
-    """Collects what is to be written to one device."""
-
-    def add(self, target: Target, patch: Patch) -> None:
-        """Take a patch's share of a segment."""
-
-    def finish(self) -> tuple[Sequence[Swap], Sequence[Copy], Sequence[Readout]]:
-        """What was collected, and what reads the segments that are copied."""
-
-
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """Views of live memory, and new bits for them on the host."""
 
 
 class HostReadout:
-    """`Readout` of host memory."""
+    """Segments of host memory whose fingerprints are to be read."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
 
     def read(self) -> list[Part]:
-        """Their fingerprints."""
+        """Their fingerprints, of every bit in live memory."""
         return [Part(of.name, of.number, kernels.cpu.fingerprint_runs(of.key, *of.segment.runs())) for of in self._targets]
 
 
 class HostStaging:
-    """`Staging` for host memory."""
+    """Collects what is to be written to host memory."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -125,7 +107,7 @@ class HostStaging:
 
 
 class DeviceReadout:
-    """`Readout` of an accelerator's memory, which are read there."""
+    """Segments of an accelerator's memory, read there, and all that it takes."""
 
     def __init__(self, device: Device, targets: Sequence[Target]) -> None:
         self._device = device
@@ -147,7 +129,7 @@ class DeviceReadout:
 
 
 class DeviceStaging:
-    """`Staging` for an accelerator: what is written goes there in one copy, at the end."""
+    """Collects what is to be written to an accelerator; it goes there in one copy, at the end."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -231,6 +213,10 @@ class DeviceStaging:
             return swaps, [], []
         copies = [Copy(target.name, target.number, pieces, self._room[:2]) for target, pieces in self._copies]
         return swaps, copies, [DeviceReadout(self._device, [target for target, _ in self._copies])]
+
+
+Readout = HostReadout | DeviceReadout
+Staging = HostStaging | DeviceStaging
 
 
 def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:

@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deltasync.publish.job import Receipt
     from deltasync.publish.publisher import Publisher
-    from deltasync.publish.receipt import Receipt
 
-_HOME = {"Publisher": "publisher", "Receipt": "receipt"}
+_HOME = {"Publisher": "publisher", "Receipt": "job"}
 
-__all__ = ["Publisher", "Receipt"]
+__all__ = ["Publisher", "Receipt", "quantize", "sharded", "stream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,23 +6,23 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deltasync.bits import tensor_of
+import numpy as np
+
 from deltasync.channel import anchors
-from deltasync.channel.documents import Anchor, File
+from deltasync.channel.documents import COMPRESSED, Anchor, File
 from deltasync.config import PublisherSettings
 from deltasync.publish.shadow import Shadow
 from deltasync.ranks.peers import Peers, Range
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import tensor_of
 
 Files = Iterator[tuple[str, bytes]]
 
 
 class Weights:
-    """The weight files of one version.
+    """The weight files of one version: name and content of each, made when it is asked for.
 
-    Args:
-        files: Name and content of each, made when it is asked for.
-        close: Gives back what they are made from.
+    `close` gives back what they are made from.
     """
 
     def __init__(self, files: Files, close: Callable[[], None]) -> None:
@@ -33,21 +33,14 @@ class Weights:
     def of(cls, shadow: Shadow, settings: PublisherSettings) -> Weights:
         """What a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
-        files = anchors.taken_files(
-            _sizes(shadow.specs),
-            lambda name: tensor_of(snapshot.take(name), shadow.specs[name]),
-            snapshot.fingerprints,
-            settings.shard_bytes,
-            compression_of(settings),
-        )
-        return cls(files, snapshot.close)
+        return cls(_files(shadow.specs, snapshot.take, snapshot.fingerprints, settings), snapshot.close)
 
     def put(self, put_file: Callable[[str, str, bytes], File], folder: str, companions: Mapping[str, bytes]) -> Anchor:
         """Store all files.
 
         Args:
             put_file: Stores a file in a folder.
-            folder: Where.
+            folder: The anchor's folder.
             companions: What lies beside the weights.
 
         Raises:
@@ -62,14 +55,9 @@ class Weights:
         return Anchor(directory=folder, files=weights, companions=beside)
 
 
-def compression_of(settings: PublisherSettings) -> str | None:
-    """As `anchors.taken_files` takes it."""
-    return None if settings.anchor_compression == "none" else settings.anchor_compression
-
-
 def requires_of(settings: PublisherSettings) -> list[str]:
     """What readers must know to read weights that are written so."""
-    return [] if settings.anchor_compression == "none" else [anchors.COMPRESSED]
+    return [] if settings.anchor_compression == "none" else [COMPRESSED]
 
 
 def collect_weights(
@@ -80,42 +68,35 @@ def collect_weights(
     fingerprints: Mapping[str, int],
     settings: PublisherSettings,
 ) -> Weights | None:
-    """The weight files of a sharded trainer, on the first rank's disk. All ranks call it.
+    """The weight files of a sharded trainer, in a temporary directory of the first rank; None at the others.
 
     Args:
-        peers: All ranks.
+        peers: All ranks, which all call this.
         shadow: What this one holds.
-        specs: Of the tensors, in the same order on all ranks.
+        specs: The tensors, in the same order on all ranks.
         held: Ranges of each rank.
-        fingerprints: Of the whole tensors.
+        fingerprints: Those of the whole tensors.
         settings: The first rank's.
-
-    Returns:
-        The files, in the system's directory for temporary files; None at the other ranks.
 
     Raises:
         OSError: no room on the first rank's disk; then all ranks raise.
         PublishError: a rank did not answer.
     """
-    sizes = _sizes(specs)
-    files = anchors.taken_files(
-        sizes,
-        lambda name: tensor_of(peers.collect(shadow.bits[name], [ranges[name] for ranges in held]), specs[name]),
-        fingerprints,
-        settings.shard_bytes,
-        compression_of(settings),
-    )
+
+    def collect(name: str) -> np.ndarray:
+        return peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
+
     if peers.rank:
-        for names in anchors.shards(sizes, settings.shard_bytes).values():
+        for names in anchors.shards(_sizes(specs), settings.shard_bytes).values():
             for name in names:
-                peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
+                collect(name)
         peers.agree(None)
         return None
     folder = tempfile.TemporaryDirectory(prefix="deltasync-")
     paths: list[Path] = []
     problem: Exception | None = None
     try:
-        for name, data in files:  # to the end, whatever goes wrong here: the others go on sending
+        for name, data in _files(specs, collect, fingerprints, settings):  # to the end: the others go on sending
             if problem is None:
                 try:
                     paths.append(Path(folder.name, name))
@@ -127,6 +108,18 @@ def collect_weights(
         folder.cleanup()
         raise
     return Weights(((path.name, path.read_bytes()) for path in paths), folder.cleanup)
+
+
+def _files(
+    specs: Mapping[str, TensorSpec],
+    take: Callable[[str], np.ndarray],
+    fingerprints: Mapping[str, int],
+    settings: PublisherSettings,
+) -> Files:
+    compression = None if settings.anchor_compression == "none" else settings.anchor_compression
+    return anchors.taken_files(
+        _sizes(specs), lambda name: tensor_of(take(name), specs[name]), fingerprints, settings.shard_bytes, compression
+    )
 
 
 def _sizes(specs: Mapping[str, TensorSpec]) -> dict[str, int]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deltasync import kernels
-from deltasync.bits import bits_of, cast, int_view, served_dtype, signed_view
 from deltasync.kernels import ACCELERATORS, DeviceDiff, device_diff
+from deltasync.tensors.bits import bits_of, cast, int_view, served_dtype, signed_view
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,11 @@ Difference = tuple[str, np.ndarray, np.ndarray]
 
 
 class DeviceCopies:
-    """Copies of the shadow's ranges on the devices that their tensors come from.
+    """Copies of the shadow's ranges, which are only read, on the devices that their tensors come from.
 
     A tensor that has a copy is compared there, and only what changed crosses to the host; `DeviceDiff` says how. Copies are
     taken as long as there is room. They are given up, for good, when the device runs out of memory in a comparison, and with
     `auto` also where PyTorch's allocator has had to free what it kept, or others took the memory.
-
-    Args:
-        bits: The shadow's ranges on the host, by name. Only read.
     """
 
     def __init__(self, bits: dict[str, np.ndarray]) -> None:
@@ -71,12 +68,12 @@ class DeviceCopies:
             diff.drop()
 
     def differences(self, name: str, held: torch.Tensor, dtype: str, placement: str, lasting: bool) -> Iterator[Difference]:
-        """What differs from the shadow: of this tensor, and of others that waited for it; not of all that wait still.
+        """What differs in this tensor, and in others that waited for it; not in all that wait still.
 
         Args:
-            name: Of the tensor.
+            name: The tensor's name.
             held: The range of it that the stream holds.
-            dtype: The served one, or `keep`.
+            dtype: The served dtype, or `keep`.
             placement: As `PublisherSettings.shadow_placement`.
             lasting: Whether the tensor keeps its memory and bits until `rest` was called. Otherwise it is compared at once.
         """
@@ -123,7 +120,7 @@ class DeviceCopies:
                 self._retries[device] = _alloc_retries(device)
 
     def _on_host(self, device: torch.device, dtype: str) -> Iterator[Difference]:
-        """As `rest`, of tensors of a device that has no memory left; what is under way there is forgotten."""
+        """As `rest`, on the host, for a device that has no memory left; what is under way there is forgotten."""
         self._give_up(device, "it ran out of memory")
         if device in self._diffs:
             self._diffs[device].drop()

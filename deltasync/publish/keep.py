@@ -5,62 +5,73 @@ Nothing here is needed for a version to be right. What fails is logged, and trie
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from deltasync import housekeeping
 from deltasync.channel import keys
-from deltasync.channel.documents import Delta, Version
+from deltasync.channel.documents import Anchor, Delta, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.codec.base import Encoded
-from deltasync.config import PublisherSettings, Retention
-from deltasync.errors import DeltaSyncError
+from deltasync.config import Retention
+from deltasync.errors import DeltaSyncError, get_logger
 from deltasync.housekeeping import Keep
-from deltasync.publish.collect import Weights, requires_of
+from deltasync.publish.collect import Weights
 from deltasync.publish.log import Log
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LEAST_BETWEEN = 16  # versions between two times of forgetting: each reads the records that there are
 
 
 class Keeper:
-    """Looks after one channel as `Retention` says.
+    """Looks after one channel as `retention` says.
+
+    Args:
+        reader: The channel's.
+        log: The channel's.
+        retention: What to keep.
+        model_files: What lies beside the weights of an anchor, by name.
 
     Attributes:
-        reader: The channel's.
         announcing: Whether an anchor is under way.
         failed: Whether the last one could not be announced.
     """
 
-    def __init__(self, reader: ChannelReader, log: Log, retention: Retention) -> None:
+    def __init__(self, reader: ChannelReader, log: Log, retention: Retention, model_files: Mapping[str, bytes]) -> None:
         self.reader = reader
+        self.retention = retention
         self.announcing = self.failed = False
         self._log = log
-        self._retention = retention
+        self._model_files = model_files
         self._swept = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-keep")
 
-    def announce(
-        self, stored: Stored, weights: Weights, model_files: Mapping[str, bytes], settings: PublisherSettings
-    ) -> None:
+    def store(self, weights: Weights, version: int) -> Anchor:
+        """Store the files of an anchor.
+
+        Raises:
+            CorruptDataError, FencedError, StoreError, OSError: as `Weights.put` and `Log.put_file`.
+        """
+        folder = keys.anchor_folder(version, self._log.epoch, self._log.attempt(version))
+        return weights.put(self._log.put_file, folder, self._model_files)
+
+    def announce(self, stored: Stored, weights: Weights, requires: list[str]) -> None:
         """Store the weights of a version, and announce them as another way to it."""
         self.announcing = True
-        self._pool.submit(self._announce, stored, weights, model_files, settings)
+        self._pool.submit(self._announce, stored.version, str(stored.record.fingerprint), weights, requires)
 
     def fold(self, base: Version, stored: Stored, delta: Delta, payload: Encoded | None) -> None:
         """Store a fold from a version to another one."""
-        assert stored.record.fingerprint is not None
-        digest = stored.record.fingerprint
-        self._pool.submit(self._guarded, lambda: self._log.fold(base, stored.version, digest, delta, payload))
+        digest = str(stored.record.fingerprint)
+        self._pool.submit(self._guarded, lambda: self._log.fold(stored.version, digest, payload, base=base, delta=delta))
 
     def published(self, version: int) -> None:
         """Forget and prune if that is due now that a version is visible."""
-        keep_last = self._retention.keep_last
+        keep_last = self.retention.keep_last
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
-        if (keep_last is not None or self._retention.keep_anchors is not None) and version >= self._swept + due:
+        if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._swept + due:
             self._swept = version
             self._pool.submit(self._guarded, self._sweep)
 
@@ -68,28 +79,18 @@ class Keeper:
         """Finish what is under way, and end the thread."""
         self._pool.shutdown(wait=True)
 
-    def _announce(
-        self, stored: Stored, weights: Weights, model_files: Mapping[str, bytes], settings: PublisherSettings
-    ) -> None:
-        log, version, digest = self._log, stored.version, stored.record.fingerprint
-        assert digest is not None
-
-        def store() -> None:
-            folder = keys.anchor_folder(version.version, log.epoch, log.attempt(version.version))
-            anchor = weights.put(log.put_file, folder, model_files)
-            log.announce(version, digest, anchor, requires_of(settings))
-
-        self.failed = not self._guarded(store)
+    def _announce(self, version: Version, digest: str, weights: Weights, requires: list[str]) -> None:
+        self.failed = not self._guarded(
+            lambda: self._log.announce(version, digest, self.store(weights, version.version), requires)
+        )
         weights.close()
         if self.failed:
-            log.give_up(version.version)
+            self._log.give_up(version.version)
         self.announcing = False
 
     def _sweep(self) -> None:
-        keep, grace_s = (
-            Keep(last=self._retention.keep_last, anchors=self._retention.keep_anchors),
-            self._retention.prune_grace_s,
-        )
+        grace_s = self.retention.prune_grace_s
+        keep = Keep(last=self.retention.keep_last, anchors=self.retention.keep_anchors)
         housekeeping.forget(self.reader, keep, grace_s=grace_s)
         housekeeping.prune(self.reader, grace_s=grace_s)
 
@@ -98,9 +99,9 @@ class Keeper:
         try:
             action()
         except DeltaSyncError as error:
-            logger.warning("Looking after the channel failed, and will be tried again: %s", error)
+            logger.warning("Channel maintenance failed, and will be tried again: %s", error)
         except Exception:  # the thread goes on; training is not to end for this
-            logger.exception("Looking after the channel failed unexpectedly.")
+            logger.exception("Channel maintenance failed unexpectedly.")
         else:
             return True
         return False

@@ -10,14 +10,13 @@ Crash points of `Log.append`, for version v + 1:
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Record, Version
+from deltasync.channel.documents import Anchor, Channel, File, Head, Record, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
@@ -31,11 +30,12 @@ from deltasync.errors import (
     MissingVersionError,
     PublishPendingError,
     TransientStoreError,
+    get_logger,
 )
 from deltasync.publish import put
 from deltasync.stores.base import REQUEST_S
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MOST_PUBLISHED = 1 << 16
 
@@ -52,12 +52,9 @@ class Lease:
     It is assumed that a request does not take effect later than `settle_s - look_s` after it was sent.
 
     Attributes:
-        settle_s: How long a new writer waits for requests of the one before.
+        settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is less than it takes.
         look_s: How long a writer may rely on a look at the epochs.
         request_s: When the store gives up the request that follows a look.
-
-    Raises:
-        ConfigError: a request of the writer before could take effect after the wait.
     """
 
     settle_s: float = 30.0
@@ -83,17 +80,13 @@ class Log:
         reader: The channel's.
         settings: How often a put is repeated.
         signer: Signs channel.json and records, if there is one.
-        epoch: The epoch, which is in force or claimed.
-        run_id: The channel's run.
-        channel: The channel, None if there is none yet.
-        tip: The newest version.
         lease: How writers succeed each other; None where the store decides.
         claimed_s: When the epoch was claimed, by `boot_s`.
 
     Attributes:
-        channel: None until it is stored.
-        epoch: The epoch, which is also the author of all keys.
+        epoch: The epoch, which is in force or claimed; also the author of all keys.
         run_id: The channel's run.
+        channel: The channel; None until it is stored.
         tip: The newest version that is stored, None before the first.
         pending: A record that was put and not answered yet; its number is taken.
         published: Digests of the records that this log stored, by number; the newest 65,536.
@@ -153,12 +146,7 @@ class Log:
         self._attempts[version] = self.attempt(version) + 1
 
     def put_file(self, folder: str, name: str, data: bytes) -> File:
-        """Store a part, or a file of an anchor. After return: durable.
-
-        Args:
-            folder: A folder of this epoch and the current `attempt`.
-            name: Its name there.
-            data: Its content. The same key never gets another one.
+        """Store a part, or a file of an anchor, in a folder of this epoch and the current `attempt`. After return: durable.
 
         Raises:
             FencedError: another publisher has opened the channel.
@@ -170,11 +158,7 @@ class Log:
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
 
-        Args:
-            channel: Its `run_id`, `epoch` and `fencing` are filled in.
-
-        Returns:
-            The channel as it is stored: that of the first call, whatever later ones pass.
+        `run_id`, `epoch` and `fencing` are filled in. Returned is what is stored: that of the first call, always.
 
         Raises:
             FencedError: another publisher created it.
@@ -195,14 +179,11 @@ class Log:
         return self._new_channel[0]
 
     def append(self, document: Record, payload: Encoded | None) -> Stored:
-        """Make a version visible, after the pending one if there is one. After return: visible as a whole.
+        """Make a version visible, after the pending one if there is one. After return: visible as a whole, and the tip.
 
         Args:
             document: Its run, version, epoch and base are filled in. All files that it names are stored.
             payload: What goes into the record, of `next_version`; decoded by the caller.
-
-        Returns:
-            The version, which is the tip now.
 
         Raises:
             FencedError: another publisher has opened the channel. Every later call raises it too.
@@ -237,42 +218,22 @@ class Log:
         self._follow_with_head()
 
     def announce(self, version: Version, fingerprint: str, anchor: Anchor, requires: list[str]) -> Stored:
-        """Announce an anchor of a stored version. If this gets no answer, the next call for it puts the same bytes again.
+        """Announce an anchor, whose files are stored, of a stored version of any epoch.
 
-        Args:
-            version: Which, of any epoch.
-            fingerprint: The model's at that version.
-            anchor: Its files are stored.
-            requires: Features that it takes to read it.
+        If this gets no answer, the next call for it puts the same bytes again. `requires` are features that it takes to read
+        the anchor.
 
         Raises:
             FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
         """
-        stored = self._fold(version, fingerprint, None, anchor=anchor, requires=requires)
+        stored = self.fold(version, fingerprint, None, anchor=anchor, requires=requires)
         with self._lock:
             self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
         self._follow_with_head()
         return stored
 
-    def fold(self, base: Version, version: Version, fingerprint: str, delta: Delta, payload: Encoded | None) -> Stored:
-        """Store another way from one version to another; otherwise as `announce`."""
-        return self._fold(version, fingerprint, payload, base=base, delta=delta)
-
-    def close(self) -> None:
-        """Bring head up to date and end the thread that does. What is pending stays so: see `settle`."""
-        if self._fenced is None:
-            self._follow_with_head()
-        self._head_pool.shutdown(wait=True)
-
-    def _check(self) -> None:
-        if self._fenced is not None:
-            raise FencedError(str(self._fenced))
-
-    def _fence(self, what: str) -> FencedError:
-        self._fenced = FencedError(f"{what} ({self._store.url}). This publisher must stop; only one may write to a channel.")
-        return self._fenced
-
-    def _fold(self, version: Version, fingerprint: str, payload: Encoded | None, **fields: Any) -> Stored:
+    def fold(self, version: Version, fingerprint: str, payload: Encoded | None, **fields: Any) -> Stored:
+        """Store another way to a version: `base` and `delta` of a record are given, or as by `announce`; raises as that."""
         self._check()
         document = Record(
             run_id=self.run_id,
@@ -295,11 +256,25 @@ class Log:
             stored = self._folds[key] = dataclasses.replace(stored, data=None)
         return stored
 
+    def close(self) -> None:
+        """Bring head up to date and end the thread that does. What is pending stays so: see `settle`."""
+        if self._fenced is None:
+            self._follow_with_head()
+        self._head_pool.shutdown(wait=True)
+
+    def _check(self) -> None:
+        if self._fenced is not None:
+            raise FencedError(str(self._fenced))
+
+    def _fence(self, what: str) -> FencedError:
+        self._fenced = FencedError(f"{what} ({self._store.url}). This publisher must stop; only one may write to a channel.")
+        return self._fenced
+
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> Stored:
         """A record, within its bounds and read back from its bytes."""
         stored = record.encode(document, key, payload, self._signer)
         assert stored.data is not None
-        files_bytes = sum(file.bytes for file in stored.payload_files)
+        files_bytes = sum(file.bytes for file in stored.record.payload_files)
         for what, size, most in (
             (key, len(stored.data), record.most_bytes(key, self._specs)),
             (f"What {key} names", files_bytes, record.most_payload_bytes(self._specs)),
@@ -334,12 +309,7 @@ class Log:
             raise self._fence(f"Another publisher opened the channel in the place of {what}")
 
     def _look(self) -> None:
-        """Make sure that this epoch is the newest, just before a put of a record.
-
-        Raises:
-            FencedError: it is not.
-            TransientStoreError: it may not be by now.
-        """
+        """Raise if this epoch is not the newest, or may not be by the time a record is put next."""
         assert self._lease is not None
         began_s = boot_s()
         newest = max(self._reader.epochs(), default="")

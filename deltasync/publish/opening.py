@@ -11,18 +11,17 @@ Where it does not (`lease`), the old writer stops once the new epoch's document,
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import socket
 import uuid
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, Opening, Record, Version, sha256_hex
 from deltasync.channel.keys import Slot
-from deltasync.channel.reading import ChannelReader, Listing
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer, require_signer
 from deltasync.config import PublisherSettings
@@ -32,12 +31,11 @@ from deltasync.errors import (
     CorruptDataError,
     FencedError,
     FormatError,
-    MissingVersionError,
     NotPublishedError,
     TransientStoreError,
     UnsupportedFormatError,
+    printable,
 )
-from deltasync.printable import printable
 from deltasync.publish import put
 from deltasync.publish.log import Lease, Log, boot_s
 from deltasync.stores.base import ObjectInfo
@@ -45,35 +43,13 @@ from deltasync.stores.probe import decides
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 3
-
 _Result = TypeVar("_Result")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
-    """A channel that is to be written.
-
-    Attributes:
-        channel: None if there is none yet.
-        end: Record of the newest version; None if there is none, or if it cannot be read: then the next version has full
-            weights.
-        end_version: The newest version, None if there is none.
-        log: Goes on from there.
-    """
-
-    channel: Channel | None
-    end: Stored | None
-    end_version: Version | None
-    log: Log
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _End:
-    """The newest version, None for nothing, its record if it can be read, and the epoch whose log goes on from it."""
+class _End(NamedTuple):
+    """The newest version, readable or not, None for nothing, and the epoch whose log goes on from it."""
 
     version: Version | None
-    stored: Stored | None
     epoch: str
 
     @property
@@ -81,16 +57,18 @@ class _End:
         return Slot(1 if self.version is None else self.version.version + 1, self.epoch)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(NamedTuple):
     """What two listings tell: all slots, and the epochs that have a document."""
 
-    slots: Listing
+    slots: list[tuple[Slot, ObjectInfo]]
     documents: list[str]
 
     @property
     def epochs(self) -> set[str]:
-        return {*self.slots.epochs, *self.documents}
+        return {*(slot.epoch for slot, _ in self.slots), *self.documents}
+
+    def log(self, epoch: str) -> list[tuple[Slot, ObjectInfo]]:
+        return [(slot, info) for slot, info in self.slots if slot.epoch == epoch]
 
     def next_epoch(self, *others: str) -> str:
         return keys.new_epoch(1 + max(map(keys.epoch_number, {*self.epochs, *others}), default=0))
@@ -98,10 +76,10 @@ class _Listed:
 
 def open_channel(
     reader: ChannelReader, settings: PublisherSettings, resume: bool, signer: Signer | None, lease: Lease | None = None
-) -> Opened:
-    """Open a channel to write to it. Whoever wrote to it before is fenced.
+) -> Log:
+    """Open a channel to write to it: its log, which goes on from the newest version. Whoever wrote to it before is fenced.
 
-    Where the store does not decide, this waits for the lease to settle, but if there is no channel yet, the log does.
+    Where the store does not decide, this waits for the lease to settle; if there is no channel yet, the log does.
 
     Args:
         reader: The channel's.
@@ -126,49 +104,38 @@ class _Opener:
         self._signer = signer
         self._lease = lease
 
-    def open(self, resume: bool) -> Opened:
+    def open(self, resume: bool) -> Log:
         channel = self._retried(self._channel)
         if channel is not None:
             self._check(channel, resume)
         listed = self._retried(self._list)
         seals = self._seals(channel, listed)
-        run_id, epoch, end, claimed_s = uuid.uuid4().hex, listed.next_epoch(), None, 0.0
-        if channel is not None:
-            run_id = channel.run_id
+        run_id = uuid.uuid4().hex if channel is None else channel.run_id
+        epoch, tip, claimed_s = listed.next_epoch(), None, 0.0
         if not seals:
             self._put_opening(run_id, epoch, None)
             claimed_s = boot_s()
             if channel is not None:
                 self._lease.wait(claimed_s)
-                end = self._end(channel, self._retried(self._list), below=epoch)
+                tip = self._end(channel, self._retried(self._list), below=epoch).version
         elif channel is not None:
-            end, epoch = self._seal(channel, listed)
-            self._put_opening(run_id, epoch, end.version)
-        version, stored = (None, None) if end is None else (end.version, end.stored)
-        logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, version, "seal" if seals else "lease")
-        log = Log(
+            tip, epoch = self._seal(channel, listed)
+            self._put_opening(run_id, epoch, tip)
+        logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, tip, "seal" if seals else "lease")
+        return Log(
             self._reader,
             self._settings,
             self._signer,
             epoch=epoch,
             run_id=run_id,
             channel=channel,
-            tip=version,
+            tip=tip,
             lease=None if seals else self._lease,
             claimed_s=claimed_s,
         )
-        return Opened(channel, stored, version, log)
 
     def _retried(self, action: Callable[[], _Result]) -> _Result:
-        """What `action` reads or does. Asked again also if the answer is damaged, which it may be on the way only."""
-        for _ in range(_LOOKS - 1):
-            try:
-                return put.retried(self._settings, action)
-            except UnsupportedFormatError:
-                raise
-            except FormatError as error:
-                logger.warning("%s", error)
-        return put.retried(self._settings, action)
+        return put.looked(self._settings, action)
 
     def _channel(self) -> Channel | None:
         try:
@@ -219,8 +186,8 @@ class _Opener:
         documents.decode(data, Opening, key)
         self._retried(lambda: self._store.put(key, data))
 
-    def _seal(self, channel: Channel, listed: _Listed) -> tuple[_End, str]:
-        """End the log; where it ended, and the epoch that goes on."""
+    def _seal(self, channel: Channel, listed: _Listed) -> tuple[Version | None, str]:
+        """End the log; the version it ended with, and the epoch that goes on."""
         while True:
             end = self._end(channel, listed)
             epoch = listed.next_epoch(end.epoch)
@@ -232,8 +199,8 @@ class _Opener:
                     )
                 end = taken
             listed = self._retried(self._list)
-            if not any(slot > end.next_slot for slot, _ in listed.slots.of(end.epoch)):
-                return end, epoch
+            if not any(slot > end.next_slot for slot, _ in listed.log(end.epoch)):
+                return end.version, epoch
             logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
 
     def _put_seal(self, channel: Channel, end: _End, epoch: str) -> _End | None:
@@ -260,12 +227,12 @@ class _Opener:
         for epoch in sorted({*listed.epochs, channel.epoch}, reverse=True):
             if below is not None and epoch >= below:
                 continue
-            if log := listed.slots.of(epoch):
+            if log := listed.log(epoch):
                 return self._read(*log[-1])
             opening = self._retried(lambda epoch=epoch: self._reader.opening(epoch))  # type: ignore[misc]
             if opening is not None and opening.run_id == channel.run_id and opening.continues is not None:
-                return _End(opening.continues, self._record(opening.continues), epoch)
-        return _End(None, None, channel.epoch)
+                return _End(opening.continues, epoch)
+        return _End(None, channel.epoch)
 
     def _read(self, slot: Slot, known: ObjectInfo | None = None) -> _End:
         """Where a log ends, by its last slot."""
@@ -283,20 +250,9 @@ class _Opener:
         except FormatError:
             version = Version(slot.version, slot.epoch, self._retried(lambda: self._digest(slot)))
             logger.warning("Version %s cannot be read. The next version has full weights.", version)
-            return _End(version, None, slot.epoch)
-        base, following = found.record.base, found.record.next_epoch
-        if following is None:
-            return _End(found.version, found, slot.epoch)
-        return _End(base, None if base is None else self._record(base), following)
-
-    def _record(self, version: Version) -> Stored | None:
-        try:
-            return self._retried(lambda: self._reader.record(version))
-        except UnsupportedFormatError:
-            raise
-        except (MissingVersionError, FormatError) as error:
-            logger.warning("%s The next version has full weights.", error)
-            return None
+            return _End(version, slot.epoch)
+        following = found.record.next_epoch
+        return _End(found.version, slot.epoch) if following is None else _End(found.record.base, following)
 
     def _digest(self, slot: Slot) -> str:
         """The digest that names what cannot be read; of an object that is too large, that of its beginning."""

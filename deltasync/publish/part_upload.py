@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
 
 from deltasync.channel import keys
-from deltasync.channel.documents import File
+from deltasync.channel.documents import File, Version
 from deltasync.config import PublisherSettings
 from deltasync.errors import PublishError, PublishPendingError
 from deltasync.publish import put
-from deltasync.publish.encode import Encoder, Job
+from deltasync.publish.encode import encode_groups
+from deltasync.publish.job import Job
 from deltasync.publish.upload import PUTS
 from deltasync.ranks.peers import Signals, error_of
 from deltasync.stores import Store
@@ -32,9 +32,9 @@ class PartUploader:
     idle = False
     """Nothing begins before the first rank says so."""
 
-    def __init__(self, store: Store, settings: Callable[[], PublisherSettings], signals: Signals) -> None:
+    def __init__(self, store: Store, settings: PublisherSettings, signals: Signals) -> None:
         self._store = store
-        self._settings = settings
+        self.settings = settings
         self._signals = signals
         self._pending: dict[int, Job] = {}
         self._changed = threading.Condition()
@@ -50,15 +50,14 @@ class PartUploader:
             return self._pending.popitem()[1]
 
     def wait_released(self) -> None:
-        """Wait until no job needs the shadow as it is; the one that waited was taken.
-
-        Raises:
-            PublishError: the first rank does not say what becomes of one.
-        """
+        """As `Uploader.wait_released`; raises `PublishError` if the first rank does not say what becomes of a job."""
         with self._changed:
             jobs = list(self._pending.values())
         if not all(job.released.wait(self._signals.timeout_s) for job in jobs):
             raise PublishError(f"Rank 0 did not say within {self._signals.timeout_s:g} s what becomes of a version.")
+
+    def resume(self, tip: Version) -> None:
+        """What the next version builds on is the first rank's business."""
 
     def submit(self, job: Job) -> None:
         """Upload this rank's parts when the first rank begins the job."""
@@ -69,7 +68,7 @@ class PartUploader:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all that was submitted has ended, but not for a first rank that says nothing; end the threads."""
+        """Wait until all that was submitted has ended, but not for a first rank that says nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -99,7 +98,9 @@ class PartUploader:
         problem = None
         try:
             job = self._submitted(serial)
-            found = Encoder(self._settings().codec, job.shadow).payloads(job, self._put_in(folder), inline=False)
+            found = encode_groups(
+                job, self.settings.codec, lambda *part: self._puts.submit(self._put, folder, *part), inline=False
+            )
             job.released.set()
             files = [future.result() for future in found.files]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
@@ -107,12 +108,8 @@ class PartUploader:
             logger.error("A part was not stored: %s", error)
         self._signals.answer(serial, files, problem)
 
-    def _put_in(self, folder: str) -> Any:
-        def put_part(number: int, data: bytes) -> Any:
-            key = f"{folder}/{keys.part(self._signals.rank, number)}"
-            return self._puts.submit(put.put_file, self._store, self._settings(), key, data)
-
-        return put_part
+    def _put(self, folder: str, number: int, data: bytes) -> File:
+        return put.put_file(self._store, self.settings, f"{folder}/{keys.part(self._signals.rank, number)}", data)
 
     def _end(self, serial: int, line: dict[str, Any]) -> None:
         job = self._submitted(serial)
@@ -125,11 +122,7 @@ class PartUploader:
         self._signals.seen(serial)
 
     def _submitted(self, serial: int) -> Job:
-        """A job, which the first rank may have submitted earlier than this one.
-
-        Raises:
-            PublishError: it does not come.
-        """
+        """A job, which the first rank may have submitted earlier than this one."""
         with self._changed:
             if not self._changed.wait_for(lambda: serial in self._pending, self._signals.timeout_s):
                 raise PublishError("This rank has given the version up.")

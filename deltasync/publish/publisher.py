@@ -1,23 +1,21 @@
 """From a stream of tensors to the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH (`upload`).
 
-The shadow holds the bits last handed to the uploader. `publish` reads the stream and diffs it against the shadow, in the
-caller's thread; meanwhile, if the uploader is idle, it encodes and stores what changed, group by group. If it falls behind,
-the changes wait, and those of later publishes are folded into them, so that memory stays bounded and the trainer never waits
-for the network.
+`publish` reads the stream and diffs it against the shadow, in the caller's thread. Meanwhile, if the uploader is idle, it
+encodes and stores what changed, group by group. If it falls behind, the changes wait, and later ones are folded into them:
+memory stays bounded, and the trainer never waits for the network.
 
-Of a sharded trainer all ranks publish together, each what it holds; they agree on every step, so that all take it or none.
-A trainer in one process does the same with `Peers` that are only itself.
+The ranks of a sharded trainer publish together, each what it holds; they agree on every step, so that all take it or none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,55 +24,42 @@ from deltasync.channel import anchors
 from deltasync.channel.documents import Reference
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.config import PublisherSettings, Retention
-from deltasync.errors import (
-    ConfigError,
-    PublishError,
-)
+from deltasync.config import PublisherOptions, PublisherSettings, Retention, whole_number
+from deltasync.errors import ConfigError, PublishError, get_logger
 from deltasync.publish.collect import Weights, collect_weights
-from deltasync.publish.encode import Job
-from deltasync.publish.initial import load_initial
+from deltasync.publish.job import Job, Receipt
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.part_upload import PartUploader
-from deltasync.publish.receipt import Receipt
-from deltasync.publish.resume import FirstStream, Start, check_sharded, open_first
-from deltasync.publish.shadow import Shadow, Stream, fold_changes
+from deltasync.publish.shadow import Shadow, fold_changes
+from deltasync.publish.start import FirstStream, Start, check_sharded, load_initial, open_first
+from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
-from deltasync.ranks.peers import Group, Peers, Range, attempt
+from deltasync.ranks.peers import Peers, Range, attempt
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.types import Patch, TensorSpec, weight_bytes
+from deltasync.tensors import Patch, TensorSpec, weight_bytes
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _Value = TypeVar("_Value")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Base:
-    """What the next version builds on; the same at all ranks.
+class _Base(NamedTuple):
+    """What the next version builds on; the same at all ranks."""
 
-    Attributes:
-        version: Its own number.
-        full: Whether it has full weights.
-        collects: Whether the ranks collect full weights for it, or for an anchor beside it.
-        waiting: The job that waited, which it joins; None if there is none.
-    """
-
-    version: int
-    full: bool
-    collects: bool
-    waiting: Job | None
+    version: int  # its own number
+    full: bool  # whether it has full weights
+    collects: bool  # whether the ranks collect full weights for it, or for an anchor beside it
+    waiting: Job | None  # that it joins
 
 
 class Publisher:
     """Writes one channel. Call `publish` from one thread.
 
     A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks. Each rank
-    compares, encodes and uploads what it holds; the version appears when all parts are stored. If one raises, all do.
-
-    Arguments that are not listed here are those of `PublisherSettings`. Of a `group` the first rank has the keys.
+    compares, encodes and uploads what it holds; the version appears when all parts are stored. If one raises, all do. Only
+    the first rank needs the keys.
 
     Args:
         channel: URL of the channel, or an opened store.
@@ -88,6 +73,7 @@ class Publisher:
             Not with a `group`.
         retention: How to look after the channel in the background; from the environment if None.
         group: The ranks of a sharded trainer; None if this process has the whole model.
+        **options: See `PublisherSettings`.
 
     Raises:
         ChannelInUseError: the channel holds a run and `resume` was not given.
@@ -104,86 +90,52 @@ class Publisher:
 
     def __init__(
         self,
-        channel: str | Store,
+        channel: str | os.PathLike[str] | Store,
         *,
-        codec: str | None = None,
-        anchor_every: int | None = None,
-        dtype: str | None = None,
-        shadow_placement: str | None = None,
-        shard_bytes: int | None = None,
-        anchor_compression: str | None = None,
-        retries: int | None = None,
-        retry_delay_s: float | None = None,
-        settle_s: float | None = None,
-        peer_timeout_s: float | None = None,
-        signing_key: str | Path | None = None,
-        trusted_keys: str | Path | None = None,
         model_files: str | Path | Mapping[str, bytes] | None = None,
         initial: str | Path | None = None,
         resume: bool = False,
         shadow: str | Path | None = None,
         retention: Retention | None = None,
         group: dist.ProcessGroup | None = None,
+        **options: Unpack[PublisherOptions],
     ) -> None:
-        given = PublisherSettings.from_env(
-            codec=codec,
-            anchor_every=anchor_every,
-            dtype=dtype,
-            shadow_placement=shadow_placement,
-            shard_bytes=shard_bytes,
-            anchor_compression=anchor_compression,
-            retries=retries,
-            retry_delay_s=retry_delay_s,
-            settle_s=settle_s,
-            peer_timeout_s=peer_timeout_s,
-            signing_key=signing_key,
-            trusted_keys=trusted_keys,
-        )
-        self._retention = Retention.from_env() if retention is None else retention
+        given = PublisherSettings.from_env(**options)
+        retention = Retention.from_env() if retention is None else retention
+        if not isinstance(retention, Retention):
+            raise ConfigError(f"retention must be a Retention, not {retention!r}.")
         if group is not None:
-            check_sharded(given, self._retention, shadow)
-        self.store = open_store(channel) if isinstance(channel, str) else channel
+            check_sharded(given, retention, shadow)
+        self.store = open_store(channel)
         if isinstance(model_files, str | Path):
             model_files = anchors.companion_files(Path(model_files))
-        files = dict(model_files) if model_files is not None else {}
+        files = dict(model_files or {})
         for name in files:
             check_key(name)
-        self._peers = Peers() if group is None else Group(group, given.peer_timeout_s)
-        self._last: Receipt | None = None
-        self._closed = False
-        self._serial = 0
+        self._peers = Peers(group, given.peer_timeout_s)
         start = self._peers.first(lambda: self._open(given, resume))
+        reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
-        self._trusted = None if start.trusted is None else Trusted(start.trusted)
-        self._version = start.number
-        self._channel, self._run_id = start.channel, start.run_id
+        self._run_id, self._version, self._channel = start.run_id, start.number, start.channel
         self._specs: Mapping[str, TensorSpec] = {} if start.channel is None else start.channel.specs
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
-        self._fingerprints: dict[str, int] = {}
-        self._reference: Reference | None = None
+        self._last: Receipt | None = None
+        self._serial = 0
+        self._closed = False
         self._uploader: Uploader | PartUploader
-        self._keeper: Keeper | None = None
         if self._log is not None:
-            self._keeper = Keeper(self._reader(), self._log, self._retention)
-            self._uploader = Uploader(
-                self._log,
-                lambda: self.settings,
-                files,
-                start.since,
-                self._retention.fold_every,
-                self._keeper,
-                self._peers.signals,
-            )
+            keeper = Keeper(reader, self._log, retention, files)
+            self._uploader = Uploader(self._log, keeper, start.settings, start.since, self._peers.signals)
         else:
-            self._uploader = PartUploader(self.store, lambda: self.settings, self._peers.signals)
+            self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
         checkpoint = None if initial is None or start.number else load_initial(self._peers, initial)
-        self._first = FirstStream(self._peers, self._reader(), start, checkpoint, shadow)
-        if self._channel is not None and group is None:
+        self._first = FirstStream(self._peers, reader, start, checkpoint, shadow)
+        if start.channel is not None and group is None:
             self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
             self._shadow = self._first.resumed(self._held[0])
-            if self._shadow is not None:
-                self._resume()
+            if self._shadow is not None and not start.reads_otherwise(files):
+                self._uploader.resume(start.end)
 
     @property
     def run_id(self) -> str | None:
@@ -216,12 +168,13 @@ class Publisher:
         """Publish the weights as the next version; the upload goes on in the background.
 
         Args:
-            named_tensors: Every tensor of the model, each once, of any dtype, device and stride; floating ones are cast to
-                the served dtype. Read completely and not kept: the tensors may change as soon as this returns. With a
-                `group` also the shards that this rank holds, as `DTensor` or `TensorRange`; of tensors that are whole on all
-                ranks those of the first are published. On a GPU a list, or a dict's `items()`, is compared fastest: its
-                tensors stay, so that all of them are compared at once; those of a generator are compared one by one.
-            step: The trainer's step, stored as metadata.
+            named_tensors: A module (its `state_dict()`), a mapping, or pairs of name and tensor: every tensor of the model,
+                each once, of any dtype, device and stride; floating ones are cast to the served dtype. Read completely and
+                not kept: the tensors may change as soon as this returns. With a `group` also the shards that this rank
+                holds, as `DTensor` or `TensorRange`; of tensors that are whole on all ranks those of the first are
+                published. On a GPU a mapping or a list is compared fastest: its tensors stay, so that all of them are
+                compared at once; those of a generator are compared one by one.
+            step: The trainer's step, a whole number, stored as metadata.
 
         Returns:
             The receipt; `receipt.wait()` blocks until the version is visible.
@@ -234,32 +187,41 @@ class Publisher:
         """
         if self._closed:
             raise ConfigError("This publisher is closed.")
+        step = None if step is None else whole_number("step", step)
         before_s = time.perf_counter()
         base = self._agree_on_base()
         live: Job | None = None
         reference: Reference | None = None
+        problem: BaseException | None = None
         try:
             with torch.no_grad():
                 if self._shadow is None:
                     base, changes, reference = self._begin(base, named_tensors)
-                    problem = None
                 else:
                     if base.waiting is None and not base.full and self._uploader.idle:
-                        live = self._job(base, live=True)
+                        live = self._job(base, live=True, fingerprints=self._shadow.fingerprints)
                         self._uploader.submit(live)
-                    changes, problem = self._take(named_tensors, live)
+                    taken, problem = attempt(lambda: self._take(named_tensors, live))
+                    changes = taken or {}
             jobs = self._jobs(base, live, changes, reference, problem, step)
         except BaseException:
             self._undo(base, live, reference)
             raise
         assert self._shadow is not None
         self._shadow.keep()
-        self._submit(jobs, live)
+        for job in jobs:
+            if job.full:
+                job.end_encoding(0 if job.reference is not None else self._weight_bytes)
+            if job is live:
+                job.end()
+            else:
+                self._uploader.submit(job)
+        self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         if nan := self._shadow.with_nan:
             logger.warning(
                 "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
-                *(self._last.version, len(nan), ", ".join(nan[:5])),
+                *(self._version, len(nan), ", ".join(nan[:5])),
             )
         return self._last
 
@@ -267,9 +229,7 @@ class Publisher:
         """What the first rank gets by an action, at all ranks of a sharded trainer: whether to publish now, say.
 
         Raises:
-            BaseException: what the action raises, at the first rank.
-            DeltaSyncError: the same, at the others.
-            PublishError: a rank does not answer.
+            BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
         """
         return self._peers.first(action)
 
@@ -277,7 +237,7 @@ class Publisher:
         """Block until everything published so far is visible.
 
         Raises:
-            TimeoutError, PublishError: as `Receipt.wait` of the last publish.
+            PublishError: as `Receipt.wait` of the last publish.
         """
         if self._last is not None:
             try:
@@ -295,9 +255,6 @@ class Publisher:
         if not self._closed:
             self._closed = True
             self._uploader.close()
-            if self._keeper is not None and self._log is not None:
-                self._keeper.close()
-                self._log.close()
         self.flush()
 
     def __enter__(self) -> Self:
@@ -316,7 +273,7 @@ class Publisher:
     def save_shadow(self, directory: str | Path) -> None:
         """Write the bits published last to a directory, as safetensors, to resume from (`shadow`).
 
-        What was saved there before is overwritten; if that is cut short, resuming finds out and reads the channel instead.
+        If this is cut short, resuming finds out and reads the channel instead.
 
         Raises:
             ConfigError: nothing was published yet, this rank has no whole weights, or the directory cannot be written.
@@ -326,98 +283,66 @@ class Publisher:
         if self._shadow is None:
             raise ConfigError("There is no shadow to save before the first publish.")
         folder = Path(directory)
+        settings = dataclasses.replace(self.settings, anchor_compression="none")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            settings = dataclasses.replace(self.settings, anchor_compression="none")
             for name, data in Weights.of(self._shadow, settings).files:
                 (folder / name).write_bytes(data)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
 
     def _open(self, settings: PublisherSettings, resume: bool) -> Start:
-        """First rank: open the channel."""
         start, self._log = open_first(self.store, settings, resume)
         return start
 
-    def _reader(self) -> ChannelReader:
-        return ChannelReader(self.store, self._trusted)
-
     def _agree_on_base(self) -> _Base:
-        """What the next version builds on, as the first rank says: it alone knows what became of the versions before.
-
-        Raises:
-            FencedError: another publisher has opened the channel.
-            PublishError: a rank does not answer.
-        """
+        """What the next version builds on, as the first rank says: it alone knows what became of the versions before."""
         waiting: Job | None = None
         problem: BaseException | None = None
-        told: list[int] = [0, 0, 0, 0]
+        said: list[int] = [0, 0, 0, 0]
         uploader = self._uploader
         if isinstance(uploader, Uploader):
             waiting, problem = attempt(uploader.take)
             if problem is None:
-                number, whole = uploader.next() if waiting is None else (waiting.version, waiting.full)
-                collects = self._peers.size > 1 and (whole or uploader.is_due(number, 0, self._weight_bytes))
-                told = [number, whole, collects, waiting is not None]
+                number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
+                collects = self._peers.size > 1 and (full or uploader.is_due(number, 0, self._weight_bytes))
+                said = [number, full, collects, waiting is not None]
                 uploader.warm_up()
         try:
-            version, full, spools, joins = self._peers.agree(problem, *told)
-            if not isinstance(uploader, Uploader) and joins:
+            number, whole, collect, joins = self._peers.agree(problem, *said)
+            if joins and isinstance(uploader, PartUploader):
                 waiting = uploader.take()
         except BaseException:
             if waiting is not None:
                 uploader.submit(waiting)
             raise
-        if full and version == 1 and self._first.initial is not None and self._peers.size == 1:
+        if whole and number == 1 and self._first.initial is not None and self._peers.size == 1:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
-        return _Base(version, bool(full), bool(spools), waiting)
+        return _Base(number, bool(whole), bool(collect), waiting)
 
     def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, dict[str, Patch], Reference | None]:
-        """Learn from the first stream who holds what.
-
-        Returns:
-            What the version builds on; the steps from there, none for full weights; what is to be referred to.
-
-        Raises:
-            ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
-        """
+        """Learn from the first stream who holds what: what the version builds on, the steps from there, the reference."""
         begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, refers=base.version == 1)
         if begun.resumed:
-            self._resume()
-            base = dataclasses.replace(base, full=False, collects=False)
+            self._uploader.resume(self._first.start.end)
+            base = base._replace(full=False, collects=False)
         self._channel, self._held, self._shadow = begun.channel, begun.held, begun.shadow
         self._specs = begun.channel.specs
         return base, begun.changes, begun.reference
 
-    def _resume(self) -> None:
-        if isinstance(self._uploader, Uploader):
-            self._uploader.resume(self._first.start.end)
-
-    def _take(self, named_tensors: Stream, live: Job | None) -> tuple[dict[str, Patch], BaseException | None]:
-        """Take the stream into the shadow; the steps, or what this rank failed with."""
-        shadow, settings = self._shadow, self.settings
-        assert shadow is not None
-
-        def take() -> dict[str, Patch]:
-            if live is not None:
-                return shadow.advance(named_tensors, settings.dtype, 0, settings.shadow_placement, live.add)
+    def _take(self, named_tensors: Stream, live: Job | None) -> dict[str, Patch]:
+        """Take the stream into the shadow; the steps."""
+        assert self._shadow is not None
+        if live is None:
             self._uploader.wait_released()
-            return shadow.advance(named_tensors, settings.dtype, self._peers.rank, settings.shadow_placement)
+        on_change, settings = None if live is None else live.add, self.settings
+        return self._shadow.advance(named_tensors, settings.dtype, self._peers.rank, settings.shadow_placement, on_change)
 
-        changes, problem = attempt(take)
-        return changes or {}, problem
-
-    def _job(self, base: _Base, *, live: bool = False) -> Job:
+    def _job(self, base: _Base, **fields: Any) -> Job:
         assert self._channel is not None and self._shadow is not None
         self._serial += 1
         return Job(
-            serial=self._serial,
-            version=base.version,
-            channel=self._channel,
-            shadow=self._shadow,
-            full=base.full,
-            live=live,
-            fingerprints=self._shadow.fingerprints,
+            serial=self._serial, version=base.version, channel=self._channel, shadow=self._shadow, full=base.full, **fields
         )
 
     def _jobs(
@@ -432,38 +357,32 @@ class Publisher:
         """The version, complete: agreed on by all ranks. Before it, if there is one, the reference that it builds on.
 
         Raises:
-            BaseException: `problem`.
-            DeltaSyncError: that of another rank.
+            BaseException: `problem`, or a `DeltaSyncError` with the message of another rank's.
             OSError: full weights of a sharded trainer found no room.
         """
-        assert self._shadow is not None
-        waiting = base.waiting
+        shadow, waiting = self._shadow, base.waiting
+        assert shadow is not None
         patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
         own = sum(patch.changed for patch in patches.values())
-        fingerprints = (
-            [self._shadow.fingerprints[name] for name in self._specs] if problem is None else [0] * len(self._specs)
-        )
-        changed, *fingerprints = self._peers.agree(problem, own, *fingerprints)
-        self._fingerprints = dict(zip(self._specs, fingerprints, strict=True))
-        jobs = []
+        digests = [0 if problem is not None else shadow.fingerprints[name] for name in self._specs]
+        changed, *digests = self._peers.agree(problem, own, *digests)
+        fingerprints = dict(zip(self._specs, digests, strict=True))
+        jobs: list[Job] = []
         if reference is not None:
-            jobs.append(self._job(base))
-            jobs[0].reference, jobs[0].step = reference, None if changed else step
-            jobs[0].fingerprints = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
+            known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
+            jobs = [self._job(base, reference=reference, fingerprints=known, step=None if changed else step)]
             if not changed:
                 return jobs
-            base = dataclasses.replace(base, version=2, full=False, collects=False)
+            base = base._replace(version=2, full=False, collects=False)
         weights: Weights | None = None
         if base.collects:
-            weights = collect_weights(self._peers, self._shadow, self._specs, self._held, self._fingerprints, self.settings)
+            weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
         job = live or waiting or self._job(base)
         job.drop_weights()
-        job.weights, job.step = weights, step
-        job.fingerprints = self._fingerprints
+        job.weights, job.step, job.fingerprints = weights, step, fingerprints
         job.coalesced += job is waiting
-        if base.full:
-            changed, patches = 0, {}
-        job.changed, job.patches = changed, {} if live else patches
+        job.changed = 0 if base.full else changed
+        job.patches = {} if base.full or live else patches
         return [*jobs, job]
 
     def _undo(self, base: _Base, live: Job | None, reference: Reference | None) -> None:
@@ -477,16 +396,6 @@ class Publisher:
             self._shadow.retreat()
         if base.waiting is not None:
             self._uploader.submit(base.waiting)
-
-    def _submit(self, jobs: list[Job], live: Job | None) -> None:
-        for job in jobs:
-            if job.full:
-                job.end_encoding(0 if job.reference is not None else self._weight_bytes)
-            if job is live:
-                job.end()
-            else:
-                self._uploader.submit(job)
-        self._version = jobs[-1].version
 
     @property
     def _weight_bytes(self) -> int:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from deltasync.channel.documents import File, sha256_hex
 from deltasync.config import PublisherSettings
-from deltasync.errors import CorruptDataError, ObjectExistsError, ObjectMissingError, TransientStoreError
+from deltasync.errors import (
+    CorruptDataError,
+    FormatError,
+    ObjectExistsError,
+    ObjectMissingError,
+    TransientStoreError,
+    UnsupportedFormatError,
+    get_logger,
+)
+from deltasync.stores import retries
 from deltasync.stores.base import Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
-_LONGEST_DELAY_S = 30.0
 _LOOKS = 3
 
 _Result = TypeVar("_Result")
@@ -22,17 +28,19 @@ _Result = TypeVar("_Result")
 
 def retried(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
     """The result of `action`, which is run again after transient store errors."""
-    delay_s = settings.retry_delay_s
-    for left in range(settings.retries, -1, -1):
+    return retries.retried(action, settings.retries, settings.retry_delay_s)
+
+
+def looked(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
+    """As `retried`, and again if what `action` reads is damaged, which it may be on the way only."""
+    for _ in range(_LOOKS - 1):
         try:
-            return action()
-        except TransientStoreError as error:
-            if left == 0:
-                raise
-            logger.warning("%s Trying again in %.2f s (%d left).", error, delay_s, left)
-            time.sleep(delay_s)
-            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-    raise AssertionError("unreachable")
+            return retried(settings, action)
+        except UnsupportedFormatError:
+            raise
+        except FormatError as error:
+            logger.warning("%s", error)
+    return retried(settings, action)
 
 
 def put_file(store: Store, settings: PublisherSettings, key: str, data: bytes) -> File:
@@ -69,14 +77,12 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
 
     Other bytes are read again before they are taken for another publisher's: an answer may be damaged on the way.
     """
-    try:
-        return any(_read(store, key, len(data)) == data for _ in range(_LOOKS))
-    except ObjectMissingError:
-        return None
-
-
-def _read(store: Store, key: str, most_bytes: int) -> bytes | None:
-    try:
-        return store.read(key, most_bytes)
-    except CorruptDataError:
-        return None  # larger
+    for _ in range(_LOOKS):
+        try:
+            if store.read(key, len(data)) == data:
+                return True
+        except ObjectMissingError:
+            return None
+        except CorruptDataError:
+            continue  # larger
+    return False

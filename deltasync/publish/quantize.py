@@ -16,9 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from deltasync.bits import cast
 from deltasync.errors import ConfigError
 from deltasync.publish.sharded import TensorRange
+from deltasync.tensors.bits import cast
 
 BLOCK = 128
 SCALE = "_scale_inv"

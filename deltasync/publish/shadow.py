@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from deltasync import fingerprint, kernels
-from deltasync.bits import bits_of, cast, dtype_name, has_nan, nan_bounds, served_dtype, signed_view, spec_of, tensor_of
+from deltasync import kernels
 from deltasync.channel import payloads
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
-from deltasync.fold import fold, fold_all
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
 from deltasync.publish.sharded import TensorRange, range_of
-from deltasync.types import Patch, TensorSpec, check_specs
+from deltasync.publish.stream import Stream, Tensors, pair_of, tensors_of
+from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
+from deltasync.tensors.bits import (
+    bits_of,
+    cast,
+    dtype_name,
+    has_nan,
+    nan_bounds,
+    served_dtype,
+    signed_view,
+    spec_of,
+    tensor_of,
+)
+from deltasync.tensors.fold import fold, fold_all
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -27,25 +38,15 @@ if TYPE_CHECKING:
 
 _MOST_LATER = 8  # steps of one tensor that a snapshot keeps one by one; they are folded then
 
-Tensors = Iterable[tuple[str, torch.Tensor | TensorRange]]
-Stream = Tensors | Callable[[], Tensors]
-"""Names and tensors, or a function that returns them, called when they are read.
-
-A list, or the items of a dict, keep their tensors until the publish returns; they are compared together. Anything else, such
-as a generator, may free or overwrite a tensor as soon as the next one is asked for.
-"""
-
 
 class Shadow:
-    """Published bits of the ranges that this rank holds.
+    """Published bits of the ranges that this rank holds, in host memory.
 
-    They are in host memory. Of tensors that come from an accelerator there may be a second copy in its memory
-    (`DeviceCopies`), with which they are compared there, so that only what changed crosses to the host.
-
-    One thread advances and retreats; snapshots may be read in others meanwhile.
+    Tensors that come from an accelerator may have a second copy in its memory (`DeviceCopies`); they are compared there, so
+    that only what changed crosses to the host. One thread advances and retreats; snapshots may be read in others meanwhile.
 
     Attributes:
-        specs: Of the whole tensors.
+        specs: The whole tensors.
         ranges: What is held of each.
         bits: Unsigned bit patterns of each range.
         fingerprints: What each range adds to the fingerprint of its tensor.
@@ -95,12 +96,7 @@ class Shadow:
 
     @classmethod
     def read(cls, reader: ChannelReader, way: Sequence[Stored], ranges: Mapping[str, Range]) -> Shadow:
-        """These ranges as a channel has them. Whether they are right only the fingerprint over all ranks can tell.
-
-        Args:
-            reader: The channel.
-            way: What leads to the version, from nothing.
-            ranges: Of each tensor.
+        """These ranges as a channel has them at the end of a way; the fingerprint over all ranks tells if they are right.
 
         Raises:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
@@ -127,19 +123,16 @@ class Shadow:
         dtype: str,
         rank: int,
         placement: str = "host",
-        on_change: Callable[[Patch], None] = lambda patch: None,
+        on_change: Callable[[Patch], None] | None = None,
     ) -> dict[str, Patch]:
-        """Take the stream. If it raises, `retreat` undoes what was taken.
+        """Take the stream: the steps, in flat indices of the whole tensors. If it raises, `retreat` undoes what was taken.
 
         Args:
             stream: Every tensor of the model.
-            dtype: The served one, or `keep`.
-            rank: Of this process.
+            dtype: The served dtype, or `keep`.
+            rank: This process's rank.
             placement: As `PublisherSettings.shadow_placement`.
             on_change: Told of each changed tensor, whose bits stay the new ones for the rest of the stream.
-
-        Returns:
-            The steps, in flat indices of the whole tensors.
 
         Raises:
             ModelMismatchError: it holds other tensors, or other ranges of them.
@@ -161,14 +154,15 @@ class Shadow:
             if nan:
                 self.with_nan.append(name)
             self.fingerprints[name] = (self.fingerprints[name] + gained) & fingerprint.MASK
-            on_change(patch)
+            if on_change is not None:
+                on_change(patch)
         check_specs(self.specs, seen, "The published model")
         return {name: self._taken[name] for name in seen if name in self._taken}
 
     def _differences(
         self, stream: Stream, dtype: str, rank: int, placement: str, seen: dict[str, TensorSpec]
     ) -> Iterator[Difference]:
-        """What differs from the shadow, tensor by tensor, of the same specs and ranges; fills `seen`."""
+        """What differs, tensor by tensor; fills `seen`."""
         tensors, dtype = _tensors(stream, dtype)
         lasting = isinstance(tensors, ItemsView | Sequence)
         self._copies.begin(placement)
@@ -214,12 +208,7 @@ class Shadow:
 class Snapshot:
     """The bits of a shadow at one moment, while it advances: those of now, less the steps taken since.
 
-    Each tensor is read once; the steps that were kept for it are dropped then.
-
-    Args:
-        bits: The shadow's.
-        fingerprints: Of the tensors at this moment.
-        lock: Held while the bits change.
+    Each tensor is read once. `lock` is held while the bits change.
     """
 
     def __init__(self, bits: Mapping[str, np.ndarray], fingerprints: Mapping[str, int], lock: threading.Lock) -> None:
@@ -264,13 +253,13 @@ class Snapshot:
 
 def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
     """The stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
-    tensors = stream() if callable(stream) else stream
-    return (fp8_blocks(tensors), "keep") if dtype == "fp8" else (tensors, dtype)
+    tensors = tensors_of(stream)
+    return (fp8_blocks(map(pair_of, tensors)), "keep") if dtype == "fp8" else (tensors, dtype)
 
 
 def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
     """The stream's ranges; fills `specs` with what they are in the served dtype."""
-    for name, tensor in stream:
+    for name, tensor in map(pair_of, stream):
         if name in specs:
             raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
         part = range_of(name, tensor, rank)
@@ -284,11 +273,7 @@ def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec])
 
 
 def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, Range]]) -> None:
-    """Check that the ranks hold every element once.
-
-    Args:
-        specs: The model.
-        held: Ranges of each rank.
+    """Check that the ranks, each with its ranges, hold every element of a model once.
 
     Raises:
         ConfigError: one rank publishes alone, and does not hold all of a tensor.
@@ -307,7 +292,7 @@ def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, 
             raise ConfigError(
                 f"This rank holds only a part of {name}. Publish from all ranks, each with Publisher(..., group=group)."
             )
-        raise ModelMismatchError(f"Together the ranks hold not every element of {spec} exactly once.")
+        raise ModelMismatchError(f"The ranks do not cover every element of {spec} exactly once.")
 
 
 def fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dict[str, Patch]:

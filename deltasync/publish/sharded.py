@@ -13,14 +13,12 @@ from deltasync.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRange:
-    """A range of a checkpoint tensor.
-
-    FSDP2's `DTensor` and whole tensors need not be put into one; it is for what shards in another way, such as ZeRO.
+    """A range of a checkpoint tensor, for what shards in another way than FSDP2's `DTensor`, such as ZeRO.
 
     Attributes:
         held: The elements, row-major; any shape, device and floating dtype, may be empty.
         start: Flat index, in the whole tensor, of the first of them.
-        shape: Of the whole tensor.
+        shape: The whole tensor's shape.
     """
 
     held: torch.Tensor
@@ -32,20 +30,11 @@ class TensorRange:
         """Flat index behind the last element."""
         return self.start + self.held.numel()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
-        return self.held.numel() == math.prod(self.shape)
-
 
 def range_of(name: str, tensor: torch.Tensor | TensorRange, rank: int) -> TensorRange:
-    """What this rank publishes of a tensor, so that over all ranks each element is published once.
+    """What a rank publishes of a tensor, so that over all ranks each element is published once.
 
-    Args:
-        name: For messages.
-        tensor: A `DTensor` that is sharded by its first dimension or replicated; a whole tensor, which is that of the first
-            rank; or a `TensorRange`.
-        rank: Of this process.
+    A whole tensor is published by the first rank; a `DTensor` has to be sharded by its first dimension, or replicated.
 
     Raises:
         ConfigError: a `DTensor` whose shard is no contiguous range.

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from deltasync import fingerprint
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File, Record, Version
+from deltasync.channel.documents import Anchor, Delta, Record, Version
 from deltasync.channel.record import Stored
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
-from deltasync.errors import FencedError, PublishError, PublishLostError, PublishPendingError
+from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
 from deltasync.publish.collect import Weights, requires_of
-from deltasync.publish.encode import AbortedError, Encoder, Job
+from deltasync.publish.encode import encode, encode_groups
+from deltasync.publish.job import AbortedError, Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import fold_changes
 from deltasync.ranks.peers import Signals
-from deltasync.types import Patch, weight_bytes
+from deltasync.tensors import Patch, fingerprint, weight_bytes
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PUTS = 4
 """Parts that one rank stores at the same time."""
@@ -36,12 +35,9 @@ _IDLE_S = 5.0  # after which a connection is opened again before it is needed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Since:
-    """What a late joiner fetches: the newest full weights, and the deltas after them.
+    """What a late joiner fetches: the newest full weights, of `version` (0 for none), and `bytes` of deltas after them.
 
-    Attributes:
-        version: The version of the weights, 0 for none.
-        by_reference: Whether they are a checkpoint elsewhere.
-        bytes: Of the deltas.
+    `by_reference` says whether the weights are a checkpoint elsewhere.
     """
 
     version: int = 0
@@ -53,37 +49,24 @@ class Uploader:
     """Encodes and uploads jobs one after the other. At most one is under way and one waits, but for a reference before it.
 
     Args:
-        log: Of the channel.
-        settings: The publisher's; those of each job are taken when it begins.
-        model_files: What lies beside the weights of an anchor.
+        log: The channel's log.
+        keeper: Is told of what is published.
+        settings: The publisher's.
         since: Where the channel stands.
-        fold_every: See `Retention`.
-        keeper: Told of what is published.
-        signals: To the other ranks.
+        signals: Connects it to the other ranks.
 
     Attributes:
         full: Whether the next version has full weights: there is no base whose bits are known.
     """
 
-    def __init__(
-        self,
-        log: Log,
-        settings: Callable[[], PublisherSettings],
-        model_files: Mapping[str, bytes],
-        since: Since,
-        fold_every: int,
-        keeper: Keeper,
-        signals: Signals,
-    ) -> None:
+    def __init__(self, log: Log, keeper: Keeper, settings: PublisherSettings, since: Since, signals: Signals) -> None:
         self.full = True
+        self.settings = settings
         self._log = log
-        self._settings = settings
-        self._model_files = model_files
-        self._since = since
-        self._fold_every = fold_every
-        self._fold: tuple[Version, dict[str, Patch]] | None = None
         self._keeper = keeper
+        self._since = since
         self._signals = signals
+        self._fold: tuple[Version, dict[str, Patch]] | None = None
         self._lock = threading.Lock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
@@ -102,9 +85,7 @@ class Uploader:
         """Number of the version after all that were submitted, and whether it has full weights."""
         with self._lock:
             newest = self._waiting[-1] if self._waiting else self._running
-            if newest is None:
-                return self._log.next_version, self.full
-            return newest.version + 1, False
+            return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
 
     def take(self) -> Job | None:
         """Take back the job that waits, to fold another publish into it; None if there is none.
@@ -116,7 +97,10 @@ class Uploader:
             if self._fenced is not None:
                 raise self._fenced
             folds = self._waiting and self._waiting[-1].reference is None
-            return self._waiting.pop() if folds else None
+            job = self._waiting.pop() if folds else None
+        if job is not None:
+            job.take_back()
+        return job
 
     def wait_released(self) -> None:
         """Wait until no job needs the shadow as it is; the caller has taken the one that waits."""
@@ -143,14 +127,20 @@ class Uploader:
         By default never after a reference by the count of versions: a late joiner has that already, and pays for the deltas
         alone. Once these are more bytes than the weights, an anchor is the cheaper way for it too.
         """
-        every = self._settings().anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
+        every = self.settings.anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
         due = version - self._since.version >= every or self._since.bytes + payload_bytes > full_bytes
         return (due or self._keeper.failed) and not self._keeper.announcing
 
+    def resume(self, tip: Version) -> None:
+        """The next version builds on this one, whose bits are known."""
+        self.full, self._fold = False, (tip, {})
+
     def close(self) -> None:
-        """Finish what was submitted and end the threads."""
+        """Finish what was submitted and end the threads, those of the keeper and the log too."""
         self._pool.shutdown(wait=True)
         self._puts.shutdown(wait=True)
+        self._keeper.close()
+        self._log.close()
 
     def _run(self) -> None:
         try:
@@ -168,7 +158,7 @@ class Uploader:
                 raise problem
             if job.version != self._log.next_version or (self.full and not job.full):
                 raise PublishLostError(f"Version {job.version} builds on one that was lost.")
-            stored = self._store(job)
+            stored = self._store_full(job) if job.full else self._store_delta(job)
         except AbortedError as error:
             self._log.give_up(job.version)
             self._end(job, error)
@@ -203,11 +193,11 @@ class Uploader:
             self._running = None
             self._waiting.insert(0, job)
         for future in receipts:
-            future.set_exception(error)
+            future.set_exception(without_frames(error))
 
     def _fail(self, job: Job, error: Exception) -> None:
         """What builds on a version that is lost is lost with it; one that is pending keeps its number and its bits."""
-        version, pending, lost = job.version, self._log.pending, list[Job]()
+        version, pending, lost, cause = job.version, self._log.pending, list[Job](), error
         if isinstance(error, FencedError):
             with self._lock:
                 self._fenced = error
@@ -217,14 +207,13 @@ class Uploader:
         else:
             self._log.give_up(version)
             if not isinstance(error, PublishError):
-                cause = error
                 error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
                 error.__cause__ = cause
             # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
             with self._lock:
                 self.full, self._fold, self._running = True, None, None
                 lost, self._waiting = self._waiting, []
-        logger.error("%s", error)
+        logger.error("%s", error, exc_info=None if isinstance(cause, DeltaSyncError) else cause)
         self._end(job, error)
         for other in lost:
             self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
@@ -237,22 +226,24 @@ class Uploader:
         if job.full or self._fold is None:
             self._fold = (version, {})
 
-    def _store(self, job: Job) -> Stored:
-        """Files, then the record. After return: visible as a whole.
+    def _store_delta(self, job: Job) -> Stored:
+        """Parts, then the record. After return: visible as a whole.
 
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
             AbortedError: the stream failed.
         """
-        log, settings = self._log, self._settings()
-        if job.full:
-            return self._store_full(job, settings)
+        log, keeper, settings = self._log, self._keeper, self.settings
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
         self._signals.begin(job.serial, folder)
-        encoder = Encoder(settings.codec, job.shadow)
-        put = self._put_in(folder)
-        found = encoder.payloads(job, put, inline=True, keep=bool(self._fold_every))
-        fold = self._folded(job, encoder, found.patches)
+        fold_every = keeper.retention.fold_every
+        found = encode_groups(
+            job,
+            settings.codec,
+            lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
+            keep=bool(fold_every),
+        )
+        fold = self._folded(job, found.patches, fold_every)
         full_bytes = weight_bytes(job.shadow.specs.values())
         if not self._signals.others and self.is_due(job.version, found.bytes, full_bytes):
             job.weights = Weights.of(job.shadow, settings)
@@ -266,30 +257,24 @@ class Uploader:
         self._builds_on(job, stored.version)
         if job.weights is not None:
             weights, job.weights, self._since = job.weights, None, Since(job.version)
-            self._keeper.announce(stored, weights, self._model_files, settings)
+            keeper.announce(stored, weights, requires_of(settings))
         if fold is not None and self._fold is not None:
             base, patches = self._fold
             delta = Delta(codec=settings.codec, changed=sum(patch.changed for patch in patches.values()))
-            self._keeper.fold(base, stored, delta, fold if patches else None)
+            keeper.fold(base, stored, delta, fold if patches else None)
             self._fold = (stored.version, {})
         return stored
 
-    def _put_in(self, folder: str) -> Callable[[int, bytes], Future[File]]:
-        return lambda number, data: self._puts.submit(self._log.put_file, folder, keys.part(0, number), data)
-
-    def _store_full(self, job: Job, settings: PublisherSettings) -> Stored:
+    def _store_full(self, job: Job) -> Stored:
+        """Weight files, if it is no reference, then the record; otherwise as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
         if job.reference is None:
-            requires = requires_of(settings)
-            job.weights = job.weights or Weights.of(job.shadow, settings)
+            requires = requires_of(self.settings)
+            job.weights = job.weights or Weights.of(job.shadow, self.settings)
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
-        if job.weights is None:
-            anchor = Anchor(reference=job.reference)
-        else:
-            folder = keys.anchor_folder(job.version, log.epoch, log.attempt(job.version))
-            anchor = job.weights.put(log.put_file, folder, self._model_files)
+        anchor = Anchor(reference=job.reference) if job.weights is None else self._keeper.store(job.weights, job.version)
         stored = log.append(self._record(job, anchor=anchor, requires=requires), None)
         self._builds_on(job, stored.version)
         return stored
@@ -312,17 +297,13 @@ class Uploader:
             requires=requires or [],
         )
 
-    def _folded(self, job: Job, encoder: Encoder, patches: Mapping[str, Patch]) -> Encoded | None:
+    def _folded(self, job: Job, patches: Mapping[str, Patch], every: int) -> Encoded | None:
         """The fold that is complete with this version."""
-        if not self._fold_every or self._fold is None:
+        if not every or self._fold is None:
             return None
         base, before = self._fold
         folded = fold_changes(before, patches)
         self._fold = (base, folded)
-        if job.version - base.version < self._fold_every:
+        if job.version - base.version < every:
             return None
-        return encoder.encode(list(folded.values()), job.fingerprints, job.version, base.version)
-
-    def resume(self, tip: Version) -> None:
-        """The next version builds on this one, whose bits are known."""
-        self.full, self._fold = False, (tip, {})
+        return encode(job, self.settings.codec, list(folded.values()), base.version)

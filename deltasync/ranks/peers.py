@@ -1,15 +1,14 @@
 """The ranks of one sharded trainer: what they agree on within `publish`, and how they hear of uploads between.
 
-`publish` runs on all ranks at the same time and may use collectives; they carry a few kilobytes, never weights, except
-for an anchor, which the first rank collects tensor by tensor. Uploads run in threads, where collectives would meet those of
-the trainer; there the ranks write to the key-value store of torch.distributed instead (`Signals`).
+`publish` runs on all ranks at the same time and uses collectives. They carry a few kilobytes; only the weights of an anchor
+are collected by the first rank, tensor by tensor. Uploads run in threads, where collectives would meet those of the trainer;
+there the ranks write to the key-value store of torch.distributed instead (`Signals`).
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -18,14 +17,14 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync import errors
 from deltasync.channel.documents import File
-from deltasync.errors import DeltaSyncError, PublishError, StoreError
-from deltasync.fingerprint import MASK
+from deltasync.errors import DeltaSyncError, PublishError, StoreError, get_logger
+from deltasync.tensors.fingerprint import MASK
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _Value = TypeVar("_Value")
 
@@ -34,71 +33,86 @@ Range = tuple[int, int]
 
 
 class Peers:
-    """All ranks that publish together. Methods are called on all of them, in the same order.
+    """All ranks that publish together; methods are called on all of them, in the same order. One that is alone asks nobody.
 
-    This one is alone; see `Group` for more.
+    All raise `PublishError` if a rank does not answer in time.
+
+    Args:
+        group: A process group of any backend, whose ranks all make one of these; their messages go through a gloo group.
+        timeout_s: How long to wait for a rank that is behind, or dead.
 
     Attributes:
-        rank: Of this process. The first, 0, writes records.
+        rank: This process's rank. The first, 0, writes records.
         size: How many there are.
-        signals: Between their uploads.
+        signals: Connects their uploads.
         moved_bytes: What this rank has put into messages to others, weights for anchors aside.
     """
 
-    rank = 0
-    size = 1
-    moved_bytes = 0
-
-    def __init__(self) -> None:
-        self.signals = Signals(None, 0, 1, 0.0)
-
-    def sum(self, values: Sequence[int]) -> list[int]:
-        """Sums over all ranks, modulo 2**64.
-
-        Raises:
-            PublishError: a rank did not answer in time.
-        """
-        return [value & MASK for value in values]
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 0.0) -> None:
+        self.rank, self.size, self.moved_bytes = 0, 1, 0
+        self._lost: str | None = None
+        store = None
+        if group is not None:
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=datetime.timedelta(seconds=timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
+                group_desc="deltasync",
+            )
+            self.rank, self.size = self._group.rank(), self._group.size()
+            # A connection of its own: waiting on one that others use would hold them up.
+            store = PrefixStore("deltasync", self._group.get_group_store().clone())
+        self.signals = Signals(store, self.rank, self.size, timeout_s)
 
     def share(self, value: _Value) -> list[_Value]:
-        """What each rank gave, by rank.
-
-        Raises:
-            PublishError: as `sum`.
-        """
-        return [value]
+        """What each rank gave, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self.moved_bytes += len(pickle.dumps(value))
+        self._together(lambda: dist.all_gather_object(found, value, group=self._group))
+        return found
 
     def first(self, action: Callable[[], _Value]) -> _Value:
         """What the first rank gets by an action, which it alone takes.
 
         Raises:
-            BaseException: what the action raises, at the first rank.
-            DeltaSyncError: the same, at the others.
-            PublishError: as `sum`.
+            BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
         """
         value, problem = attempt(action) if self.rank == 0 else (None, None)
-        value, told = self.share((value, None if problem is None else _described(problem)))[0]
+        value, failure = self.share((value, None if problem is None else _described(problem)))[0]
         if problem is not None:
             raise problem
-        if told is not None:
-            raise error_of((told[0], f"Rank 0 failed: {told[1]}"))
+        if failure is not None:
+            raise error_of((failure[0], f"Rank 0 failed: {failure[1]}"))
         return value  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
-        """Sums of numbers over all ranks, unless one failed: then all do.
+        """Sums of numbers over all ranks, modulo 2**64, unless one failed.
 
         Raises:
-            BaseException: `error`.
-            DeltaSyncError: that of another rank.
+            BaseException: `error`, or a `DeltaSyncError` with the message of another rank's.
         """
-        failed, *sums = self.sum([error is not None, *numbers])
-        if failed:
-            told = self.share(None if error is None else _described(error))
+        sums = [value & MASK for value in (error is not None, *numbers)]
+        if self.size > 1:
+            vector = torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
+            self.moved_bytes += vector.nbytes
+            self._together(lambda: dist.all_reduce(vector, group=self._group))
+            sums = vector.numpy().view(np.uint64).tolist()
+        if sums[0]:
+            failures = self.share(None if error is None else _described(error))
             if error is not None:
                 raise error
-            rank, (kind, message) = next((rank, described) for rank, described in enumerate(told) if described is not None)
+            rank, (kind, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
             raise error_of((kind, f"Rank {rank} failed, so nothing was published: {message}"))
-        return sums
+        return sums[1:]
+
+    def all(self, action: Callable[[], _Value]) -> _Value:
+        """What an action, which each rank takes, gives at this one; raises as `agree` if it fails at one."""
+        value, problem = attempt(action)
+        self.agree(problem)
+        return value  # type: ignore[return-value]
 
     def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
         """One tensor's bit patterns, flat, at the first rank; nothing useful at the others.
@@ -106,52 +120,7 @@ class Peers:
         Args:
             held: What this rank holds of it.
             ranges: What each rank holds; together all of it.
-
-        Raises:
-            PublishError: as `sum`.
         """
-        return held
-
-
-class Group(Peers):
-    """The ranks of a process group, of any backend: a group of its own, of gloo, is made for their messages.
-
-    Args:
-        group: All of its ranks make one of these.
-        timeout_s: How long to wait for a rank that is behind, or dead.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=datetime.timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="deltasync",
-        )
-        self.rank, self.size = self._group.rank(), self._group.size()
-        self._lost: str | None = None
-        # A connection of its own: waiting on one that others use would hold them up.
-        store = PrefixStore("deltasync", self._group.get_group_store().clone())
-        self.signals = Signals(store, self.rank, self.size, timeout_s)
-
-    def sum(self, values: Sequence[int]) -> list[int]:
-        """See `Peers.sum`."""
-        vector = torch.from_numpy(np.array([value & MASK for value in values], np.uint64).view(np.int64))
-        self.moved_bytes += vector.nbytes
-        self._together(lambda: dist.all_reduce(vector, group=self._group))
-        summed: list[int] = vector.numpy().view(np.uint64).tolist()
-        return summed
-
-    def share(self, value: _Value) -> list[_Value]:
-        """See `Peers.share`."""
-        found: list[Any] = [None] * self.size
-        self.moved_bytes += len(pickle.dumps(value))
-        self._together(lambda: dist.all_gather_object(found, value, group=self._group))
-        return found
-
-    def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-        """See `Peers.collect`."""
         if self.rank:
             if held.size:
                 self._together(lambda: dist.send(_bytes_of(held), group_dst=0, group=self._group))
@@ -178,24 +147,21 @@ class Group(Peers):
 class Signals:
     """What the uploads of the ranks tell each other.
 
-    The first rank writes a log: a job has begun, a job has ended. The others follow it: they upload their part of a job when
-    it has begun, and answer with its files; so a job that still waits can be replaced on all ranks at once.
-
-    Attributes:
-        others: The other ranks, at the first one.
+    The first rank writes a log: a job has begun, a job has ended. The `others` follow it: they upload their part of a job
+    when it has begun, and answer with its files; so a job that still waits can be replaced on all ranks at once.
 
     Args:
         store: Key-value store that all ranks share, on a connection that nobody else uses; None for one that is alone.
-        rank: Of this process.
-        size: Of all.
+        rank: This process's rank.
+        size: How many ranks there are.
         timeout_s: How long to wait for an answer, or for the next line of the log.
     """
 
-    def __init__(self, store: Store | None, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
-        self._store = store
         self.others = range(1, size)
+        self._store = store
         self._line = 0
         self._ended: int | None = None
         self._spent: list[str] = []
@@ -219,7 +185,10 @@ class Signals:
             if "error" in answer:
                 raise StoreError(f"Rank {rank} could not store its part: {answer['error']}")
             files += msgspec.convert(answer["files"], list[File])
-        self._tidy(serial)
+        answers = [f"part/{serial}/{rank}" for rank in self.others]
+        for key in self._spent + answers:  # all ranks have answered: what was said before is of no use any more
+            self._store.delete_key(key)
+        self._spent = [f"seen/{serial}/{rank}" for rank in self.others]
         return files
 
     def end(self, serial: int, error: Exception | None, digest: str, payload_bytes: int) -> None:
@@ -242,7 +211,7 @@ class Signals:
             logger.warning("Not all ranks say that they know how their uploads ended: %s", error)
 
     def next_line(self) -> dict[str, Any]:
-        """Other ranks: the next line of the log: `begin` or `end` with a job's serial, and what these are told.
+        """Other ranks: the next line of the log: `begin` or `end` with a job's serial, and what goes with them.
 
         Raises:
             torch.distributed.DistNetworkError: the store is gone.
@@ -267,20 +236,10 @@ class Signals:
             self._spent.append(f"log/{self._line}")
             self._line += 1
 
-    def _tidy(self, serial: int) -> None:
-        """All ranks have answered for this job: what was said before is of no use any more."""
-        assert self._store is not None or not self.others
-        answers = [f"part/{serial}/{rank}" for rank in self.others]
-        for key in self._spent + answers:
-            self._store.delete_key(key)  # type: ignore[union-attr]
-        self._spent = [f"seen/{serial}/{rank}" for rank in self.others]
-
     def _set(self, key: str, value: object) -> None:
-        assert self._store is not None
         self._store.set(key, json.dumps(value))
 
     def _wait(self, key: str) -> bytes:
-        assert self._store is not None
         self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
         data: bytes = self._store.get(key)
         return data

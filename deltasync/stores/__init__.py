@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
 
-__all__ = ["ObjectInfo", "Store", "open_store"]
+__all__ = ["ObjectInfo", "Store", "base", "cache", "hub", "object", "open_store", "probe", "retries", "wrapper"]
 
-_FORMS = "file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
+_FORMS = "a path, file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
+_PATHS = ("/", "./", "../", "~")
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str | os.PathLike[str] | Store) -> Store:
     """The store at `url`, whose keys start below it. Nothing is asked of a server yet.
 
     Args:
-        url: One of
+        url: A store, which is returned as it is, or one of
 
-            - `file:///absolute/path`, created on first write;
+            - `file:///absolute/path`, created on first write; also a `Path`, or a path that begins with `/`, `./`, `../`
+              or `~`;
             - `s3://bucket/prefix?endpoint=https://host&region=...`, any server that speaks S3. All options may be left out:
               `endpoint` (http:// only if written so), `region`, `virtual_hosted=1` (otherwise the bucket is part of the
               path), `profile=NAME` of the AWS configuration (needs `deltasync[aws]`), `anonymous=1`. Everything else,
@@ -30,6 +34,12 @@ def open_store(url: str) -> Store:
     Raises:
         ConfigError: the URL is not of that form, or holds credentials.
     """
+    if isinstance(url, os.PathLike) or (isinstance(url, str) and url.startswith(_PATHS)):
+        url = Path(os.path.abspath(os.path.expanduser(url))).as_uri()
+    if not isinstance(url, str):
+        if not callable(getattr(url, "read_range", None)):
+            raise ConfigError(f"A channel is a URL, a path or a store, not {url!r}.")
+        return url
     parts = urlsplit(url)
     if parts.scheme in ("s3", "gs", "az"):
         from deltasync.stores.cloud import cloud_store

@@ -37,20 +37,6 @@ class ObjectInfo:
     content: str | None = dataclasses.field(default=None, compare=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Capabilities:
-    """What a store can do beyond the minimum.
-
-    Attributes:
-        conditional_put: There is `create`: the store itself decides which one of two racing writers wins. Whether it
-            really does is found out by `probe.decides`.
-        watch: `watch` tells of changes at once; without it there is only polling.
-    """
-
-    conditional_put: bool
-    watch: bool = False
-
-
 class Watch(Protocol):
     """A running `Store.watch`."""
 
@@ -73,12 +59,12 @@ class Store(Protocol):
         ...
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What it can do."""
+    def can_create(self) -> bool:
+        """Whether it says that it decides which one of two writers wins a `create`; `probe.decides` finds out if it does."""
         ...
 
     def create(self, key: str, data: bytes) -> None:
-        """Store a new object, atomically. Only where `Capabilities.conditional_put`.
+        """Store a new object, atomically. Only where `can_create`.
 
         After return: durable and visible as a whole. If it raised: not visible.
 
@@ -104,7 +90,7 @@ class Store(Protocol):
         """
         ...
 
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """The whole object.
 
         Args:
@@ -140,11 +126,11 @@ class Store(Protocol):
         """Call `on_change` for each object that is stored under `prefix`, from a thread of the store's own.
 
         Args:
-            prefix: Of the keys.
+            prefix: What the keys begin with.
             on_change: Gets the object, or None when some may have been missed. Deletions are not told.
 
         Returns:
-            None where the store cannot (`Capabilities.watch`).
+            None where the store cannot; then there is only polling.
         """
         ...
 
@@ -160,11 +146,11 @@ def check_key(key: str) -> str:
     return key
 
 
-def check_size(place: str, size: int, most_bytes: int | None) -> None:
+def check_size(place: str, size: int, most_bytes: int) -> None:
     """For `Store.read`.
 
     Raises:
         CorruptDataError: the object is larger than it may be.
     """
-    if most_bytes is not None and size > most_bytes:
+    if size > most_bytes:
         raise CorruptDataError(f"{place} has {size} bytes, but may have {most_bytes} at most.")

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltasync.errors import FormatError
-from deltasync.stores.base import Capabilities, ObjectInfo, Store, Watch, check_size
+from deltasync.stores.base import ObjectInfo, Store, check_size
+from deltasync.stores.wrapper import WrappedStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
 
-class CachedStore:
-    """A store with a cache for reads by digest; all other verbs go through to it. See `Store`.
+class CachedStore(WrappedStore):
+    """A store with a cache for reads by digest; other reads never come from it.
 
     Where the directory cannot be used (full, not writable, a lock that stays held), objects come from the store as if there
     were no cache, with one warning, and the directory is tried again after a minute.
@@ -56,22 +57,12 @@ class CachedStore:
     """
 
     def __init__(self, store: Store, directory: str | Path, limit_bytes: int, shared: bool = True) -> None:
-        self._store = store
+        super().__init__(store)
         self._directory = Path(directory)
         self._limit_bytes = limit_bytes
         self._shared = shared
         self._off_until = 0.0
         self._warned = False
-
-    @property
-    def url(self) -> str:
-        """See `Store.url`."""
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `Store.capabilities`."""
-        return self._store.capabilities
 
     def read_known(
         self,
@@ -79,7 +70,7 @@ class CachedStore:
         sha256: str,
         size: int,
         check: Check,
-        most_bytes: int | None = None,
+        most_bytes: int,
         known: ObjectInfo | None = None,
     ) -> bytes:
         """The object with this digest. Of all processes that ask for it at a time, one downloads it.
@@ -116,36 +107,8 @@ class CachedStore:
         if time.monotonic() >= self._off_until:
             self._keep(sha256, data)
 
-    def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`."""
-        self._store.create(key, data)
-
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`."""
-        self._store.put(key, data, guard=guard)
-
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
-        """See `Store.read`: never from the cache."""
-        return self._store.read(key, most_bytes, known)
-
-    def read_range(self, key: str, start: int, end: int) -> bytes:
-        """See `Store.read_range`: never from the cache."""
-        return self._store.read_range(key, start, end)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
-        return self._store.list(prefix)
-
-    def delete(self, *keys: str) -> None:
-        """See `Store.delete`. What the cache has of them stays there: it is still what its digest says."""
-        self._store.delete(*keys)
-
-    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
-        """See `Store.watch`."""
-        return self._store.watch(prefix, on_change)
-
-    def _download(self, key: str, check: Check, most_bytes: int | None, known: ObjectInfo | None) -> bytes:
-        data = self._store.read(key, most_bytes, known)
+    def _download(self, key: str, check: Check, most_bytes: int, known: ObjectInfo | None) -> bytes:
+        data = self.inner.read(key, most_bytes, known)
         check(data)
         return data
 
@@ -163,11 +126,11 @@ class CachedStore:
         finally:
             os.close(folder)
 
-    def _load(self, name: str, check: Check, most_bytes: int | None) -> bytes | None:
+    def _load(self, name: str, check: Check, most_bytes: int) -> bytes | None:
         try:
             with self._folder() as folder, _opened(folder, name, os.O_RDONLY) as file:
                 size = os.fstat(file).st_size
-                check_size(name, size, self._limit_bytes if most_bytes is None else min(most_bytes, self._limit_bytes))
+                check_size(name, size, min(most_bytes, self._limit_bytes))
                 with open(file, "rb", closefd=False) as stream:
                     data = stream.read(size + 1)
                 check(data)
@@ -284,9 +247,9 @@ def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers:
 
     Args:
         store: The channel's. `file://` is not cached: the kernel keeps the files of a machine once already; nor is `memory://`.
-        directory: Of the cache; by default one of this user's in the system's temporary directory. There one worker alone
+        directory: The cache's; by default one of this user's in the system's temporary directory. There one worker alone
             finds what was fetched ahead for it, and keeps nothing itself, since nobody would share it.
-        limit_bytes: Of the cache; 0 for none.
+        limit_bytes: Most bytes in the cache; 0 for none.
         workers: How many there are.
     """
     if limit_bytes == 0 or store.url.startswith(("file:", "memory:")):

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import re
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import obstore
@@ -42,13 +42,7 @@ _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A parsed URL.
-
-    Attributes:
-        endpoint: URL of the server; None for the cloud's own, or what the environment says.
-        profile: Of the AWS configuration files.
-        anonymous: Requests are not signed.
-    """
+    """A parsed URL; see `open_store` for its options."""
 
     scheme: str
     bucket: str
@@ -69,12 +63,6 @@ class CloudStore(ObstoreStore):
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
     def client(self, upload_bytes: int = 0) -> ObjectStore:
-        """See `ObstoreStore.client`.
-
-        Raises:
-            ConfigError: settings of the environment do not fit together.
-            StoreError: in a forked child, where it would hang.
-        """
         within_s = next((limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes), 900)
         return self._client(within_s)
 
@@ -155,7 +143,6 @@ def _flag(options: dict[str, str], name: str) -> bool:
 
 
 def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
-    retries = _NO_RETRIES if once else _RETRIES
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=10),
         # In obstore this one also covers sending the request, and is then the longest wait for a piece of the reply.
@@ -165,19 +152,15 @@ def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
         # Without endpoint= it is the environment that may say http://.
         "allow_http": place.endpoint is None or place.endpoint.startswith("http://"),
     }
+    common: dict[str, Any] = {
+        "prefix": place.prefix or None,
+        "client_options": options,
+        "retry_config": _NO_RETRIES if once else _RETRIES,
+    }
     try:
-        if place.scheme == "gs":
-            return GCSStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=retries)
-        if place.scheme == "az":
-            return AzureStore(place.bucket, prefix=place.prefix or None, client_options=options, retry_config=retries)
-        return S3Store(
-            place.bucket,
-            prefix=place.prefix or None,
-            config=_s3_config(place),
-            client_options=options,
-            retry_config=retries,
-            credential_provider=_credentials(place),
-        )
+        if place.scheme == "s3":
+            return S3Store(place.bucket, config=_s3_config(place), credential_provider=_credentials(place), **common)
+        return (GCSStore if place.scheme == "gs" else AzureStore)(place.bucket, **common)
     except BaseError as error:
         message = str(error).partition("\n\n")[0]
         raise ConfigError(f"{place.scheme}://{place.bucket} cannot be opened: {message}.") from None

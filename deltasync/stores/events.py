@@ -11,7 +11,6 @@ Server-sent events, and what they mean here:
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import socket
 import threading
@@ -22,12 +21,14 @@ from typing import TYPE_CHECKING
 import msgspec
 from huggingface_hub import get_session
 
+from deltasync.errors import get_logger
 from deltasync.stores.base import ObjectInfo
+from deltasync.stores.xet import request_headers
 
 if TYPE_CHECKING:
     import httpx2 as httpx
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Connect, read, write, wait for a connection. The Hub pings every 30 s.
 _TIMEOUT_S = (10.0, 90.0, 10.0, 10.0)
@@ -57,22 +58,14 @@ class EventWatch:
 
     Args:
         url: The bucket's feed.
-        prefix: Of the paths in the bucket to tell of.
-        headers: Gives the headers of a request, with the token.
+        prefix: What the paths begin with of which to tell.
         on_change: Called from the thread with each file that is stored, its path as the key, and with None whenever some
             may have been missed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        prefix: str,
-        headers: Callable[[], dict[str, str]],
-        on_change: Callable[[ObjectInfo | None], None],
-    ) -> None:
+    def __init__(self, url: str, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
         self._url = url
         self._prefix = prefix
-        self._headers = headers
         self._on_change = on_change
         self._cursor: str | int | None = None
         self._live = False
@@ -89,7 +82,6 @@ class EventWatch:
         return self._live and self._thread.is_alive()
 
     def close(self) -> None:
-        """See `Watch.close`."""
         self._closed.set()
         with self._telling:
             self._live = False
@@ -121,7 +113,7 @@ class EventWatch:
     def _follow(self) -> bool:
         """Read one connection to its end. False if there is no feed to be had."""
         params = {} if self._cursor is None else {"cursor": self._cursor}
-        headers = self._headers() | {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
+        headers = request_headers() | {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
         with get_session().stream("GET", self._url, params=params, headers=headers, timeout=_TIMEOUT_S) as response:
             if response.status_code == 400:
                 self._cursor = None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, check_key, check_size
+from deltasync.stores.base import ObjectInfo, check_key, check_size
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO would block
@@ -32,7 +32,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 class LocalStore:
     """Objects as files below a directory. See `Store`."""
 
-    capabilities = Capabilities(conditional_put=True)
+    can_create = True
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
@@ -57,8 +57,7 @@ class LocalStore:
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 os.fsync(folder)
 
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
-        """See `Store.read`."""
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         with self._opened(key) as file:
             size = os.fstat(file).st_size
             check_size(f"{self.url}/{key}", size, most_bytes)
@@ -68,7 +67,6 @@ class LocalStore:
             return data
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        """See `Store.read_range`."""
         with self._opened(key) as file, open(file, "rb", closefd=False) as stream:
             stream.seek(start)
             data = stream.read(end - start)
@@ -77,7 +75,6 @@ class LocalStore:
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         found: list[ObjectInfo] = []
         *folders, _ = prefix.split("/")
         try:
@@ -97,7 +94,6 @@ class LocalStore:
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, *keys: str) -> None:
-        """See `Store.delete`."""
         for key in keys:
             *folders, name = check_key(key).split("/")
             try:

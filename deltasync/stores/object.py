@@ -12,7 +12,7 @@ import obstore
 from obstore import exceptions as obstore_errors
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import Capabilities, ObjectInfo, check_key, check_size
+from deltasync.stores.base import ObjectInfo, check_key, check_size
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -46,14 +46,14 @@ _process: int | None = None
 class ObstoreStore:
     """An obstore store. See `Store`."""
 
-    capabilities = Capabilities(conditional_put=True)
+    can_create = True
 
     def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
         self._opened = client
 
     def client(self, upload_bytes: int = 0) -> ObjectStore:
-        """The obstore store, for a request with a body of so many bytes."""
+        """The obstore store, for a request with a body of this size."""
         mark_process()
         return self._opened
 
@@ -67,7 +67,6 @@ class ObstoreStore:
             obstore.put(self.client(len(data)), key, data, mode="create")
 
     def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`."""
         with self._sending(key, len(data)):
             client = self.client(len(data)) if guard is None else self.once_client()
         if guard is not None:
@@ -75,21 +74,20 @@ class ObstoreStore:
         with self._mapped(key):
             obstore.put(client, key, data, mode="overwrite", use_multipart=False)
 
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`. The size that the store announces is looked at, and not believed."""
         check_key(key)
         place, pieces, size = self._place(key), [], 0
         with self._mapped(key):
             found = obstore.get(self.client(), key)
             check_size(place, found.meta["size"], most_bytes)
-            for piece in found.stream(_PIECE_BYTES if most_bytes is None else min(most_bytes + 1, _PIECE_BYTES)):
+            for piece in found.stream(min(most_bytes + 1, _PIECE_BYTES)):
                 pieces.append(piece)
                 size += len(piece)
                 check_size(place, size, most_bytes)
         return b"".join(pieces)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        """See `Store.read_range`."""
         check_key(key)
         with self._mapped(key):
             data = bytes(obstore.get_range(self.client(), key, start=start, end=end))

@@ -21,7 +21,7 @@ def decides(store: Store, key: str) -> bool:
     Raises:
         StoreError: it could not be tried out.
     """
-    if not store.capabilities.conditional_put:
+    if not store.can_create:
         return False
     first, second = os.urandom(16), os.urandom(16)
     try:

@@ -1,18 +1,20 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["deltasync[trl,wordle]", "trl==1.16.0", "transformers<5.18"]
+# dependencies = ["deltasync[trl]", "trl==1.16.0", "transformers<5.18"]
 # ///
 r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environment in Spaces.
 
     hf jobs uv run --detach --flavor l4x1 --timeout 4h \
         --secrets HF_TOKEN --secrets REPLICA_TOKEN --secrets DELTASYNC_ENVIRONMENT_TOKEN \
+        --with git+https://huggingface.co/spaces/user/wordle \
         deploy/jobs/train.py --model Qwen/Qwen3-0.6B --channel hf://buckets/user/run/a \
         --servers https://user-replica-1.hf.space https://user-replica-2.hf.space \
         --environment https://user-wordle.hf.space
 
 TRL knows one server and no token, so the job starts a router: it shares the requests among the replicas and presents
 REPLICA_TOKEN, which is their DELTASYNC_HTTP_TOKEN, to them. All options of TRL's AsyncGRPOConfig and of DeltaSyncConfig are
-options here too. Elsewhere than in a job: `python deploy/jobs/train.py ...`, with HAProxy installed.
+options here too. The environment's Space is a package, from which its client is installed. Elsewhere than in a job:
+`pip install ./examples/wordle; python deploy/jobs/train.py ...`, with HAProxy installed.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from deltasync.demo import trl_on_cpu
 from deltasync.demo.processes import Child
-from deltasync.demo.wordle.client import WordleEnvironment
-from deltasync.demo.wordle.game import GUESSES
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
+from wordle.client import WordleEnvironment
+from wordle.game import GUESSES
 
 REPLICA_S = 3600.0  # a Space that sleeps, or is being built, takes its time
 PROMPT = f"""Play Wordle: find the secret word of five letters in {GUESSES} guesses, each by a call of the tool `guess`.

@@ -12,7 +12,7 @@ from deltasync import open_store
 from deltasync.errors import ObjectMissingError, StoreError
 from deltasync.stores import Store
 from deltasync.stores.probe import decides
-from tests.contract.store_contract import StoreContract
+from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import FaultProxy, ignored
 from tests.servers import s3
 from tests.servers.s3 import KEYS, RGW_VARIABLE, S3Server
@@ -25,7 +25,7 @@ rgw_server, rgw_bucket, s3_env = s3.rgw_server, s3.rgw_bucket, s3.s3_env
 pytestmark = pytest.mark.radosgw
 
 
-class TestRgwStore(StoreContract):
+class TestRgwStore(StoreContract, DecidingSharedContract, RefusingContract):
     @pytest.fixture
     def store(self, rgw_server: S3Server, rgw_bucket: str) -> Store:
         return open_store(rgw_server.url(rgw_bucket))
@@ -48,18 +48,18 @@ def store(rgw_server: S3Server, rgw_bucket: str) -> Store:
 def test_an_unknown_access_key_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     with pytest.raises(StoreError, match=r"InvalidAccessKeyId.*AWS_ACCESS_KEY_ID"):
-        open_store(store.url).read("a")
+        open_store(store.url).read("a", 1 << 30)
 
 
 def test_requests_without_a_signature_are_refused(store: Store) -> None:
     with pytest.raises(StoreError, match="403 Forbidden"):
-        open_store(f"{store.url}&anonymous=1").read("a")
+        open_store(f"{store.url}&anonymous=1").read("a", 1 << 30)
 
 
 def test_a_bucket_that_is_not_there_is_named(store: Store) -> None:
     elsewhere = open_store(store.url.replace("s3://", "s3://not-"))
     with pytest.raises(StoreError, match=r"s3://not-.*there is no such bucket"):
-        elsewhere.read("a")
+        elsewhere.read("a", 1 << 30)
 
 
 def test_asking_for_a_version_that_is_not_there_is_one_request_of_less_than_1_kb_and_5_ms(

@@ -21,7 +21,7 @@ from deltasync.errors import (
 )
 from deltasync.stores import Store, cloud, object
 from deltasync.stores.probe import decides
-from tests.contract.store_contract import StoreContract
+from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import FaultProxy, empty, flipped, ignored, late, reset, s3_error, shortened, slow, status, truncated
 from tests.servers import s3
 from tests.servers.endless import Endless
@@ -33,7 +33,7 @@ s3_server, s3_env, s3_bucket = s3.s3_server, s3.s3_env, s3.s3_bucket
 FOREVER = 1000
 
 
-class TestMotoStore(StoreContract):
+class TestMotoStore(StoreContract, DecidingSharedContract, RefusingContract):
     @pytest.fixture
     def store(self, s3_server: MotoServer, s3_bucket: str) -> Store:
         return open_store(s3_server.url(s3_bucket))
@@ -106,7 +106,7 @@ class TestUrl:
         store = open_store(url)
         assert cloud.parse(url) == place
         assert store.url == url
-        assert store.capabilities.conditional_put
+        assert store.can_create
 
     @pytest.mark.parametrize(
         ("url", "said"),
@@ -145,7 +145,7 @@ class TestCredentials:
     def test_those_of_the_environment_sign(self, proxy: FaultProxy, proxied: Store) -> None:
         fault = proxy.strike(status(404), header=("Authorization", "Credential=testkey/"))
         with pytest.raises(ObjectMissingError):
-            proxied.read("a")
+            proxied.read("a", 1 << 30)
         assert fault.hits == 1
 
     def test_anonymous_requests_are_not_signed(
@@ -153,7 +153,7 @@ class TestCredentials:
     ) -> None:
         s3_server.client.put_object_acl(Bucket=s3_bucket, Key="run/a", ACL="public-read")
         fault = proxy.strike(status(404), header=("Authorization", "."))
-        assert open_store(f"{proxied.url}&anonymous=1").read("a") == b"one"
+        assert open_store(f"{proxied.url}&anonymous=1").read("a", 1 << 30) == b"one"
         assert fault.hits == 0
 
     @pytest.mark.parametrize("by", ["the URL", "AWS_PROFILE"])
@@ -168,27 +168,27 @@ class TestCredentials:
             monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         fault = proxy.strike(status(404), header=("Authorization", "Credential=profilekey/.*/us-east-1/"))
         with pytest.raises(ObjectMissingError):
-            open_store(url).read("a")
+            open_store(url).read("a", 1 << 30)
         assert fault.hits == 1
 
     def test_keys_of_the_environment_come_before_its_profile(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_PROFILE", "no such profile")
-        assert open_store(proxied.url).read("a") == b"one"
+        assert open_store(proxied.url).read("a", 1 << 30) == b"one"
 
     def test_an_unknown_profile_is_told(self, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self._profile(monkeypatch, tmp_path)
         with pytest.raises(ConfigError, match=r"'play' gives no credentials"):
-            open_store(f"{proxied.url}&profile=play").read("a")
+            open_store(f"{proxied.url}&profile=play").read("a", 1 << 30)
 
     def test_a_profile_needs_an_extra(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "boto3", None)
         with pytest.raises(ConfigError, match=r"pip install 'deltasync\[aws\]'"):
-            open_store(f"{proxied.url}&profile=work").read("a")
+            open_store(f"{proxied.url}&profile=work").read("a", 1 << 30)
 
     def test_half_of_a_key_pair_is_told(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         with pytest.raises(ConfigError, match="Missing SecretAccessKey"):
-            open_store(proxied.url).read("a")
+            open_store(proxied.url).read("a", 1 << 30)
 
     @staticmethod
     def _profile(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -205,15 +205,15 @@ class TestEndpoint:
     ) -> None:
         monkeypatch.setenv(variable, s3_server.endpoint)
         open_store(f"s3://{s3_bucket}/a").create("b", b"1")
-        assert open_store(s3_server.url(s3_bucket, "a")).read("b") == b"1"
+        assert open_store(s3_server.url(s3_bucket, "a")).read("b", 1 << 30) == b"1"
 
     def test_the_url_comes_before_the_environment(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-        assert open_store(proxied.url).read("a") == b"one"
+        assert open_store(proxied.url).read("a", 1 << 30) == b"one"
 
     def test_https_is_never_left_for_http(self, proxied: Store) -> None:
         with pytest.raises(TransientStoreError, match="error sending request"):
-            open_store(proxied.url.replace("http:", "https:")).read("a")
+            open_store(proxied.url.replace("http:", "https:")).read("a", 1 << 30)
 
     @pytest.mark.parametrize(("port", "said"), [(1, "Connection refused"), (None, "timed out")])
     def test_a_server_that_does_not_answer_is_told(
@@ -223,7 +223,7 @@ class TestEndpoint:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"http://127.0.0.1:{port or silent.getsockname()[1]}"
             with pytest.raises(TransientStoreError, match=said):
-                open_store(f"s3://bkt/a?endpoint={address}").read("a")
+                open_store(f"s3://bkt/a?endpoint={address}").read("a", 1 << 30)
 
 
 NAMED = [
@@ -255,7 +255,7 @@ class TestErrors:
         self, proxy: FaultProxy, proxied: Store, verb: str, action: Action, kind: type[StoreError], said: str
     ) -> None:
         proxy.strike(action, times=FOREVER)
-        arguments = {"create": ("b", b"1"), "put": ("a", b"1"), "read_range": ("a", 0, 1), "list": ("",)}
+        arguments = {"create": ("b", b"1"), "put": ("a", b"1"), "read": ("a", 1), "read_range": ("a", 0, 1), "list": ("",)}
         with pytest.raises(StoreError) as failure:
             result = getattr(proxied, verb)(*arguments.get(verb, ("a",)))
             list(result)
@@ -279,7 +279,7 @@ class TestErrors:
         if verb == "create":
             proxied.create("b", b"1")
         else:
-            assert proxied.read("a") == b"one"
+            assert proxied.read("a", 1 << 30) == b"one"
         assert len(proxy.exchanges) == 3
 
     def test_a_conflict_with_a_concurrent_create_is_worth_another_try(self, proxy: FaultProxy, proxied: Store) -> None:
@@ -292,14 +292,14 @@ class TestErrors:
         proxy.strike(status(503), "PUT", after=True)
         with pytest.raises(ObjectExistsError):
             proxied.create("b", b"1")
-        assert proxied.read("b") == b"1"
+        assert proxied.read("b", 1 << 30) == b"1"
 
     def test_a_body_that_breaks_off_is_taken_up_where_it_ended(self, proxy: FaultProxy, proxied: Store) -> None:
         data = bytes(range(256)) * 4096
         proxied.create("b", data)
         proxy.exchanges.clear()
         proxy.strike(truncated(), "GET")
-        assert proxied.read("b") == data
+        assert proxied.read("b", 1 << 30) == data
         first, second = proxy.exchanges
         assert (first.status, second.status) == (200, 206)
 
@@ -321,10 +321,10 @@ class TestErrors:
         proxied.create("b", data)
         proxied = open_store(proxied.url)
         proxy.strike(slow(0.1), "GET")
-        assert proxied.read("b") == data
+        assert proxied.read("b", 1 << 30) == data
         proxy.exchanges.clear()
         proxy.strike(slow(1.0), "GET")
-        assert proxied.read("b") == data
+        assert proxied.read("b", 1 << 30) == data
         assert [exchange.fault for exchange in proxy.exchanges] == ["slow", ""]
 
 
@@ -488,7 +488,7 @@ class TestRequests:
             moved = Reply(302, [("Location", presigned.replace(s3_server.endpoint, network.url))], b"").with_body(b"")
             proxy.strike(Action("moved", reply=moved), "GET", times=2)
             signed = network.strike(status(500), header=("Authorization", "."), times=FOREVER)
-            assert proxied.read("a") == b"one"
+            assert proxied.read("a", 1 << 30) == b"one"
             assert proxied.read_range("a", 1, 3) == b"ne"
             assert (network.count(), signed.hits) == (2, 0)
 
@@ -523,7 +523,7 @@ class TestRequests:
 
     def test_a_bucket_without_a_prefix_is_a_channel_too(self, s3_server: MotoServer, s3_bucket: str) -> None:
         open_store(s3_server.url(s3_bucket, "")).create("a/b", b"1")
-        assert open_store(s3_server.url(s3_bucket, "a")).read("b") == b"1"
+        assert open_store(s3_server.url(s3_bucket, "a")).read("b", 1 << 30) == b"1"
 
     def test_channels_beside_each_other_see_only_their_own(self, s3_server: MotoServer, s3_bucket: str) -> None:
         stores = [open_store(s3_server.url(s3_bucket, prefix)) for prefix in ("run", "run2", "run/2")]
@@ -546,12 +546,12 @@ store = open_store(url)
 
 def child(queue):
     try:
-        queue.put(store.read("a"))
+        queue.put(store.read("a", 1 << 30))
     except StoreError as error:
         queue.put(error)
 
 if parent_uses == "before":
-    store.read("a")
+    store.read("a", 1 << 30)
 if parent_uses == "memory":
     open_store("memory://x").put("a", b"1")
 context = multiprocessing.get_context("fork")
@@ -561,7 +561,7 @@ process.start()
 found = queue.get()
 process.join()
 assert process.exitcode == 0
-print(found, store.read("a"))
+print(found, store.read("a", 1 << 30))
 """
 
 
@@ -575,7 +575,7 @@ class TestProcesses:
         assert KEYS["AWS_SECRET_ACCESS_KEY"].encode() not in pickled
         copy = pickle.loads(pickled)
         assert copy.url == proxied.url
-        assert copy.read("a") == b"one"
+        assert copy.read("a", 1 << 30) == b"one"
 
     @pytest.mark.parametrize("parent_uses", ["after", "before", "memory"])
     def test_a_forked_child_works_or_says_why_not(self, proxied: Store, parent_uses: str) -> None:

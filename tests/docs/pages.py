@@ -1,7 +1,8 @@
 """The pages of the repository, and the code in them.
 
-A block whose first line is a comment that begins with `needs` (a GPU, an account, a checkout, ...) is checked and not run.
-One that begins with `in a terminal of its own` goes on running while the blocks after it do, to the end of its section.
+A block is checked and not run if a comment that begins with `needs` (a GPU, an account, a checkout, ...) is its first line
+or, as `<!-- needs ... -->`, where readers do not see it, stands above it. One whose first line begins with
+`in a terminal of its own` goes on running while the blocks after it do, to the end of its section.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Block:
     line: int
     language: str
     text: str
+    hidden_note: str = ""
 
     @property
     def where(self) -> str:
@@ -32,7 +34,9 @@ class Block:
 
     @property
     def note(self) -> str:
-        """The comment in its first line, without the mark."""
+        """The comment above it or in its first line, without the mark."""
+        if self.hidden_note:
+            return self.hidden_note
         first = self.text.split("\n", 1)[0]
         return first.removeprefix("#").strip() if first.startswith("#") else ""
 
@@ -64,7 +68,9 @@ def blocks(page: Path) -> list[Block]:
             section = token.content
         elif token.type in ("fence", "code_block") and token.map is not None:
             language = token.info.split()[0] if token.info.strip() else ""
-            found.append(Block(name, section, token.map[0] + 1, language, token.content))
+            above = before.content if before is not None and before.type == "html_block" else ""
+            note = re.fullmatch(r"<!-- (needs .*) -->\s*", above)
+            found.append(Block(name, section, token.map[0] + 1, language, token.content, note[1] if note else ""))
     return found
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from deltasync import Publisher
 from deltasync.cli import main
-from deltasync.config import PublisherSettings, ReplicaSettings, Retention, TrainerSettings
+from deltasync.config import PublisherOptions, PublisherSettings, ReplicaSettings, Retention, TrainerSettings
 from deltasync.demo.processes import Child
 from tests.docs.pages import PAGES, ROOT, Block, blocks, command_lines, spans
 from trl_callback import DeltaSyncConfig
@@ -78,7 +78,7 @@ def test_shell_is_valid(block: Block) -> None:
 def test_python_is_valid(block: Block) -> None:
     """Also of sketches: what they import is there, and our classes take these arguments."""
     known = {
-        "Publisher": inspect.signature(Publisher).parameters.keys(),
+        "Publisher": inspect.signature(Publisher).parameters.keys() | PublisherOptions.__annotations__.keys(),
         "DeltaSyncCallback": {field.name for field in dataclasses.fields(DeltaSyncConfig)},
     }
     for node in ast.walk(ast.parse(block.text)):

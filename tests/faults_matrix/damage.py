@@ -24,7 +24,7 @@ _FOLDED = 20  # versions: further than a replica follows the log without looking
 def spoil(store: Store, prefix: str) -> None:
     """Invert a bit in the first half of the first object there; in a record, that is its body."""
     key = min(info.key for info in store.list(prefix))
-    data = bytearray(store.read(key))
+    data = bytearray(store.read(key, 1 << 30))
     data[len(data) // 4] ^= 1
     store.put(key, bytes(data))
 
@@ -96,7 +96,7 @@ def _untold(open_: Open) -> Seen:
     run.publish(3)
     newest = run.publisher._log.tip  # type: ignore[union-attr]
     assert newest is not None
-    data = run.store.read(newest.key)
+    data = run.store.read(newest.key, 1 << 30)
     at = data.rindex(b'"created_at":"') + len('"created_at":"2026-11-22T16:00:0')
     run.store.put(newest.key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     assert run.replica.sync() == 3

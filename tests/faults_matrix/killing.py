@@ -30,17 +30,17 @@ def reach(step: str) -> None:
 
 def _patch_driver() -> None:
     """Once vLLM has loaded the plugin."""
-    while (driver := getattr(sys.modules.get("vllm_plugin.driver"), "Driver", None)) is None:
+    while (workers := getattr(sys.modules.get("vllm_plugin.workers"), "Workers", None)) is None:
         time.sleep(0.01)
-    commit = driver._commit_paused
+    commit = workers.commit
 
-    async def commit_paused(self: Any) -> dict[str, Any]:
+    async def commit_and_reach(self: Any) -> Any:
         reach(DRIVER_STEPS[0])
-        reply: dict[str, Any] = await commit(self)
+        done = await commit(self)
         reach(DRIVER_STEPS[1])
-        return reply
+        return done
 
-    driver._commit_paused = commit_paused
+    workers.commit = commit_and_reach
 
 
 if __name__ == "__main__":

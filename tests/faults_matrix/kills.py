@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 from deltasync import Publisher, Replica
-from deltasync.bits import bits_of
 from deltasync.channel.documents import sha256_hex
 from deltasync.stores.cache import CachedStore
 from deltasync.stores.local import LocalStore
+from deltasync.tensors.bits import bits_of
 from tests.faults_matrix import steps
 from tests.faults_matrix.matrix import REPEATS, Lab, Seen, publish, row, weights, wrong_promise
 from tests.integration import test_kill_publisher as publishing

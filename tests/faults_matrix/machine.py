@@ -22,7 +22,6 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import AckTimeoutError, ConfigError, PublishLostError, PublishPendingError, StageError
-from deltasync.publish.encode import Encoder
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
 from tests.faults_matrix import steps
@@ -227,7 +226,9 @@ def _encoding(lab: Lab) -> Seen:
     url = f"file://{lab.folder}/channel"
     with Publisher(url) as publisher:
         publish(publisher, 1)
-        failing = mock.patch.object(Encoder, "encode", side_effect=MemoryError("Unable to allocate 1.16 GiB (by the test)"))
+        failing = mock.patch(
+            "deltasync.publish.encode.encode", side_effect=MemoryError("Unable to allocate 1.16 GiB (by the test)")
+        )
         with failing, expecting(PublishLostError) as said:
             publish(publisher, 2)
         replica = Replica(url)
@@ -264,7 +265,7 @@ def _jumps(lab: Lab) -> Seen:
                         assert publish(publisher, seed) == replica.sync() == seed
                     slowest_s = max(slowest_s, took[0])
                     assert_holds(replica, seed)
-    assert len(ChannelReader(store).slots().slots) == seed  # nothing was old enough to forget
+    assert len(ChannelReader(store).slots()) == seed  # nothing was old enough to forget
     assert housekeeping.check(ChannelReader(store), read_data=True).problems == []
     return Seen("(nothing)", slowest_s)
 

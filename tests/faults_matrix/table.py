@@ -1,51 +1,44 @@
-"""The table of docs/reliability.md, between two markers: each row is entered by the test that ran it."""
+"""The result file of the fault matrix, the tables of docs/reliability.md: each row is entered by the test that ran it."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+from benchmarks import common
 from tests.faults_matrix.matrix import ROWS, Row, Seen
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "faults.json"
 
-_BEGIN, _END = "<!-- faults: written by make test-faults -->", "<!-- end of faults -->"
-_HEAD = "| fault | times | noticed by | what is said | comes back by | in |\n| --- | --- | --- | --- | --- | --- |\n"
 _LONGEST = 300  # characters of a message
 
 
-def faults(page: Path) -> list[str]:
-    """The faults that the page has rows of."""
-    return list(_rows(page))
+def rows(results: Path) -> list[dict[str, Any]]:
+    """The rows of the file, none if there is no such file."""
+    return json.loads(results.read_text())["result"] if results.exists() else []
 
 
-def enter(page: Path, row: Row, seen: Seen, folder: Path) -> None:
+def enter(results: Path, row: Row, seen: Seen, folder: Path) -> None:
     """Write the row, in the order of ROWS; drop those that are no more, and say of which there is no result yet.
 
     Args:
-        page: The document.
+        results: The file.
         row: Which.
         seen: What came of it.
-        folder: Of the test, which the page does not need to name.
+        folder: Of the test, which the file does not need to name.
     """
-    rows = _rows(page)
-    rows[row.fault] = _line(row, str(seen.times), _said(seen.said, folder), _seconds(seen.recovered_s))
-    parts: dict[str, list[str]] = {}
-    for each in ROWS:
-        parts.setdefault(each.part, []).append(rows.get(each.fault, _line(each, "0", "not run yet", "")))
-    body = "\n".join(f"### {part}\n\n{_HEAD}" + "\n".join(lines) + "\n" for part, lines in parts.items())
-    before, rest = page.read_text().split(_BEGIN)
-    page.write_text(f"{before}{_BEGIN}\n\n{body}\n{_END}{rest.split(_END)[1]}")
+    found = {each["fault"]: each for each in rows(results)}
+    found[row.fault] = _entry(row, seen.times, _said(seen.said, folder), seen.recovered_s)
+    entries = [found.get(each.fault, _entry(each, 0, "not run yet", None)) for each in ROWS]
+    document = {**common.document(entries), "command": "make test-faults"}
+    results.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _line(row: Row, times: str, said: str, seconds: str) -> str:
-    return f"| {' | '.join([row.fault, times, row.noticed, said, row.back, seconds])} |"
-
-
-def _rows(page: Path) -> dict[str, str]:
-    text = page.read_text().split(_BEGIN)[1].split(_END)[0]
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| fault |", "| --- |"))]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+def _entry(row: Row, times: int, said: str, recovered_s: float | None) -> dict[str, Any]:
+    texts = {"part": row.part, "fault": row.fault, "noticed": row.noticed, "said": said, "back": row.back}
+    return {**texts, "times": times, "recovered_s": recovered_s}
 
 
 def _said(text: str, folder: Path) -> str:
@@ -56,7 +49,3 @@ def _said(text: str, folder: Path) -> str:
     text = re.sub(r"[0-9a-f]{32}", "…", text)
     text = re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"

@@ -31,8 +31,8 @@ _MOST_BYTES = 1 << 20
 _KERNELS = [f"deltasync.kernels.{name}" for name in ("coder", "cpu", "gpu", "torch_ops")]
 _INTERPRETED = "NUMBA_DISABLE_JIT" in os.environ
 with atheris.instrument_imports(include=["deltasync", "vllm_plugin"], exclude=[] if _INTERPRETED else _KERNELS):
-    import vllm_plugin.access
-    import vllm_plugin.bodies  # noqa: F401 - what targets import late
+    import vllm_plugin.messages
+    import vllm_plugin.requests  # noqa: F401 - what targets import late
     from tests.fuzz import mutate
     from tests.fuzz.targets import TARGETS
 

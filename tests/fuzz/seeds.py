@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deltasync import codec, fingerprint
-from deltasync.bits import bits_of, tensor_of
+from deltasync import codec
 from deltasync.channel import anchors, documents, keys
 from deltasync.channel.documents import Opening, Reference, Version
 from deltasync.channel.heartbeat import Heartbeat, write
 from deltasync.codec import blocks
 from deltasync.kernels import reference
+from deltasync.tensors import fingerprint
+from deltasync.tensors.bits import bits_of, tensor_of
 from tests.channels import EPOCH, RUN, Made
 from tests.fuzz.containers import bundle, split_record
 from tests.fuzz.targets import SPECS, _holding, old_bits
@@ -65,7 +66,7 @@ def payloads(name: str) -> Iterator[bytes]:
 def weight_files() -> Iterator[bytes]:
     tensors = weights(0)
     digests = {name: reference.fingerprint(fingerprint.tensor_key(name), bits_of(t)) for name, t in tensors.items()}
-    for compression in (None, anchors.COMPRESSED):
+    for compression in (None, documents.COMPRESSED):
         yield from (data for _, data in anchors.weight_files(tensors, digests, 1 << 30, compression))
 
 
@@ -104,7 +105,7 @@ def _heartbeat(name: str, version: Version) -> Heartbeat:
 def channels() -> Iterator[bytes]:
     for name in ("packed", "context", "raw"):
         store = made(name).store
-        yield bundle({info.key: store.read(info.key) for info in store.list("")})
+        yield bundle({info.key: store.read(info.key, 1 << 30) for info in store.list("")})
 
 
 def referring() -> Made:
@@ -118,7 +119,7 @@ def records() -> Iterator[bytes]:
     for channel in (made("packed"), made("raw"), referring()):
         for info in channel.store.list(""):
             if info.key.startswith((keys.VERSIONS, keys.FOLDS)):
-                yield channel.store.read(info.key)
+                yield channel.store.read(info.key, 1 << 30)
 
 
 def checkpoints() -> Iterator[bytes]:
@@ -137,10 +138,10 @@ def checkpoints() -> Iterator[bytes]:
 
 def document() -> Iterator[bytes]:
     store = made("packed").store
-    yield b"\0" + store.read(keys.CHANNEL)
+    yield b"\0" + store.read(keys.CHANNEL, 1 << 30)
     for data in records():
         yield b"\1" + json.dumps(split_record(data)[2]).encode()
-    head = store.read(keys.HEAD)
+    head = store.read(keys.HEAD, 1 << 30)
     signature = f',"signature":{{"key":"{"1" * 64}","ed25519":"{"2" * 128}"}}}}\n'
     yield b"\2" + head
     yield b"\2" + head.removesuffix(b"}\n") + signature.encode()
@@ -152,7 +153,7 @@ def small() -> Iterator[bytes]:
     version = Version(3, EPOCH, "0" * 64)
     store = _holding({})
     write(store, _heartbeat("r", version))
-    yield b"\0" + store.read(keys.replica("r"))
+    yield b"\0" + store.read(keys.replica("r"), 1 << 30)
     status = {"run_id": RUN, "version": 3, "epoch": EPOCH, "sha256": "0" * 64, "state": "serving", "error": None}
     yield b"\1" + json.dumps(status | {"channel": "file:///x"}).encode()
     part = f"{keys.parts_folder(2, EPOCH, 1)}/{keys.part(0, 1)}"
@@ -175,6 +176,7 @@ SEEDS = {
     "anchors": weight_files,
     "checkpoints": checkpoints,
     "channels": channels,
+    "dashboard": channels,
 }
 
 

@@ -7,6 +7,7 @@ finds.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import re
@@ -21,6 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
+from rich.console import Console
 
 from deltasync import codec, housekeeping
 from deltasync.channel import anchors as weight_files
@@ -30,13 +32,15 @@ from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Trusted
-from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
+from deltasync.cli import watch
+from deltasync.dashboard import Observer, Snapshot, page
+from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError, printable
 from deltasync.follow import Replica
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.events import _events
 from deltasync.stores.object import ObstoreStore
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import Patch, TensorSpec
 from tests.channels import EPOCH, RUN
 from tests.fuzz import containers
 from tests.fuzz.containers import Parts
@@ -151,15 +155,15 @@ def small(data: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # `EventWatch` connects anew
             list(_events(cast("Any", _Lines(text))))
     elif which == 4:
-        from vllm_plugin.access import presents
+        from vllm_plugin.requests import token_matches
 
-        assert not presents(text, "a token that no text holds")
+        assert not token_matches(text, "a token that no text holds")
     else:
-        from vllm_plugin.bodies import Sync, WeightUpdate, parse
+        from vllm_plugin.messages import Sync, WeightUpdate, body_of
 
         for kind in (WeightUpdate, Sync):
             with contextlib.suppress(DeltaSyncError):
-                wanted: WeightUpdate = parse(body, kind)
+                wanted: WeightUpdate = body_of(body, kind)
                 assert wanted.version is None or 1 <= wanted.version < 1 << 63
                 assert 0 < wanted.timeout_s <= 3600
 
@@ -251,6 +255,37 @@ def channels(data: bytes) -> None:
                     housekeeping.export(ChannelReader(store), None, target)
                 finally:
                     assert set(Path(directory).iterdir()) <= {target}
+
+
+def dashboard(data: bytes) -> None:
+    """A bundle as a whole channel, with digests put right, as the dashboard and `deltasync watch` show it."""
+    parts = containers.unbundle(data)
+    if not parts:
+        return
+    observer = Observer(_holding(seal(parts)), last=4, heat=3)
+    before: Snapshot | None = None
+    for _ in range(2):
+        found = observer.snapshot()
+        with contextlib.suppress(DeltaSyncError):
+            found = observer.look()
+            observer.read_headers(2)
+            found = observer.snapshot()
+        shown = page(found).partition(b'id="data">')[2].partition(b"</script>")[0]
+        assert _is_printable(msgspec.json.decode(shown)), "a page"
+        lines = [printable(watch.sentence(change)) for change in watch.changes(before, found)]
+        console = Console(file=io.StringIO(), width=200, color_system=None)
+        console.print(watch.screen(found))
+        for line in (*lines, *console.file.getvalue().split("\n")):  # type: ignore[attr-defined]
+            assert line.isprintable(), "a line"
+        before = found
+
+
+def _is_printable(document: Any) -> bool:
+    if isinstance(document, dict):
+        return all(_is_printable(name) and _is_printable(value) for name, value in document.items())
+    if isinstance(document, list):
+        return all(map(_is_printable, document))
+    return not isinstance(document, str) or document.isprintable()
 
 
 def _sync(parts: Parts) -> Store:
@@ -357,5 +392,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "anchors": anchors,
     "checkpoints": checkpoints,
     "channels": channels,
+    "dashboard": dashboard,
 }
 """By name. The codecs' differ in their corpora only."""

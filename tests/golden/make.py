@@ -25,14 +25,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from obstore.store import MemoryStore
 
 from deltasync import codec
-from deltasync.bits import bits_of, tensor_of
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta, Reference, Version
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import cpu
 from deltasync.stores.object import ObstoreStore
-from deltasync.types import ITEM_BYTES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, TensorSpec
+from deltasync.tensors.bits import bits_of, tensor_of
 from tests.channels import EPOCH, Made
 
 GOLDEN = Path(__file__).parent
@@ -157,7 +157,7 @@ def write(channel: Made, folder: Path) -> None:
     for info in channel.store.list(""):
         path = folder / info.key
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(channel.store.read(info.key))
+        path.write_bytes(channel.store.read(info.key, 1 << 30))
 
 
 def write_json(path: Path, document: dict) -> None:
@@ -307,7 +307,7 @@ def damage_object(key: Callable[[Version], str]) -> Callable[[Made, list[Weights
     def damaged(channel: Made, states: list[Weights]) -> None:
         second = channel.delta(states[1], parts=1)
         found = key(second.version)
-        channel.store.put(found, flip(channel.store.read(found), 12))
+        channel.store.put(found, flip(channel.store.read(found, 1 << 30), 12))
 
     return damaged
 
@@ -390,7 +390,7 @@ def detour(folder: Path) -> None:
     channel.head()
     weight_file = f"{keys.anchor_folder(1, EPOCH)}/{keys.anchor_shard(1, 1)}"
     for key in (written[2].key, keys.slot(5, EPOCH), weight_file):
-        channel.store.put(key, flip(channel.store.read(key)))
+        channel.store.put(key, flip(channel.store.read(key, 1 << 30)))
     write(channel, folder / "detour/channel")
     readable = {number: found for number, found in table(states).items() if number in ("2", "4", "5")}
     write_json(folder / "detour/expected.json", {"versions": readable})

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from deltasync.demo import TASKS
 from deltasync.demo.model import build_checkpoint
 from deltasync.errors import DeltaSyncError
 from tests.hosts import network, summary
+from tests.hosts.network import ROOT
 from tests.hosts.run import RunSettings, run
 from tests.hosts.services import STORES, why_not_runnable
 
@@ -33,7 +33,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", action="store_true", help="lines of 50 ms there and back, 100 Mbit/s each")
     parser.add_argument("--versions", type=int, default=50, help="versions to publish (default: 50)")
     parser.add_argument("--replicas", type=int, default=2, help="beyond 2 they are in host memory, and join at half time")
-    parser.add_argument("--task", choices=TASKS, default="wordle", help="what the model learns (default: wordle)")
+    parser.add_argument(
+        "--task", choices=("counting", "wordle"), default="wordle", help="what the model learns (default: wordle)"
+    )
     parser.add_argument("--loopback", action="store_true", help="no namespaces: all on this host, told apart by ports")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-hosts-out"), help="earlier runs in it are kept and compared with"
@@ -44,6 +46,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     """Run, print, and tell by the exit code whether all bars are met."""
     args = parse_args()
+    sys.path.append(str(ROOT / "examples"))  # Wordle
     for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with SIGINT ignored
         signal.signal(ending, _interrupt)
     refusal = "--loopback was given" if args.loopback else network.why_not_permitted()

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from deltasync import Replica
-from deltasync.bits import bits_of
+from deltasync.tensors.bits import bits_of
 
 
 def main(url: str, target: Path, versions: list[int]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
-from deltasync.demo.wordle.protocol import TOKEN_VARIABLE
+from deltasync.demo.task import TOKEN_VARIABLE
 from deltasync.deploy import router
 from tests.hosts.authority import Authority
 from tests.hosts.network import REPLICAS, ROOT, Network
@@ -111,7 +111,7 @@ class Services:
     def environment(self) -> Child:
         """The Wordle service."""
         address, port = self._network.place("environment")
-        command = [sys.executable, "-m", "deltasync.demo.wordle", "--host", address, "--port", str(port)]
+        command = [sys.executable, "-m", "wordle", "--host", address, "--port", str(port)]
         command += ["--tls-cert", str(self._certificates["environment"])]
         env = {TOKEN_VARIABLE: self.tokens.environment}
         return self._child("environment", "The environment", command, env, self._training)
@@ -201,7 +201,9 @@ class Services:
         self, host: str, name: str, command: list[str], env: Mapping[str, str], cores: list[int] | None, log: str = ""
     ) -> Child:
         environ = {variable: value for variable, value in os.environ.items() if not variable.startswith(_OURS)}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")])
+        )
         path = self._folder / f"{log or host}.log"
         return Child(name, self._network.on(host, command), environ | env, path, cores)
 

@@ -22,6 +22,7 @@ hub = fixtures.hub
 
 TOKEN = "token-of-these-spaces"
 FILES = Path(space.__file__).with_name("spaces")
+WORDLE = Path(__file__).parents[2] / "examples" / "wordle"
 numbers = itertools.count()
 
 
@@ -48,7 +49,7 @@ def known(hub: HubServer, name: str) -> dict[str, Any]:
 
 
 def git_digests(folder: Path) -> dict[str, str]:
-    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+    contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     return {name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()}
 
 
@@ -152,15 +153,17 @@ def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tu
 
 def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     name = names[1]
-    assert "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name).stderr
+    assert "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name, "--files", str(WORDLE)).stderr
     monkeypatch.setenv("DELTASYNC_ENVIRONMENT_TOKEN", TOKEN)
-    done = deploy("wordle", name, "--secret", "DELTASYNC_ENVIRONMENT_TOKEN", "--variable", "WORDS=full", "--private")
+    given = ["--secret", "DELTASYNC_ENVIRONMENT_TOKEN", "--variable", "WORDS=full", "--private"]
+    assert "There is no nowhere/Dockerfile" in deploy("wordle", name, *given, "--files", "nowhere").stderr
+    done = deploy("wordle", name, *given, "--files", str(WORDLE))
     assert done.exit_code == 0, done.output
     found = known(hub, name)
     assert found["private"] is True and found["hardware"] == "cpu-basic"
     assert found["variables"] == {"PACKAGE": f"deltasync=={__version__}", "WORDS": "full"}
     assert found["secrets"] == {"DELTASYNC_ENVIRONMENT_TOKEN": TOKEN}
-    assert found["files"] == git_digests(FILES / "wordle")
+    assert found["files"] == git_digests(WORDLE)
     assert "create_bucket" not in hub.requests()
 
 

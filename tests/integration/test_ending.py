@@ -71,7 +71,7 @@ def test_the_demo(number: signal.Signals, tmp_path: Path) -> None:
 @pytest.mark.trl
 @signals(*signal.Signals)
 def test_the_benchmark_of_commits(number: signal.Signals, tmp_path: Path) -> None:
-    command = ["deltasync.cli", "bench", "commit", "--size", "tiny", "--commits", "1", "--window", "1", "--pairs", "1"]
+    command = ["benchmarks.commit", "--size", "tiny", "--commits", "1", "--window", "1", "--pairs", "1"]
     leaves_nothing(command, b"EngineCore", number, tmp_path)
     logs = [path.name for folder in tmp_path.glob("deltasync-bench-*") for path in folder.iterdir() if path.is_file()]
     assert set(logs) <= {"engine.log", "server.log", "request.json", "result.json"}

@@ -108,7 +108,7 @@ class TestForgotten:
     def test_what_is_forgotten_is_passed_by_on_the_anchor(self, store: FaultyStore, states: list[Weights]) -> None:
         replica = Replica(store)
         replica.sync(2)
-        store.inner.delete(*(info.key for slot, info in ChannelReader(store).slots().slots if 3 <= slot.version <= 8))
+        store.inner.delete(*(info.key for slot, info in ChannelReader(store).slots() if 3 <= slot.version <= 8))
         assert replica.sync() == 12
         assert_same_bits(replica.state_dict(), states[-1])
 

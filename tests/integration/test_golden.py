@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltasync import Replica, fingerprint
-from deltasync.bits import bits_of, dtype_name
+from deltasync import Replica
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
@@ -24,6 +23,8 @@ from deltasync.follow import Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
 from deltasync.stores import open_store
+from deltasync.tensors import fingerprint
+from deltasync.tensors.bits import bits_of, dtype_name
 from tests import independent_reader
 from tests.golden import make
 from tests.independent_reader import Channel, Damaged

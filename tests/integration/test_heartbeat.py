@@ -160,7 +160,7 @@ class SlowStore(FaultyStore):
         self.read_s = read_s
         self.read_keys: list[str] = []
 
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         self.read_keys.append(key)
         time.sleep(self.read_s)
         return super().read(key, most_bytes, known)

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from deltasync import Replica
-from deltasync.bits import bits_of
 from deltasync.demo.model import build_checkpoint
 from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
 from deltasync.stores.hub import hub_store
+from deltasync.tensors.bits import bits_of
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.integration.vllm_server import serving
@@ -42,10 +42,11 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer) -> None:
     assert done.returncode == 0, done.stderr
     (job,) = hub.ask("GET", "/_jobs")
     script, *arguments = words[words.index("deploy/jobs/train.py") :]
+    at = words.index("--with")
     # The script went to a bucket, which the job sees as a directory.
     (volume,) = job["volumes"]
-    assert job["command"] == ["uv", "run", f"{volume['mountPath']}/train.py", *arguments]
-    stored = hub_store(f"hf://buckets/{volume['source']}/{volume['path']}").read("train.py")
+    assert job["command"] == ["uv", "run", *words[at : at + 2], f"{volume['mountPath']}/train.py", *arguments]
+    stored = hub_store(f"hf://buckets/{volume['source']}/{volume['path']}").read("train.py", 1 << 30)
     assert stored == (ROOT / script).read_bytes()
     assert job["secrets"] == {"HF_TOKEN": hub.env["HF_TOKEN"], **tokens}
     assert (job["flavor"], job["timeoutSeconds"]) == ("l4x1", 4 * 3600)
@@ -54,7 +55,8 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer) -> None:
 @pytest.mark.trl
 def test_its_options_and_those_of_trl_and_the_callback_go_together() -> None:
     command = [sys.executable, ROOT / "deploy/jobs/train.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert {"--servers", "--replicas", "--ack", "--learning_rate"} <= set(done.stdout.split())
 
@@ -69,13 +71,13 @@ def test_the_script_trains(tmp_path: Path) -> None:
     build_checkpoint(checkpoint, 0, task="wordle")
     environment_port = free_port()
     env = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
         "REPLICA_TOKEN": "replica's",
         "DELTASYNC_ENVIRONMENT_TOKEN": "environment's",
         "OMP_NUM_THREADS": "1",
         "CI": "1",
     }
-    wordle = [sys.executable, "-m", "deltasync.demo.wordle", "--port", str(environment_port)]
+    wordle = [sys.executable, "-m", "wordle", "--port", str(environment_port)]
     with (
         serving(checkpoint, token="status", DELTASYNC_HTTP_TOKEN="status", VLLM_API_KEY="replica's") as server,
         Child("The environment", wordle, env, tmp_path / "wordle.log"),

@@ -34,7 +34,6 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import FencedError, NotPublishedError
 from deltasync.publish.log import Lease, Log
-from deltasync.stores.base import Capabilities
 from deltasync.stores.local import LocalStore
 from tests.conftest import assert_same_bits
 from tests.processes import PATIENCE_S, PROCESSES, in_a_process
@@ -71,7 +70,7 @@ class KillingStore(LocalStore):
 
     def __init__(self, root: Path, kill: Point | None, decides: bool = True) -> None:
         super().__init__(str(root))
-        self.capabilities = Capabilities(conditional_put=decides)
+        self.can_create = decides
         self.passed: list[Point] = []
         self._kill = kill
         self._lock = threading.RLock()
@@ -162,7 +161,7 @@ class Trainer:
         with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
-                for thread in (publisher._uploader._pool, publisher._keeper._pool):  # type: ignore[union-attr]
+                for thread in (publisher._uploader._pool, publisher._uploader._keeper._pool):  # type: ignore[union-attr]
                     thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
         passed.send((store.passed, warned.messages))
 

@@ -62,4 +62,4 @@ def test_forgetting_reads_each_document_once(memory_url: str) -> None:
     housekeeping.forget(ChannelReader(store), Keep(last=2), grace_s=0)
     reads = [key for operation, key in store.calls if operation == "read"]
     assert len(reads) == len(set(reads)) == 1 + NEWEST + 2
-    assert len([key for operation, key in store.calls if operation == "list"]) == 4  # records, folds twice, anchors
+    assert len([key for operation, key in store.calls if operation == "list"]) == 3  # records, folds, anchors

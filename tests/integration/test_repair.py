@@ -86,7 +86,7 @@ def _fill(store: Store, signer: Signer | None = None) -> tuple[Made, list[Versio
 
 
 def _damage(store: Store, key: str, change: Callable[[bytes], bytes] = flipped) -> None:
-    store.put(key, change(store.read(key)))
+    store.put(key, change(store.read(key, 1 << 30)))
 
 
 def _repair(store: Store, source: str | None = None, **options: object) -> Repair:
@@ -150,7 +150,7 @@ def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: s
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
     housekeeping.copy(ChannelReader(store), copy)
-    whole = {info.key: store.read(info.key) for info in store.list("")}
+    whole = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     if change is None:
         store.delete(OBJECTS[what])
     else:
@@ -161,7 +161,7 @@ def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: s
         assert not found.objects  # nobody needs it; a fold leads to version 6
     elif not (change is flipped and what == "an announcement"):  # it then names another file, as far as anybody knows
         assert [done.outcome for done in found.objects] == ["bypassed" if what == "head" else "put back"]
-        assert {info.key: store.read(info.key) for info in store.list("")} == whole
+        assert {info.key: store.read(info.key, 1 << 30) for info in store.list("")} == whole
     assert _is_right(Replica(store), 8)
 
 
@@ -169,13 +169,13 @@ def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: s
 def test_bytes_are_put_back_from_the_cache_of_a_node(memory_url: str, tmp_path: Path, what: str) -> None:
     store = open_store(memory_url)
     _fill(store)
-    whole = {info.key: store.read(info.key) for info in store.list("")}
+    whole = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     for data in whole.values():
         (tmp_path / housekeeping.repair.__globals__["sha256_hex"](data)).write_bytes(data)
     _damage(store, OBJECTS[what])
     found = _repair(store, str(tmp_path))
     assert ([done.outcome for done in found.objects], found.exit_code) == (["put back"], 0)
-    assert {info.key: store.read(info.key) for info in store.list("")} == whole
+    assert {info.key: store.read(info.key, 1 << 30) for info in store.list("")} == whole
 
 
 def test_what_has_another_digest_is_not_put_back(memory_url: str, tmp_path: Path) -> None:
@@ -195,15 +195,15 @@ def test_what_has_another_digest_is_not_put_back(memory_url: str, tmp_path: Path
 def test_without_a_copy_what_can_be_done_is_done(memory_url: str, what: str) -> None:
     store = open_store(memory_url)
     channel, _versions = _fill(store)
-    before = {info.key: store.read(info.key) for info in store.list("")}
+    before = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     _damage(store, OBJECTS[what])
-    damaged = store.read(OBJECTS[what])
+    damaged = store.read(OBJECTS[what], 1 << 30)
     found = _repair(store)
     (done,) = found.objects
     assert done.key == OBJECTS[what] or what == "an announcement"  # which names another file now, as far as anybody knows
     assert done.outcome == OUTCOMES.get(what, "not needed"), done.how
-    touched = {key for key, data in before.items() if store.read(key) != data}
-    assert touched <= {OBJECTS[what]} and (what == "head" or store.read(OBJECTS[what]) == damaged)
+    touched = {key for key, data in before.items() if store.read(key, 1 << 30) != data}
+    assert touched <= {OBJECTS[what]} and (what == "head" or store.read(OBJECTS[what], 1 << 30) == damaged)
     assert found.lost == LOST.get(what, [])
     assert (found.exit_code == 0) == (not found.lost and done.outcome != "left")
     if what in ("a record with parts", "a part"):  # nothing leads on until the publisher's next anchor
@@ -275,13 +275,13 @@ def test_channel_json_comes_back_from_a_copy_of_this_run_only(memory_url: str, t
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
     housekeeping.copy(ChannelReader(store), copy)
-    whole = store.read(keys.CHANNEL)
+    whole = store.read(keys.CHANNEL, 1 << 30)
     _damage(store, keys.CHANNEL, halved)
     _damage(store, keys.CHANNEL, lambda data: data[:-1])
     with pytest.raises(CorruptDataError, match=r"Only a copy of the channel \(--from\)"):
         _repair(store)
     assert _repair(store, str(tmp_path / "copy")).objects[0].outcome == "put back"
-    assert store.read(keys.CHANNEL) == whole
+    assert store.read(keys.CHANNEL, 1 << 30) == whole
     store.delete(keys.CHANNEL)
     _damage(copy, keys.CHANNEL, lambda data: data.replace(b'"run"', b'"ran"'))
     with pytest.raises(NotPublishedError, match=r"Only a copy of the channel \(--from\)"):
@@ -307,10 +307,10 @@ def test_what_is_added_to_a_signed_channel_is_signed(memory_url: str, tmp_path: 
 def test_nothing_is_done_to_a_sound_channel(memory_url: str) -> None:
     store = open_store(memory_url)
     _fill(store)
-    before = {info.key: store.read(info.key) for info in store.list("")}
+    before = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     found = _repair(store)
     assert (found.objects, found.lost, found.exit_code) == ([], [], 0)
-    assert {info.key: store.read(info.key) for info in store.list("")} == before
+    assert {info.key: store.read(info.key, 1 << 30) for info in store.list("")} == before
 
 
 def test_repair_as_a_command(tmp_path: Path) -> None:

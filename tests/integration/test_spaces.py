@@ -22,7 +22,7 @@ from deltasync.demo.processes import Child, get_json
 from tests.integration.vllm_server import PATIENCE_S, Server, digests, one_thread, save_model
 
 ROOT = Path(__file__).parents[2]
-SPACES = ROOT / "deploy" / "spaces"
+SPACES = {"vllm": ROOT / "deploy" / "spaces" / "vllm", "wordle": ROOT / "examples" / "wordle"}
 BIN = Path(sys.executable).parent
 TOKEN = "token-of-this-space"
 PORT = 7860
@@ -30,24 +30,27 @@ PORT = 7860
 
 def image(name: str) -> dict[str, str]:
     """The last of each instruction of a Dockerfile."""
-    text = re.sub(r"\\\n", "", (SPACES / name / "Dockerfile").read_text())
+    text = re.sub(r"\\\n", "", (SPACES[name] / "Dockerfile").read_text())
     return dict(line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
 
 
 def command(name: str) -> list[str]:
     """What the image starts, with the folder of this checkout instead of the image's."""
     words: list[str] = json.loads(image(name)["ENTRYPOINT"])
-    return [word.replace(image(name)["WORKDIR"], str(SPACES / name)) for word in words]
+    return [word.replace(image(name)["WORKDIR"], str(SPACES[name])) for word in words]
 
 
 def environ(**variables: str) -> dict[str, str]:
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return {name: value for name, value in os.environ.items() if name not in ("MODEL", "PORT")} | {"PATH": path} | variables
+    # The image installs the environment; here it is found in the examples.
+    packages = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+    kept = {name: value for name, value in os.environ.items() if name not in ("MODEL", "PORT")}
+    return kept | {"PATH": path, "PYTHONPATH": packages} | variables
 
 
-@pytest.mark.parametrize("name", sorted(folder.name for folder in SPACES.iterdir()))
+@pytest.mark.parametrize("name", SPACES)
 def test_files_of_a_space_lint_and_agree(name: str) -> None:
-    folder = SPACES / name
+    folder = SPACES[name]
     for linter, file in (("hadolint", "Dockerfile"), ("shellcheck", "entrypoint.sh")):
         done = subprocess.run([BIN / linter, folder / file], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
@@ -105,11 +108,11 @@ def test_environment_plays_and_wants_the_token(tmp_path: Path, port_is_free: Non
 
 
 def test_environment_needs_nothing_but_what_its_image_installs() -> None:
-    installed = set(re.findall(r'"(\w+)>=', (SPACES / "wordle" / "Dockerfile").read_text()))
+    installed = set(re.findall(r'"(\w+)>=', (SPACES["wordle"] / "Dockerfile").read_text()))
     required = {re.split("[<>=~ ]", line)[0] for line in requires("deltasync") or [] if "extra ==" not in line}
     others = {name.lower().replace("-", "_") for name in required} - installed
-    code = f"import sys, deltasync.demo.wordle.__main__; print(*[n for n in {others!r} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = f"import sys, wordle.__main__; print(*[n for n in {others!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True)
     assert done.stdout.split() == [] and {"torch", "numba"} < others
 
 

@@ -346,13 +346,13 @@ def test_training_goes_on_without_its_store_and_all_bits_are_right_afterwards(
     url, proxy = s3
     monkeypatch.setattr("trl_callback.patience._WARN_AFTER_S", WARN_AFTER_S)
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
-    trainer = make_trainer(tiny_model(), tmp_path / "out", recorder, Outage(proxy, sync, 3, 25), sync, max_steps=30)
+    trainer = make_trainer(tiny_model(), tmp_path / "out", recorder, Outage(proxy, sync, 3, 12), sync, max_steps=15)
     with caplog.at_level("WARNING", logger="trl_callback"):
         trainer.train()
-    during = [record for record in sync.history if 3 < record.step <= 25]
+    during = [record for record in sync.history if 3 < record.step <= 12]
     assert len(during) <= 2  # one that was on its way, and one that waited
     assert max(record.coalesced for record in sync.history) > 1
-    assert sync.history[-1].step == 30
+    assert sync.history[-1].step == 15
     for record in sync.history:
         assert_same_bits(published_bits(url, record.version), recorder.bits[record.step])
     lines = [record.getMessage() for record in caplog.records if record.name == "trl_callback.patience"]

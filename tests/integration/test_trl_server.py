@@ -1,13 +1,20 @@
-"""Trainers of TRL that generate on a real vLLM server, with the callback: one server, one channel, run after run."""
+"""Trainers of TRL that generate on a real vLLM server, with the callback: one server, one channel, run after run.
+
+The server is started by the README's command alone: prefix caching on, raw log probabilities.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from deltasync import Replica
@@ -15,6 +22,7 @@ from deltasync.demo import task
 from deltasync.errors import AckTimeoutError, ChannelInUseError, ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
+from tests.integration.async_trainers import make_async_trainer, share_of_digits
 from tests.integration.test_examples import run_example
 from tests.integration.trainers import record_merges
 from tests.integration.vllm_server import Server
@@ -29,6 +37,11 @@ pytestmark = [
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["CI"] = "1"  # no telemetry
+
+STEPS = 8
+SAMPLES = 8
+LEARNING_RATE = 5e-4
+LONG_PROMPT = "count from 17 " * 40  # of 280 tokens, more than two blocks of vLLM's KV cache
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +77,18 @@ def make_trainer(
         assert server.json("/deltasync/digest")["sha256"] == expected
         return [float(len(set(ids))) for ids in completion_ids]
 
-    config = getattr(trl, f"{kind}Config")(
-        output_dir=str(folder),
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=server.url,
+    config = grpo_config(
+        getattr(trl, f"{kind}Config"),
+        server,
+        folder,
         num_generations=4,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
-        max_completion_length=8,
         max_steps=max_steps,
         learning_rate=1e-4,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     trainer = getattr(trl, f"{kind}Trainer")(
-        model=str(Path(server.channel.removeprefix("file://")).parent / "model"),
+        model=str(checkpoint_of(server)),
         reward_funcs=reward,
         args=config,
         train_dataset=task.prompt_dataset(0, 8),
@@ -158,10 +162,17 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
 )
 def test_examples(server: Server, tmp_path: Path, example: str, processes: int) -> None:
     before = server.status()["version"] or 0
-    checkpoint = Path(server.channel.removeprefix("file://")).parent / "model"
     run_example(
         example,
-        *("--model", str(checkpoint), "--channel", server.channel, "--vllm_server_base_url", server.url, "--resume"),
+        *(
+            "--model",
+            str(checkpoint_of(server)),
+            "--channel",
+            server.channel,
+            "--vllm_server_base_url",
+            server.url,
+            "--resume",
+        ),
         *("--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"),
         *("--max_steps", "2", "--num_generations", "4", "--per_device_train_batch_size", "4", "--ack_timeout_s", "60"),
         cwd=tmp_path,
@@ -188,3 +199,148 @@ def test_not_waiting_is_not_for_an_on_policy_trainer(server: Server, tmp_path: P
         make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel, ack="none"))
     with pytest.raises(ConfigError, match=r"on-policy: .* so max_behind=1 is not for it"):
         make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel, max_behind=1))
+
+
+# --- with a prefix cache that is used, and rewards that are learned --------------------------------------------------
+
+
+def checkpoint_of(server: Server) -> Path:
+    return Path(server.channel.removeprefix("file://")).parent / "model"
+
+
+def prompts() -> Dataset:
+    questions = [f"{LONG_PROMPT}{start}" for start in range(10, 20)]
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in questions]})
+
+
+@contextlib.contextmanager
+def prefixes_found(server: Server) -> Iterator[None]:
+    """Most of the prompts' tokens are found in the prefix cache, as the samples of a prompt share them."""
+    queried, found = (counter(server, f"prefix_cache_{name}") for name in ("queries", "hits"))
+    yield
+    queried = counter(server, "prefix_cache_queries") - queried
+    found = counter(server, "prefix_cache_hits") - found
+    assert found > queried / 2, (found, queried)
+
+
+def counter(server: Server, name: str) -> float:
+    with server.open("/metrics") as reply:
+        value = re.search(rf"^vllm:{name}_total{{.*}} (.*)$", reply.read().decode(), re.MULTILINE)
+    assert value is not None
+    return float(value[1])
+
+
+class LiveBits(TrainerCallback):
+    """Holds the server's memory to the trainer's weights, by sha256, once TRL says that they are synced."""
+
+    def __init__(self, server: Server, sync: DeltaSyncCallback) -> None:
+        self.server, self.sync = server, sync
+        self.expected: dict[int, dict[str, str]] = {}
+        self.behind: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.compare(model)
+
+    def compare(self, model: Any) -> None:
+        publisher = self.sync.weight_transfer.publisher
+        assert publisher is not None
+        self.expected[publisher.version] = vllm_server.digests(gather.checkpoint_tensors(model))
+        found = self.server.json("/deltasync/digest")
+        assert found["sha256"] == self.expected[found["version"]]
+        self.behind.append(publisher.version - found["version"])
+
+
+def assert_learned(trainer: Any, sync: DeltaSyncCallback) -> None:
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    assert len(rewards) == STEPS
+    assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.1, rewards
+    assert [record.step for record in sync.history] == [*range(STEPS + 1)]
+    assert all(record.changed > 0 for record in sync.history[1:])
+
+
+def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
+    assert server.status()["logprobs_mode"] == "raw_logprobs"
+    sync = DeltaSyncCallback(server.channel, resume=True, ack="all", ack_timeout_s=120)
+    bits = LiveBits(server, sync)
+    trainer = make_async_trainer(
+        checkpoint_of(server),
+        sync,
+        [],
+        stub=False,
+        train_dataset=prompts(),
+        callbacks=[bits],
+        output_dir=str(tmp_path),
+        vllm_server_base_url=server.url,
+        num_generations=SAMPLES,
+        per_device_train_batch_size=2 * SAMPLES,
+        max_inflight_tasks=2 * SAMPLES,
+        queue_maxsize=2 * SAMPLES,
+        max_staleness=2,
+        max_steps=STEPS,
+        learning_rate=LEARNING_RATE,
+    )
+    with prefixes_found(server):
+        trainer.train()
+    assert_learned(trainer, sync)
+    assert len(bits.behind) == STEPS and max(bits.behind) <= 1
+
+
+def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    sync = DeltaSyncCallback(server.channel, resume=True, ack_timeout_s=120)
+    bits = LiveBits(server, sync)
+
+    def reward(**columns: Any) -> list[float]:
+        bits.compare(trainer.model)
+        return share_of_digits(**columns)
+
+    trainer = GRPOTrainer(
+        model=str(checkpoint_of(server)),
+        reward_funcs=reward,
+        args=grpo_config(GRPOConfig, server, tmp_path),
+        train_dataset=prompts(),
+        callbacks=[sync],
+    )
+    with prefixes_found(server):
+        trainer.train()
+    assert_learned(trainer, sync)
+    assert bits.behind == [0] * STEPS  # on-policy
+    # Blocks of another version in the prefix cache would give other log probabilities than the trainer's: about 0.4 apart.
+    apart = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history if "reward" in line]
+    assert statistics.median(apart) < 0.1, apart
+
+
+def test_another_temperature_needs_processed_log_probabilities(server: Server, tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    with pytest.raises(ConfigError, match=r"gives raw_logprobs, .* temperature=0\.7: .* --logprobs-mode processed_logprobs"):
+        GRPOTrainer(
+            model=str(checkpoint_of(server)),
+            reward_funcs=share_of_digits,
+            args=grpo_config(GRPOConfig, server, tmp_path, temperature=0.7),
+            train_dataset=prompts(),
+            callbacks=[DeltaSyncCallback(server.channel, resume=True)],
+        )
+
+
+def grpo_config(kind: Any, server: Server, folder: Path, **settings: Any) -> Any:
+    on_a_cpu: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "num_generations": SAMPLES,
+        "per_device_train_batch_size": 2 * SAMPLES,
+        "max_completion_length": 8,
+        "max_steps": STEPS,
+        "learning_rate": LEARNING_RATE,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return kind(**on_a_cpu | settings)

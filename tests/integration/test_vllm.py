@@ -117,7 +117,7 @@ def test_a_damaged_record_leaves_the_old_version_served_until_it_is_repaired(ser
 
 def test_a_head_of_another_run_or_of_nothing_leads_nowhere(server: Server) -> None:
     store = server.store
-    head = documents.decode(store.read(keys.HEAD), Head, keys.HEAD)
+    head = documents.decode(store.read(keys.HEAD, 1 << 30), Head, keys.HEAD)
     for bad in (
         dataclasses.replace(head, run_id="another", version=head.version + 1),
         dataclasses.replace(head, version=head.version + 100),

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, TrainerCallback
 
 from deltasync import Publisher
-from deltasync.bits import bits_of
 from deltasync.channel import heartbeat
+from deltasync.tensors.bits import bits_of
 from tests.integration.expected_tokens import greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
@@ -59,8 +59,8 @@ def sha256(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 class Comparer(TrainerCallback):
     """After each step: the server serves the trainer's adapter, and makes the tokens that it makes."""
 
-    def __init__(self, server: Server, checkpoint: Path, sync: DeltaSyncCallback) -> None:
-        self.server, self.checkpoint, self.sync = server, checkpoint, sync
+    def __init__(self, server: Server, checkpoint: Path) -> None:
+        self.server, self.checkpoint = server, checkpoint
         self.tokens: list[list[int]] = []
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
@@ -70,8 +70,7 @@ class Comparer(TrainerCallback):
         self.compare(model)
 
     def compare(self, model: PeftModel) -> None:
-        version = self.sync.history[-1].version
-        assert version == len(self.tokens) + 1
+        version = len(self.tokens) + 1
         self.server.wait(lambda status: status["version"] == version)
         own = self.checkpoint.parent / f"own-v{version}"
         model.save_pretrained(own)  # in float32, of which vLLM makes bfloat16
@@ -98,9 +97,10 @@ def test_the_server_follows_a_trainer_bit_for_bit_and_token_for_token(
     torch.manual_seed(0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), LORA)
     sync = DeltaSyncCallback(server.channel, adapter_only=True)
-    comparer = Comparer(server, checkpoint, sync)
+    comparer = Comparer(server, checkpoint)
     make_trainer(model, tmp_path, sync, comparer, max_steps=STEPS, learning_rate=1e-2).train()
 
+    assert [record.version for record in sync.history] == list(range(1, STEPS + 2))
     assert len({tuple(tokens) for tokens in comparer.tokens}) == STEPS + 1
     assert shortfall(checkpoint, server.weights, comparer.tokens[-1]) > 2 * NEARLY
     newest = STEPS + 1

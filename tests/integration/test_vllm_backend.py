@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import save_file
 from transformers import Qwen2Config
 
-from deltasync.bits import cast
+from deltasync.tensors.bits import cast
 from tests.faults import flipped
 from tests.integration.vllm_server import Server, complete, save_model, serving
 
@@ -154,7 +154,7 @@ def test_a_push_without_a_pause_keeps_running_requests(server: Server, checkpoin
 @pytest.mark.parametrize(
     ("update_info", "said"),
     [
-        ({"version": 999}, "Version 999 is not published; head is at version"),
+        ({"version": 999}, "Version 999 is not published; the newest is version"),
         ({"version": "7"}, "version must be a whole number from 1, or null for the newest, not '7'"),
         ({"version": 0}, "version must be a whole number from 1"),
         ({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]]}, "unexpected keyword argument 'names'"),
@@ -198,7 +198,8 @@ def test_a_version_with_other_bits_than_it_promises_is_rolled_back_by_both(serve
     assert "did not give the published bits" in refused_push(server, {})
     assert (live_bits(server), greedy(server)) == (before, tokens)
     assert server.publisher is not None
-    server.publisher.settings = dataclasses.replace(server.publisher.settings, anchor_every=1)
+    server.publisher._uploader.settings = dataclasses.replace(server.publisher.settings, anchor_every=1)
     server.publish()
+    server.settle()
     push(server, None)
     assert_live(server, checkpoint, server.weights)

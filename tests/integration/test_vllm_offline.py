@@ -36,7 +36,7 @@ before = answer()
 replica = vllm_plugin.follow(llm, channel)
 told(replica.sync())
 told([before != answer(), llm.llm_engine.get_weight_version(), replica.version])
-told(llm.collective_rpc("deltasync_call", args=("digest",))[0]["sha256"])
+told(replica._loop.run_until_complete(replica._driver.digest())["sha256"])
 try:
     replica.sync(version=99, timeout_s=0.2)
 except ApplyError as error:

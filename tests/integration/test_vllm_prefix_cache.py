@@ -28,7 +28,7 @@ from tests.integration.vllm_server import PATIENCE_S, VLLM, Server, save_model, 
 
 pytestmark = pytest.mark.vllm
 
-VERSIONS = 20
+VERSIONS = 10
 CLOSE = 0.06  # nats by which bfloat16 on a CPU differs between a prompt that is computed at once and one in parts
 FAR = 0.25  # what other weights change at the least, at some token
 

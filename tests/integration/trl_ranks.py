@@ -179,8 +179,8 @@ def distillation() -> None:
 def lost_upload() -> None:
     """The second rank cannot store its part of the second version."""
     sync = DeltaSyncCallback(url_of("lost_upload"), ack_timeout_s=120, max_behind=0)
-    store = FaultyStore(sync.weight_transfer._store._inner)
-    sync.weight_transfer._store._inner = store
+    store = FaultyStore(sync.weight_transfer._store.inner)
+    sync.weight_transfer._store.inner = store
     if dist.get_rank() == 1:
         store.fail_at("put", "parts/", error=StoreError)
     with replicas("lost_upload", 1):

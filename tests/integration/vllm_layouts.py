@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import transformers
 from prometheus_client import CollectorRegistry
@@ -39,9 +40,10 @@ from vllm.model_executor.utils import replace_parameter
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
 from tests.integration.vllm_server import save_model
-from vllm_plugin.cpu import keep_weights_addressable
 from vllm_plugin.driver import Driver
+from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
+from vllm_plugin.load.layers import keep_weights_addressable
 from vllm_plugin.metrics import Metrics
 
 
@@ -151,7 +153,7 @@ def differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     return sorted((found.keys() | wanted.keys()) - set(same))
 
 
-class Engine:
+class Engine(IdleEngine):
     """vLLM's engine client as far as the driver goes, with one worker in this process."""
 
     def __init__(self, config: VllmConfig, model: torch.nn.Module) -> None:
@@ -160,17 +162,8 @@ class Engine:
             get_model=lambda: model, model_config=config.model_config, load_config=config.load_config
         )
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
-
-    async def pause_generation(self, **_: object) -> None:
-        pass
-
-    async def resume_generation(self) -> None:
-        pass
-
-    async def update_weight_version(self, version: str) -> None:
-        pass
 
 
 def follow(folder: Path, case: Case) -> dict[str, Any]:
@@ -186,11 +179,11 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
         publisher.publish(first.items()).wait(60)
         asyncio.run(driver.look())
         asyncio.run(driver.look())
-        told["first"] = driver.status()
+        told["first"] = msgspec.to_builtins(driver.status())
         told["touched"] = differences(tensors_of(model), loaded)
         publisher.publish(second.items()).wait(60)
         asyncio.run(driver.look())
-        told["second"] = driver.status()
+        told["second"] = msgspec.to_builtins(driver.status())
     shutil.copytree(path, folder / "second")
     save_file(second, folder / "second" / "model.safetensors", metadata={"format": "pt"})
     wanted = tensors_of(load(folder / "second", case.arguments)[1])

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from deltasync import Publisher
-from deltasync.bits import bits_of, cast
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.record import Stored
@@ -33,6 +32,7 @@ from deltasync.demo.processes import Child, get_json
 from deltasync.demo.run import free_port
 from deltasync.kernels.cpu import threads
 from deltasync.stores import Store, open_store
+from deltasync.tensors.bits import bits_of, cast
 
 Weights = dict[str, torch.Tensor]
 
@@ -49,13 +49,14 @@ def start(
     log: Path,
     *arguments: str,
     cores: list[int] | None = None,
+    module: str = "vllm.entrypoints.openai.api_server",
     **environ: str,
 ) -> Child:
     """A server by the README's command, on one core, the last: vLLM's processes spin while they wait, and starve others."""
     command = [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        module,
         "--model",
         str(checkpoint),
         "--worker-extension-cls",
@@ -189,11 +190,17 @@ class Server:
         if self.publisher is None:
             self.assert_serves(self.publish())
         assert self.publisher is not None
-        settings = self.publisher.settings
-        self.publisher.settings = dataclasses.replace(settings, anchor_every=1)
+        uploader, settings = self.publisher._uploader, self.publisher.settings
+        uploader.settings = dataclasses.replace(settings, anchor_every=1)
         self.step()
         self.assert_serves(self.publish())
-        self.publisher.settings = settings
+        self.settle()
+        uploader.settings = settings
+
+    def settle(self) -> None:
+        """Wait for what follows a version in the background: its anchor, if one is due."""
+        assert self.publisher is not None
+        self.publisher._uploader._keeper._pool.submit(int).result(PATIENCE_S)
 
     def assert_serves(self, version: int) -> None:
         self.wait(lambda status: status["version"] == version)

@@ -74,7 +74,9 @@ def _follows(rules: Rules, world: World) -> str:
     been = set()
     for _ in range(_LONGEST):
         have = world.reader.have
-        if have == last.node or (world.restored and have is not None and (have[1], have[0]) > (last.epoch, last.version)):
+        if have == last.node:
+            return ""
+        if world.restored and (have == _told(world) or not readable(world, last.node, have)):
             return ""
         if world.reader in been:
             return f"a replica goes round in circles and never gets to {last.digest}"

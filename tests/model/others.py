@@ -105,9 +105,9 @@ def _apply(rules: Rules, world: World) -> Step:
     what = f"reader: serves {end}"
     if end != node[2] or all(record.node != node for record in world.history):
         return what, world._replace(wrong=f"a reader has {end} as {node}, which nobody published as that")
-    if have is not None and (node[1], node[0]) <= (have[1], have[0]):
+    if have is not None and not r.back and (node[1], node[0]) <= (have[1], have[0]):
         return what, world._replace(wrong=f"a reader goes back from {have} to {node}")
-    after = Reader(have=node, epoch=max(r.epoch, node[1]))
+    after = Reader(have=node, epoch=node[1] if r.back else max(r.epoch, node[1]))
     return what, world._replace(reader=after)
 
 
@@ -151,13 +151,19 @@ def _list(rules: Rules, world: World) -> Step:
     key = max(names, key=lambda key: (key[2], key[1]))
     found = get(world.objects, key)
     if isinstance(found, Record) and found.seal is not None:
-        known = _read(world, r, epoch=max(r.epoch, found.seal)) if _knows(r, found.base) else world
-        return f"reader: lists up to a seal after {found.base[2]}", _go_to(rules, known, found.base)
-    return f"reader: lists up to {shown(key)}", _go_to(rules, world, (key[1], key[2], ""))
+        known = _read(world, r, epoch=max(r.epoch, found.seal)) if r.have == found.base else world
+        return f"reader: lists up to a seal after {found.base[2]}", _go_to_listed(rules, known, found.base)
+    return f"reader: lists up to {shown(key)}", _go_to_listed(rules, world, (key[1], key[2], ""))
 
 
-def _knows(r: Reader, base: Node) -> bool:
-    return r.have == base
+def _go_to_listed(rules: Rules, world: World, node: Node) -> World:
+    """Where the store went back to before what the replica has, that is lost, and it plans from full weights."""
+    r = world.reader
+    if rules.lost_anew and r.have is not None and r.have != node and (node[1], node[0]) <= (r.have[1], r.have[0]):
+        found = get(world.objects, slot(rules, r.have[0], r.have[1]))
+        if found is None or (isinstance(found, Record) and found.node != r.have):
+            return _read(world, r, target=node, todo=node, path=(), full=True, back=True, avoid=frozenset(), tried=2)
+    return _go_to(rules, world, node)
 
 
 def _go_to(rules: Rules, world: World, node: Node, tried: int = 2) -> World:
@@ -165,7 +171,8 @@ def _go_to(rules: Rules, world: World, node: Node, tried: int = 2) -> World:
     forward = r.have is None or (node[1], node[0]) > (r.have[1], r.have[0])
     if r.have is not None and not forward and (rules.never_back or (node[0], node[2]) == (r.have[0], r.have[2])):
         return world
-    return _read(world, r, target=node, todo=node, path=(), full=r.have is None, avoid=frozenset(), tried=tried)
+    full = r.have is None
+    return _read(world, r, target=node, todo=node, path=(), full=full, back=False, avoid=frozenset(), tried=tried)
 
 
 def _plan(rules: Rules, world: World) -> Step:
@@ -223,7 +230,7 @@ def _no_way(rules: Rules, world: World, why: str) -> Step:
     if not r.full and rules.detour:
         full = r._replace(todo=r.target, path=(), full=True, avoid=frozenset())
         return f"reader: {why}, plans from full weights", world._replace(reader=full)
-    idle = r._replace(target=None, todo=None, path=(), staged=None, full=False, avoid=frozenset(), tried=(r.tried + 1) % 3)
+    idle = Reader(r.have, r.epoch, missed=r.missed, tried=(r.tried + 1) % 3)
     return f"reader: {why}, waits", world._replace(reader=idle)
 
 

@@ -77,6 +77,7 @@ class Rules(NamedTuple):
     poll_base: bool = True
     plan_by_digest: bool = True
     never_back: bool = True
+    lost_anew: bool = True
     list_when_lost: bool = True
     detour: bool = True
     ack_by_digest: bool = True
@@ -180,6 +181,7 @@ class Reader(NamedTuple):
         path: Planned steps, newest first.
         staged: What it has staged of the plan; nobody sees it.
         full: Whether it plans from full weights, because no deltas lead on from what it has.
+        back: Whether that leads to a lesser epoch, because the store does not know what it has any more.
         avoid: Objects that failed it while it plans.
         missed: The key that an edge remembers as missing.
         tried: What led nowhere since it last got on: 0 nothing; 1 polling, so it looks at head; 2 head, so it lists.
@@ -192,6 +194,7 @@ class Reader(NamedTuple):
     path: tuple[Edge, ...] = ()
     staged: Node | None = None
     full: bool = False
+    back: bool = False
     avoid: frozenset[Key] = frozenset()
     missed: Key | None = None
     tried: int = 0

@@ -83,6 +83,7 @@ MUTATIONS = {
     "poll_base": (RESTORED, "a delta from"),
     "plan_by_digest": (RESTORED, "never gets to"),
     "never_back": (RESTORED, "a reader goes back"),
+    "lost_anew": (RESTORED, "waits for ever"),
     "list_when_lost": (BOTH._replace(sticky=True), "waits for ever"),
     "detour": (ONE._replace(calls=3, damages=1), "never gets to"),
     "ack_by_digest": (RESTORED, "for an acknowledgement"),

@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from deltasync import codec, fingerprint
-from deltasync.bits import bits_of, tensor_of
-from deltasync.codec import DeltaEncoder, blocks
+from deltasync import codec
+from deltasync.codec import blocks
 from deltasync.codec.base import body
 from deltasync.codec.context import ContextModel, classes_of
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
-from deltasync.kernels import coder_reference, reference
-from deltasync.types import TensorSpec
+from deltasync.kernels import reference
+from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of, tensor_of
+from tests import coder_reference
 from tests import strategies as our
 
 Model = tuple[dict[str, TensorSpec], dict[str, np.ndarray], dict[str, np.ndarray]]
@@ -37,7 +38,7 @@ def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.param
 
 
-def _encoder(codec_name: str, model: Model) -> DeltaEncoder:
+def _encoder(codec_name: str, model: Model) -> codec.DeltaEncoder:
     specs, old, new = model
     encoder = codec.get(codec_name).encoder()
     for name, spec in specs.items():
@@ -170,9 +171,7 @@ def test_a_block_decodes_alone_by_the_reference(codec_name: str, model: Model) -
             else:
                 context = [ContextModel.read(cursor) for _ in range(row["group"] + 1)][-1]
                 classes = classes_of(spec)
-                class_R = (old[name][start : start + 100].astype(np.uint64) >> np.uint64(classes.shift)).astype(
-                    int
-                ) & classes.mask
+                class_R = ((old[name][start : start + 100] >> classes.shift) & classes.mask).astype(int)
                 coding = (context.hazards(np.array(level))[0], context.tables.freq_TS[context.table_C])
                 found = coder_reference.decode_context(stream, count, spec.bits_dtype, class_R, *coding)
                 again = coder_reference.encode_context(class_R, *found, *coding)
@@ -321,7 +320,6 @@ def test_a_tensor_cannot_have_a_name_of_the_container(name: str) -> None:
 def test_a_record_reads_as_its_payload(codec_name: str, model: Model) -> None:
     encoded = _encoder(codec_name, model).finish(8, 7)
     data = encoded.to_bytes()
-    assert len(data) == encoded.nbytes
     record = b"".join([*body(encoded.arrays, encoded.metadata, 5), b"12345"])
     _assert_leads_from_old_to_new(record, model)
     assert codec.open_payload(record).arrays.keys() == codec.open_payload(data).arrays.keys()

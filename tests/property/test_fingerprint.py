@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deltasync.fingerprint import MASK, tensor_key, to_hex
 from deltasync.kernels import cpu, reference
+from deltasync.tensors.fingerprint import MASK, tensor_key, to_hex
 from tests import strategies as our
 
 keys = st.integers(0, MASK)

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.fold import fold, fold_all
 from deltasync.kernels import reference
-from deltasync.types import Patch
+from deltasync.tensors import Patch
+from deltasync.tensors.fold import fold, fold_all
 from tests import strategies as our
 
 

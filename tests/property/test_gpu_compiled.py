@@ -89,4 +89,4 @@ def test_commits(target: str) -> None:
 
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")
 def test_through_tritons_compiler(tmp_path: Path) -> None:
-    run_again(__file__, tmp_path)
+    run_again([__file__], tmp_path)

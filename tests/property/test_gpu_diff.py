@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync.kernels import ACCELERATORS, device_diff, groups, reference, torch_ops
-from deltasync.types import index_dtype
+from deltasync.tensors import index_dtype
 from tests import strategies as our
 from tests.conftest import assert_same_bits
-from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED, RUNS, run_again
+from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED
 
 if HAS_TRITON:
     from deltasync.kernels import gpu_diff
 
-on_gpu = pytest.mark.skipif(not RUNS, reason="no GPU, and not through Triton's interpreter")
+on_gpu = pytest.mark.gpu
 pytestmark = pytest.mark.gpu
 some = settings(max_examples=25 if INTERPRETED else 200)
 
@@ -234,7 +233,8 @@ def test_positions_are_int64_where_the_tensor_needs_them() -> None:
     assert found_K.dtype == np.uint16
 
 
-@pytest.mark.skipif(not RUNS or INTERPRETED, reason="no GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no GPU")
 def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
     size = (1 << 31) + 4099
     if torch.cuda.mem_get_info()[0] < 3 * size:
@@ -264,8 +264,3 @@ def test_torch_alone_is_the_reference(dtype: type) -> None:
     for got, wanted in zip(found["a"], reference.diff(*pairs["a"]), strict=True):
         assert got.dtype == wanted.dtype
         np.testing.assert_array_equal(got, wanted)
-
-
-@pytest.mark.skipif(RUNS, reason="the tests above run as they are")
-def test_through_tritons_interpreter(tmp_path: Path) -> None:
-    run_again(__file__, tmp_path, TRITON_INTERPRET="1")

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -20,15 +19,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltasync.bits import signed_view
 from deltasync.errors import CommitError, StageError
-from deltasync.fingerprint import tensor_key
 from deltasync.kernels import reference, table, torch_ops
 from deltasync.live import LiveMemory, Segment, devices, staging
 from deltasync.live.devices import Device
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import Patch, TensorSpec
+from deltasync.tensors.bits import signed_view
+from deltasync.tensors.fingerprint import tensor_key
 from tests.devices import StandIn, on
-from tests.interpreter import HAS_TRITON, INTERPRETED, RUNS, run_again
+from tests.interpreter import INTERPRETED
 
 KERNELS: list[ModuleType] = [torch_ops]
 if INTERPRETED:
@@ -362,8 +361,3 @@ def test_warming_up_serves_each_dtype_of_a_device() -> None:
 def test_the_host_is_no_device_and_a_device_is_made_once() -> None:
     assert devices.device_of(torch.zeros(1)) is None
     assert devices.device_of(torch.zeros(1, device="meta")) is devices.device_of(torch.zeros(2, device="meta")) is not None
-
-
-@pytest.mark.skipif(RUNS or HAS_TRITON, reason="the tests above run as they are")
-def test_through_tritons_interpreter(tmp_path: Path) -> None:
-    run_again(__file__, tmp_path, "-k", "gpu_segments or constant_number", TRITON_INTERPRET="1")

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from deltasync import fingerprint
-from deltasync.bits import bits_of, int_view, tensor_of
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint, staging
-from deltasync.types import Patch, TensorSpec
+from deltasync.tensors import Patch, TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of, int_view, tensor_of
 from tests import strategies as our
 
 

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from benchmarks.codec import simulate
 from deltasync import codec
-from deltasync.bench import simulate
 from deltasync.config import CODECS
 from deltasync.errors import DeltaSyncError
 from deltasync.kernels import cpu
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 
 KEY = 7
 SPEC = TensorSpec("w", "bfloat16", (1 << 15,))

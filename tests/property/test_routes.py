@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Publisher, Replica, fingerprint, housekeeping, open_store
-from deltasync.bits import bits_of, int_view, tensor_of
+from deltasync import Publisher, Replica, housekeeping, open_store
 from deltasync.channel import payloads
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
@@ -24,7 +23,8 @@ from deltasync.housekeeping import Keep
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.stores import Store
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors.bits import bits_of, int_view, tensor_of
 from tests import independent_reader, strategies
 
 Specs = dict[str, TensorSpec]

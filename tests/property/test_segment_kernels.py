@@ -6,7 +6,6 @@ Triton's run on a GPU where there is one, else in a subprocess through its inter
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync.fingerprint import MASK
 from deltasync.kernels import reference, segment_kernels, table, torch_ops
 from deltasync.kernels.table import Entry, Table
 from deltasync.live import Segment
-from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED, RUNS, run_again
+from deltasync.tensors.fingerprint import MASK
+from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED, RUNS
 
 KERNELS: list[ModuleType] = [torch_ops]
 if HAS_TRITON:
@@ -226,7 +225,7 @@ def test_a_device_without_kernels_of_its_own_is_served_by_torch() -> None:
     assert segment_kernels(torch.device("cuda")) is (gpu_segments if HAS_TRITON else torch_ops)
 
 
-@pytest.mark.skipif(not RUNS, reason="no GPU, and not through Triton's interpreter")
+@pytest.mark.gpu
 def test_warming_up_compiles_all_that_commits_need() -> None:
     gpu_segments.warm_up.cache_clear()
     gpu_segments.warm_up(torch.device(DEVICE), torch.int16)
@@ -248,8 +247,3 @@ def test_warming_up_compiles_all_that_commits_need() -> None:
                 gpu_segments.swap(of)
                 gpu_segments.fingerprint(Table([entry], Room(), "test"))
     assert [len(kernel.device_caches[of_device][0]) for kernel in kernels] == compiled
-
-
-@pytest.mark.skipif(RUNS, reason="the tests above run as they are")
-def test_through_tritons_interpreter(tmp_path: Path) -> None:
-    run_again(__file__, tmp_path, "-k", "gpu_segments or warming or served", TRITON_INTERPRET="1")

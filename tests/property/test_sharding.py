@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync import codec, fingerprint
-from deltasync.bits import tensor_of
+from deltasync import codec
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu
 from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.sharded import TensorRange, range_of
 from deltasync.ranks.peers import Range
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec, fingerprint
+from deltasync.tensors.bits import tensor_of
 from tests import strategies
 
 Bits = dict[str, np.ndarray]
@@ -128,7 +128,7 @@ def test_elements_that_nobody_or_two_hold_are_refused() -> None:
 
 def test_whole_tensors_are_those_of_the_first_rank() -> None:
     tensor = torch.ones(3, 2)
-    assert range_of("w", tensor, 0).is_whole
+    assert range_of("w", tensor, 0).held.numel() == tensor.numel()
     assert (range_of("w", tensor, 1).start, range_of("w", tensor, 1).stop, range_of("w", tensor, 1).shape) == (0, 0, (3, 2))
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=600.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm", action="store_true", help="real servers")
-    parser.add_argument("--chaos", action="store_true", help="kill, replace, restore; not with --vllm")
+    parser.add_argument("--chaos", action="store_true", help="kill, replace, restore, fill, move clocks")
     given = parser.parse_args()
     interrupt_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="deltasync-soak-") as folder:

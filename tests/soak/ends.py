@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,22 +16,22 @@ import torch
 from safetensors.torch import load_file
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.bits import bits_of, cast
 from deltasync.channel import heartbeat
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, DeltaSyncError, FencedError, PublishError, StoreError, TransientStoreError
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
+from deltasync.tensors.bits import bits_of, cast
 from tests.faults import FlakyStore
 from tests.processes import end_with_parent
-from tests.soak.settings import CACHE_BYTES, ELEMENTS, FAULT_RATE, RETENTION, Soak, tell, told
+from tests.soak import clock
+from tests.soak.settings import CACHE_BYTES, ELEMENTS, FAULT_RATE, RETENTION, Soak, note, tell, told
 
 Weights = dict[str, torch.Tensor]
 
-_REMEMBERED = 2000  # steps of the ledger
 _STARTS = 10_000_000  # steps of one start of the publisher, at most
-_ACK_EVERY = 20  # steps
+_ACK_EVERY = 5  # steps
 
 
 class _Unreliable(FlakyStore):
@@ -42,10 +41,10 @@ class _Unreliable(FlakyStore):
         super().__init__(inner, FAULT_RATE, soak.seed * 1000 + number)
         self._away = soak.away
 
-    def _perform(self, operation: str, key: str, action: Callable[[], Any]) -> Any:
+    def ask(self, verb: str, key: str, action: Callable[[], Any]) -> Any:
         if self._away.exists():
-            raise TransientStoreError(f"{operation} {key}: the store is away")
-        return super()._perform(operation, key, action)
+            raise TransientStoreError(f"{verb} {key}: the store is away")
+        return super().ask(verb, key, action)
 
 
 def digests(weights: Weights) -> dict[str, str]:
@@ -56,8 +55,9 @@ def digests(weights: Weights) -> dict[str, str]:
 class Ledger:
     """What the publisher wrote down of each step, read as it grows; the newest ones only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, remembered: int = 2000) -> None:
         self._path = path
+        self._remembered = remembered
         self._at = 0
         self._known: OrderedDict[int, dict[str, str]] = OrderedDict()
 
@@ -72,27 +72,14 @@ class Ledger:
                     entry = json.loads(line)
                     self._known[entry["step"]] = entry["sha256"]
                     self._at += len(line)
-            while len(self._known) > _REMEMBERED:
+            while len(self._known) > self._remembered:
                 self._known.popitem(last=False)
         return self._known[step]
 
 
-def note(path: Path, entry: object) -> None:
-    """Add a line to a file that several processes write and read, any of which may be killed."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(file, json.dumps(entry).encode() + b"\n")
-    finally:
-        os.close(file)
-
-
-def noted(path: Path) -> list[Any]:
-    """The lines of such a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _begin() -> None:
+def _begin(soak: Soak, name: str) -> None:
     end_with_parent()
+    clock.follow(soak.clock(name))
     logging.getLogger("deltasync").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
     numba.set_num_threads(1)
@@ -119,9 +106,9 @@ def random_walk(seed: int, start: int = 0) -> Iterator[Weights]:
         weights["step"] += 1
 
 
-def noise(checkpoint: Path, seed: int) -> Iterator[Weights]:
+def noise(checkpoint: Path, seed: int, start: int = 0) -> Iterator[Weights]:
     """A checkpoint's weights, and again after each step of an optimizer with a small learning rate."""
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(1000 * seed + start)
     weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     while True:
         yield weights
@@ -134,7 +121,7 @@ def publish(soak: Soak, channel: str, states: Callable[[], Iterator[Weights]], f
 
     It ends, too, when another one has opened the channel. Killed at any time, it can be started anew, with another `start`.
     """
-    _begin()
+    _begin(soak, "publisher")
     inner = open_store(channel)
     store = _Unreliable(inner, soak, start) if flaky else inner
     with contextlib.suppress(FencedError):
@@ -196,7 +183,7 @@ def _acknowledged(soak: Soak, store: Store, publisher: Publisher) -> int:
 
 def follow(soak: Soak, channel: str, number: int) -> None:
     """A replica: compares every version that it gets with what the publisher wrote down."""
-    _begin()
+    _begin(soak, f"replica {number}")
     inner = _Unreliable(open_store(channel), soak, number)
     replica, ledger = Replica(CachedStore(inner, soak.folder / "cache", CACHE_BYTES)), Ledger(soak.folder / "ledger")
     said = {"checked": 0, "wrong": 0, "refused": 0} | told(soak.folder / f"replica-{number}")

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -16,11 +17,12 @@ from deltasync import housekeeping, open_store
 from deltasync.channel.reading import ChannelReader
 from tests.processes import PROCESSES
 from tests.soak import chaos, ends
-from tests.soak.settings import Soak, told
+from tests.soak.settings import Soak, noted, told
 from tests.soak.watch import Watch
 
+_DISK_BYTES = 64 << 20
 _STALL_S = 2.0
-_END_S = 120.0
+_END_S = 300.0  # a busy machine is no failure
 _SLACK_S = 300.0
 
 Say = Callable[[str], None]
@@ -36,32 +38,39 @@ class _Walk:
 
 
 class Cast:
-    """The processes of a soak without servers, each of which may be killed and started again.
+    """The processes of a soak, each of which may be killed and started again; without servers.
 
     Attributes:
-        channel: The directory of the channel.
+        disk: What may be filled, where it is a disk of its own.
     """
 
     def __init__(self, soak: Soak) -> None:
-        self.channel = soak.folder / "disk" / "channel"
+        self.disk = soak.folder / "disk"
+        self.channel = self.disk / "channel"
         self._soak = soak
         self._starts = 0
         self._running: dict[str, BaseProcess] = {}
         self._ended: list[BaseProcess] = []
+        self._backup = soak.folder / "backup"
 
     def start(self, name: str) -> None:
-        """Start `publisher` or `replica N`; of publishers, the one before goes on until it notices."""
+        """Start `publisher` or a replica; of publishers, the one before goes on until it notices."""
         if name in self._running:
             self._ended.append(self._running[name])
-        url = f"file://{self.channel}"
-        if name == "publisher":
-            self._starts += 1
-            walk = _Walk(self._soak.seed, self._starts)
-            child = PROCESSES.Process(target=ends.publish, args=(self._soak, url, walk, True, self._starts))
-        else:
-            child = PROCESSES.Process(target=ends.follow, args=(self._soak, url, int(name.split()[1])))
+        self._starts += name == "publisher"
+        child = PROCESSES.Process(target=ends.publish if name == "publisher" else ends.follow, args=self._arguments(name))
         child.start()
         self._running[name] = child
+
+    def _arguments(self, name: str) -> tuple[object, ...]:
+        url = f"file://{self.channel}"
+        if name != "publisher":
+            return self._soak, url, int(name.split()[1])
+        return self._soak, url, _Walk(self._soak.seed, self._starts), True, self._starts
+
+    def may_kill(self, name: str) -> bool:
+        """Whether it runs."""
+        return name in self._running
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -69,12 +78,11 @@ class Cast:
         child.kill()
         child.join()
 
-    def revive(self, name: str) -> bool:
-        """Start it again if it has ended; whether it had."""
-        ended = name not in self._running or not self._running[name].is_alive()
-        if ended:
-            self.start(name)
-        return ended
+    def revive(self) -> None:
+        """Start again whatever has ended."""
+        for name in self.names:
+            if name not in self._running or not self._running[name].is_alive():
+                self.start(name)
 
     @property
     def names(self) -> list[str]:
@@ -82,9 +90,23 @@ class Cast:
         return ["publisher", *(f"replica {number}" for number in range(1, self._soak.replicas + 1))]
 
     @property
-    def pids(self) -> dict[str, int]:
-        """Of what runs."""
+    def alive(self) -> dict[str, int]:
+        """Processes that run, by name."""
         return {name: child.pid or 0 for name, child in self._running.items() if child.is_alive()}
+
+    @property
+    def pids(self) -> list[int]:
+        """All processes."""
+        return list(self.alive.values())
+
+    def save(self) -> None:
+        """Take a backup of the channel."""
+        shutil.copytree(self.channel, self._backup)
+
+    def restore(self) -> None:
+        """Put it in the place of the channel."""
+        shutil.rmtree(self.channel)
+        shutil.copytree(self._backup, self.channel)
 
     def join(self) -> dict[str, int | None]:
         """Wait for the end of all; their exit codes."""
@@ -105,13 +127,13 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
         What `attend` does, `publisher` and `replicas` as they told last, and `problems` of the channel.
     """
     cast, watch = Cast(soak), Watch()
-    disk = chaos.small_disk(cast.channel.parent) if soak.chaos else contextlib.nullcontext()
+    disk = chaos.small_disk(cast.disk, _DISK_BYTES) if soak.chaos else contextlib.nullcontext()
 
     def look() -> None:
-        assert soak.chaos or set(cast.pids) == set(cast.names), "a process has ended"
-        for name in cast.names if soak.chaos else ():
-            cast.revive(name)
-        for name, pid in cast.pids.items():
+        assert soak.chaos or set(cast.alive) == set(cast.names), "a process has ended"
+        if soak.chaos:
+            cast.revive()
+        for name, pid in cast.alive.items():
             watch.process(name, [pid])
         for name, folder in (("channel", cast.channel), ("cache", soak.folder / "cache")):
             watch.folder(name, folder)
@@ -121,23 +143,28 @@ def run(soak: Soak, say: Say = lambda text: None) -> dict[str, Any]:
         troubles = chaos.Troubles(soak, cast).all if soak.chaos else {}
         for name in cast.names:
             cast.start(name)
-        result = attend(soak, watch, lambda: list(cast.pids.values()), look, say, troubles)
+        result = attend(soak, watch, lambda: cast.pids, look, say, troubles)
         if soak.chaos:
             result["summary"] = {}  # who is started anew begins small
-            for name in cast.names:
-                cast.revive(name)
+            cast.revive()
         (soak.folder / "end").touch()
         codes = cast.join()
         assert set(codes.values()) == {0}, codes
-        replicas = [told(soak.folder / f"replica-{number}") for number in range(1, soak.replicas + 1)]
-        found = {"publisher": told(soak.folder / "publisher"), "replicas": replicas}
-        return result | found | {"acks": acks(soak), "problems": problems(f"file://{cast.channel}")}
+        numbers = range(1, soak.replicas + 1)
+        replicas = [told(soak.folder / f"replica-{number}") for number in numbers]
+        served = {str(number): set(noted(soak.folder / f"served-{number}")) for number in numbers}
+        found = {"publisher": told(soak.folder / "publisher"), "replicas": replicas, "acks": acks(soak, served)}
+        return result | found | {"problems": problems(f"file://{cast.channel}")}
 
 
-def acks(soak: Soak) -> dict[str, int]:
-    """How many heartbeats counted for an acknowledgement, and how many of them told of bits that the replica never had."""
-    found = ends.noted(soak.folder / "acks")
-    served = {str(number): set(ends.noted(soak.folder / f"served-{number}")) for number in range(1, soak.replicas + 1)}
+def acks(soak: Soak, served: Mapping[str, Collection[str]]) -> dict[str, int]:
+    """How many heartbeats counted for an acknowledgement, and how many of them told of bits that the replica never had.
+
+    Args:
+        soak: What was run.
+        served: Digests of the versions that each replica had, by its id.
+    """
+    found = noted(soak.folder / "acks")
     return {"counted": len(found), "false": sum(digest not in served[replica] for replica, digest in found)}
 
 
@@ -153,7 +180,7 @@ def attend(
     pids: Callable[[], Sequence[int]],
     look: Callable[[], None],
     say: Say,
-    others: Mapping[str, Callable[[], None]] | None = None,
+    others: Mapping[str, Callable[[], bool]] | None = None,
 ) -> dict[str, Any]:
     """Make trouble and look, until the time is over and the versions are there.
 
@@ -163,7 +190,7 @@ def attend(
         pids: Processes that may be suspended for a while.
         look: Called every `sample_s`.
         say: Told how far it is.
-        others: More troubles, by name.
+        others: More troubles, by name; each tells whether it came about.
 
     Returns:
         `seconds`, `versions`, `troubles`, and the `summary` of what was watched.
@@ -183,8 +210,7 @@ def attend(
             look_s = now + soak.sample_s
         if now >= trouble_s and version:
             name = chance.choice(list(known))
-            known[name]()
-            troubles[name] += 1
+            troubles[name] += known[name]()
             trouble_s = time.monotonic() + chance.uniform(0, 2 * soak.trouble_s)
         if now >= said_s:
             said_s = now + 60
@@ -194,22 +220,24 @@ def attend(
     return {"seconds": seconds, "versions": version, "troubles": troubles, "summary": watch.summary(soak.warm_up_s)}
 
 
-def _away(soak: Soak, chance: random.Random) -> None:
+def _away(soak: Soak, chance: random.Random) -> bool:
     """Take the store away for a while."""
     soak.away.touch()
     time.sleep(chance.uniform(0.1, _STALL_S))
     soak.away.unlink()
+    return True
 
 
-def _suspended(chance: random.Random, pids: Sequence[int]) -> None:
+def _suspended(chance: random.Random, pids: Sequence[int]) -> bool:
     """Stop a process for a while."""
     if not pids:
-        return
+        return False
     pid = chance.choice(pids)
     with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as stack:
         os.kill(pid, signal.SIGSTOP)
         stack.callback(os.kill, pid, signal.SIGCONT)
         time.sleep(chance.uniform(0.1, _STALL_S))
+    return True
 
 
 def failures(result: dict[str, Any], versions: int, growth: float = 0.05) -> list[str]:

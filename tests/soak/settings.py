@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,10 @@ class Soak:
         """The store does not answer while this file is there."""
         return self.folder / "away"
 
+    def clock(self, name: str) -> Path:
+        """The clock of one of the processes is off by the seconds in this file while it is there."""
+        return self.folder / f"clock of {name}"
+
 
 def tell(path: Path, numbers: dict[str, Any]) -> None:
     """Replace a file that another process reads."""
@@ -63,3 +70,22 @@ def told(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return found
+
+
+def note(path: Path, entry: object) -> None:
+    """Add a line to a file that several processes write and read, any of which may be killed."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(file, json.dumps(entry).encode() + b"\n")
+    finally:
+        os.close(file)
+
+
+def noted(path: Path) -> list[Any]:
+    """The lines of such a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def digest_of(sha256: Mapping[str, str]) -> str:
+    """One digest for those of all tensors."""
+    return hashlib.sha256(json.dumps(sorted(sha256.items())).encode()).hexdigest()

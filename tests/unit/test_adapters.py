@@ -18,6 +18,7 @@ from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 from vllm_plugin import adapters
 from vllm_plugin.adapters import AdapterDriver
+from vllm_plugin.messages import Status
 from vllm_plugin.metrics import Metrics
 
 CONFIG = {"adapter_config.json": b'{"r": 2}'}
@@ -76,7 +77,7 @@ class Bench:
             tensor += torch.randn(tensor.shape)
         self.publisher.publish(self.tensors.items()).wait(60)
 
-    def look(self) -> dict[str, Any]:
+    def look(self) -> Status:
         asyncio.run(self.driver.look())
         return self.driver.status()
 
@@ -90,13 +91,13 @@ def test_versions_are_loaded_by_name_and_the_newest_by_the_adapters(memory_url: 
         for version in (1, 2):
             bench.publish()
             status = bench.look()
-            assert (status["state"], status["version"], status["error"]) == ("serving", version, None)
+            assert (status.state, status.version, status.error) == ("serving", version, None)
             folder = bench.vllm.lora_requests["policy"]
             assert folder == bench.vllm.lora_requests[f"policy-v{version}"]
             assert_same_bits(load_file(folder / "adapter_model.safetensors"), bench.tensors)
             assert (folder / "adapter_config.json").read_bytes() == CONFIG["adapter_config.json"]
         assert bench.vllm.loads == ["policy-v1", "policy-v2"]
-        assert status["adapters"] == ["policy", "policy-v2", "policy-v1"]
+        assert status.adapters == ["policy", "policy-v2", "policy-v1"]
 
 
 def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,29 +127,46 @@ def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> No
         bench.vllm.refuses = "LoRA rank 64 is greater than max_lora_rank 16."
         for _ in range(2):
             status = bench.look()
-            assert (status["state"], status["version"]) == ("failed", None)
-            assert status["error"] == f"ApplyError: vLLM did not load policy-v1: {bench.vllm.refuses}"
+            assert (status.state, status.version) == ("failed", None)
+            assert status.error == f"ApplyError: vLLM did not load policy-v1: {bench.vllm.refuses}"
             assert bench.vllm.lora_requests == {}
         bench.vllm.refuses = None
-        assert bench.look()["version"] == 1
+        assert bench.look().version == 1
+
+
+def test_a_trainer_that_resumes_with_another_config_publishes_full_weights_with_it(memory_url: str) -> None:
+    other = {"adapter_config.json": b'{"r": 2, "lora_alpha": 64}'}
+    with Bench(memory_url) as bench:
+        bench.publish()
+        bench.look()
+        for files, kinds in ((CONFIG, ["delta"]), (other, ["anchor", "delta"]), (other, ["delta"])):
+            bench.publisher.close()
+            bench.publisher = Publisher(memory_url, dtype="keep", model_files=files, resume=True)
+            for kind in kinds:
+                tensors = {name: tensor + torch.randn(()) for name, tensor in bench.tensors.items()}
+                assert bench.publisher.publish(tensors.items()).wait(60).kind == kind
+                assert bench.look().version == bench.publisher.version
+                folder = bench.vllm.lora_requests["policy"]
+                assert_same_bits(load_file(folder / "adapter_model.safetensors"), tensors)
+                assert (folder / "adapter_config.json").read_bytes() == files["adapter_config.json"]
 
 
 def test_nothing_is_loaded_while_vllm_sleeps(memory_url: str) -> None:
     with Bench(memory_url) as bench:
         bench.publish()
         bench.vllm.asleep = True
-        assert bench.look()["state"] == "sleeping"
+        assert bench.look().state == "sleeping"
         assert bench.vllm.loads == []
         bench.vllm.asleep = False
-        assert bench.look()["version"] == 1
+        assert bench.look().version == 1
 
 
 def test_a_channel_of_a_model_is_refused(memory_url: str) -> None:
     with Bench(memory_url, model_files=None) as bench:
         bench.publish()
         status = bench.look()
-        assert status["state"] == "failed"
-        assert "it is not the channel of an adapter" in status["error"]
+        assert status.state == "failed"
+        assert "it is not the channel of an adapter" in status.error
 
 
 def test_damage_on_the_disk_is_not_loaded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,10 +178,10 @@ def test_damage_on_the_disk_is_not_loaded(memory_url: str, monkeypatch: pytest.M
             save_file({name: tensor * 2 for name, tensor in tensors.items()}, *rest)
 
         monkeypatch.setattr(adapters, "save_file", save_other)
-        assert "does not hold the bits of version 1" in bench.look()["error"]
+        assert "does not hold the bits of version 1" in bench.look().error
         assert bench.vllm.loads == []
         monkeypatch.undo()
-        assert bench.look()["version"] == 1
+        assert bench.look().version == 1
 
 
 def test_the_name_of_a_served_model_is_refused(memory_url: str) -> None:

@@ -264,12 +264,12 @@ def test_waiting_for_a_version_that_never_comes_ends_in_missing(scene: Scene) ->
 
 
 def _file(scene: Scene, stored: Stored) -> bytes:
-    return scene.store.inner.read(stored.payload_files[0].key, 1 << 24)
+    return scene.store.inner.read(stored.record.payload_files[0].key, 1 << 24)
 
 
 def _sign(scene: Scene, stored: Stored, data: bytes) -> Stored:
     """Replace the only file of a version, and let its record name it."""
-    (file,) = stored.payload_files
+    (file,) = stored.record.payload_files
     scene.store.inner.put(file.key, data)
     named = dataclasses.replace(file, bytes=len(data), sha256=sha256_hex(data))
     if stored.record.delta is not None:

@@ -22,14 +22,14 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, CorruptDataError, ObjectMissingError, TransientStoreError
 from deltasync.stores import Store, cache
 from deltasync.stores.cache import CachedStore, behind_cache
-from tests.contract.store_contract import StoreContract
+from tests.contract.store_contract import DecidingContract, StoreContract
 from tests.faults import FaultyStore, flipped, truncated
 
 MB = 1 << 20
 _TICK_S = 0.01  # file systems' clocks tick every few milliseconds
 
 
-class TestContract(StoreContract):
+class TestContract(StoreContract, DecidingContract):
     @pytest.fixture
     def store(self, memory_url: str, tmp_path: Path) -> Store:
         return CachedStore(open_store(memory_url), tmp_path / "cache", MB)
@@ -49,7 +49,7 @@ def checker(expected: str) -> Callable[[bytes], None]:
 
 def ask(store: CachedStore, key: str, data: bytes, size: int | None = None) -> bytes:
     """Ask for the object at a key, which is to hold this data."""
-    return store.read_known(key, sha256(data), len(data) if size is None else size, checker(sha256(data)))
+    return store.read_known(key, sha256(data), len(data) if size is None else size, checker(sha256(data)), MB)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_it_is_what_was_asked_for_and_not_what_has_the_name(store: CachedStore, 
 def test_only_reads_by_digest_are_answered(store: CachedStore, inner: FaultyStore) -> None:
     inner.create("head.json", b"one")
     ask(store, "head.json", b"one")
-    assert store.read("head.json") == store.read_range("head.json", 0, 3) == b"one"
+    assert store.read("head.json", 1 << 30) == store.read_range("head.json", 0, 3) == b"one"
     assert len(downloads(inner)) == 3
 
 
@@ -331,18 +331,18 @@ def ask(key, sha256):
     def check(data):
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CorruptDataError("damaged")
-    return store.read_known(key, sha256, 0, check)
+    return store.read_known(key, sha256, 0, check, 1 << 30)
 
 class Slow:
     url, hook = "slow", ""
     def __init__(self):
         self.inner, self.reads = open_store(url), []
-    def read(self, key, most_bytes=None, known=None):
+    def read(self, key, most_bytes, known=None):
         self.reads.append(key)
         print("downloads", flush=True)
         time.sleep(self.sleep_s)
         exec(self.hook)
-        return self.inner.read(key)
+        return self.inner.read(key, most_bytes)
 
 slow = Slow()
 store = CachedStore(slow, directory, int(limit))

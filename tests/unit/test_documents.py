@@ -15,7 +15,7 @@ from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Head, Opening, Record, Reference, Version
 from deltasync.codec.base import Encoded, open_payload
 from deltasync.errors import CorruptDataError, FormatError, UnsupportedFormatError
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 
 EPOCH, NEXT = "000001-0000000a", "000002-0000000b"
 TABLE: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (2, 3)), "scale": ("float32", ())}
@@ -160,6 +160,12 @@ def test_every_flipped_byte_is_a_format_error_or_a_valid_document(document: Any)
                 _decode(document, altered)
             except FormatError:
                 continue
+
+
+@pytest.mark.parametrize("name", ["run_id", "epoch", "sha256"])
+def test_a_line_break_behind_a_name_or_a_digest_is_corrupt(name: str) -> None:
+    with pytest.raises(CorruptDataError):
+        _decode(HEAD, _altered(HEAD, **{name: f"{getattr(HEAD, name)}\n"}))
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -28,7 +28,7 @@ def _drawn() -> dict[str, tuple[str | None, str | None, int]]:
 def _defined() -> dict[str, tuple[str | None, str | None, int]]:
     found: dict[str, tuple[str | None, str | None, int]] = {}
     for name, kind in inspect.getmembers(errors, inspect.isclass):
-        if kind.__module__ != errors.__name__:
+        if kind.__module__ != errors.__name__ or name.startswith("_"):
             continue
         parent, *others = [base.__name__ for base in kind.__bases__]
         is_root = kind is DeltaSyncError

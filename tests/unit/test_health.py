@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica
-from deltasync.bits import bits_of, has_nan, spec_of
+from deltasync.tensors.bits import bits_of, has_nan, spec_of
 from tests.conftest import assert_same_bits
 
 FLOATS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]

@@ -19,9 +19,8 @@ import torch
 import zstandard
 
 import deltasync
-from deltasync import Replica, codec, open_store
+from deltasync import Replica, codec, housekeeping, open_store
 from deltasync.channel import documents, heartbeat, keys, payloads, record
-from deltasync.channel.anchors import metadata
 from deltasync.channel.checkpoint import load
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Record, Reference
 from deltasync.channel.heartbeat import Heartbeat, heartbeat_of
@@ -31,7 +30,7 @@ from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
 from deltasync.live import LiveMemory
 from deltasync.stores.base import ObjectInfo, Store
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec
 from tests.channels import EPOCH, RUN, Made, made, trained
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
@@ -110,6 +109,21 @@ def test_a_version_that_declares_more_than_its_tensors_take_is_not_fetched(
     assert part.key not in read and file.key not in read
 
 
+def test_a_copy_reads_no_more_than_the_tensors_can_take(channel: Made, memory_url: str) -> None:
+    """A record whose part says that it is as large as the object is, which is larger than any part may be."""
+    part = _store_part(channel, bytes(2 << 20))
+    _append(channel, None, "packed", parts=[part])
+    opening = channel.put_file(keys.epoch_document("000002-00000000"), b" " * (documents.SMALL_BYTES + 1))
+    target = open_store(f"{memory_url}/copy")
+    copied = housekeeping.copy(ChannelReader(channel.store), target)
+    assert {type(problem) for problem in copied.problems} == {CorruptDataError}
+    assert any("more than the channel's tensors take" in str(problem) for problem in copied.problems)
+    assert any("may have 4096 at most" in str(problem) for problem in copied.problems)
+    assert isinstance(channel.store, FaultyStore)
+    assert part.key not in {key for operation, key in channel.store.calls if operation == "read"}
+    assert not {part.key, opening.key, keys.slot(2, EPOCH)} & {info.key for info in target.list("")}
+
+
 class _Endless(FaultyStore):
     """Says that each object that is asked for is a terabyte, and sends as much of it as is asked for."""
 
@@ -118,7 +132,7 @@ class _Endless(FaultyStore):
         self.key = key
         self.asked: list[int] = []
 
-    def read(self, key: str, most_bytes: int | None = None, known: ObjectInfo | None = None) -> bytes:
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         if key != self.key:
             return super().read(key, most_bytes, known)
         assert most_bytes is not None
@@ -510,7 +524,7 @@ def _file(header: dict[str, Any] | bytes, body: bytes = b"", length: int | None 
     return struct.pack("<Q", len(encoded) if length is None else length) + encoded + body
 
 
-_META = metadata({"w": 0, "v": 0}, ["w", "v"])
+_META = {"format": "pt", "deltasync.fingerprints": json.dumps({"w": "0" * 16, "v": "0" * 16})}
 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:

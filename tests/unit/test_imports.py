@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,21 +15,26 @@ import deltasync
 ROOT = Path(deltasync.__file__).parents[1]
 PACKAGES = ("deltasync", "vllm_plugin", "trl_callback")
 
-# Each room imports from itself and from rooms above it in this list (docs/architecture.md). A new one gets a line here.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "printable", "config"}),
-    frozenset({"types", "bits", "quantize", "fingerprint", "fold"}),
-    frozenset({"kernels"}),
-    frozenset({"codec"}),
-    frozenset({"stores"}),
-    frozenset({"channel"}),
-    frozenset({"ranks"}),
-    frozenset({"live"}),
-    frozenset({"follow"}),
-    frozenset({"housekeeping"}),
-    frozenset({"publish"}),
-    frozenset({"demo", "bench", "dashboard", "deploy", "cli"}),
+# Each room imports from itself and from rooms above it in this list, and those by what their `__init__` offers in `__all__`:
+# names, and modules that are entered as a whole (docs/architecture.md). A new room gets a line here.
+ROOMS = (
+    "tensors",
+    "kernels",
+    "codec",
+    "stores",
+    "channel",
+    "ranks",
+    "live",
+    "follow",
+    "housekeeping",
+    "publish",
+    "dashboard",
+    "deploy",
+    "demo",
+    "cli",
 )
+FOR_ALL = ("errors", "config")
+PROGRAMS = ("dashboard", "deploy", "demo", "cli")
 HEAVY = ("vllm", "trl", "transformers", "obstore", "matplotlib", "cryptography")
 
 
@@ -54,32 +60,66 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-def _layer(module: str) -> int:
-    part = module.split(".")[1]
-    for number, layer in enumerate(LAYERS):
-        if part in layer:
-            return number
-    raise AssertionError(f"{module} has no layer; give it one in LAYERS")
+def _room(module: str) -> str:
+    """The room of a module of deltasync; of a plugin its package, and of deltasync itself nothing."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "deltasync" else package
+
+
+def _offered(room: str) -> list[str]:
+    """`__all__` of a room."""
+    for node in ast.parse((ROOT / "deltasync" / room / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def test_every_room_is_in_the_list_and_nothing_else_is_at_the_root() -> None:
+    root = ROOT / "deltasync"
+    assert {path.parent.name for path in root.glob("*/__init__.py")} == set(ROOMS)
+    assert {path.stem for path in root.glob("*.py")} == {"__init__", *FOR_ALL}
 
 
 def test_imports_point_one_way() -> None:
+    order = [*FOR_ALL, *ROOMS]
     wrong = [
         f"{module} imports {name}"
         for module, path in _modules("deltasync")
         for name in _imports(path)
-        if module != "deltasync" and name.startswith("deltasync.") and _layer(name) > _layer(module)
+        if module != "deltasync" and name.startswith("deltasync.")
+        if order.index(_room(name)) > order.index(_room(module))
     ]
     assert not wrong
 
 
+def test_what_is_for_all_imports_no_room() -> None:
+    imported = {name for part in FOR_ALL for name in _imports(ROOT / "deltasync" / f"{part}.py")}
+    assert {_room(name) for name in imported if name.startswith("deltasync.")} <= set(FOR_ALL)
+
+
+def test_a_room_is_entered_by_what_it_offers() -> None:
+    wrong = []
+    for module, path in (found for package in PACKAGES for found in _modules(package)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None or not node.module.startswith("deltasync."):
+                continue
+            room, *inside = node.module.split(".")[1:]
+            if room in ROOMS and room != _room(module):
+                asked = inside[:1] or [alias.name for alias in node.names]
+                wrong += [f"{module} takes {name} of {room}" for name in asked if name not in _offered(room)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_a_room_offers_exists(room: str) -> None:
+    package = importlib.import_module(f"deltasync.{room}")
+    for name in _offered(room):
+        assert hasattr(package, name) or importlib.util.find_spec(f"deltasync.{room}.{name}")
+
+
 def test_no_module_imports_the_package_that_imports_it() -> None:
-    last = LAYERS[-1]
-    importers = [
-        module
-        for module, path in _modules("deltasync")
-        if "deltasync" in _imports(path) and module != "deltasync" and module.split(".")[1] not in last
-    ]
-    assert not importers
+    importers = [module for module, path in _modules("deltasync") if "deltasync" in _imports(path)]
+    assert not {_room(module) for module in importers} - {"", *PROGRAMS}
 
 
 def test_imports_have_no_cycle() -> None:
@@ -110,8 +150,7 @@ def test_plugins_never_import_each_other_and_the_core_never_imports_them() -> No
         for package in PACKAGES
         for module, path in _modules(package)
         for name in _imports(path)
-        if name.split(".")[0] in set(PACKAGES) - {package, "deltasync"}
-        and not any(module.startswith(f"deltasync.{part}") for part in LAYERS[-1])
+        if name.split(".")[0] in set(PACKAGES) - {package, "deltasync"} and _room(module) not in PROGRAMS
     ]
     assert not wrong
 
@@ -124,7 +163,7 @@ def test_only_config_reads_the_environment_and_the_cloud_stores_their_clients_va
             isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
             for node in ast.walk(ast.parse(path.read_text()))
         )
-        and not any(module.startswith(f"deltasync.{part}") for part in LAYERS[-1])
+        and _room(module) not in PROGRAMS
     ]
     assert readers == ["deltasync.config", "deltasync.stores.cloud"]
 

@@ -17,7 +17,6 @@ from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import ConfigError, MissingVersionError, PublishError, PublishLostError
-from deltasync.publish.encode import Encoder
 from deltasync.stores import Store
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
@@ -180,7 +179,7 @@ def test_a_store_that_is_away_at_the_start_costs_no_anchor(memory_url: str, base
 def test_a_delta_on_the_reference_that_is_lost_costs_an_anchor(memory_url: str, base: Path) -> None:
     with Publisher(memory_url, initial=base) as publisher:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Encoder, "encode", lambda *_: 1 / 0)
+            patch.setattr("deltasync.publish.encode.encode", lambda *_: 1 / 0)
             with pytest.raises(PublishLostError):
                 publisher.publish(trained(weights(), 1).items()).wait(60)
         receipt = publisher.publish(trained(weights(), 2).items()).wait(60)
@@ -211,8 +210,7 @@ def test_anchors_after_a_reference(memory_url: str, base: Path, monkeypatch: pyt
             with Publisher(url, initial=base, resume=True, **settings) as publisher:  # type: ignore[arg-type]
                 for _ in range(part):
                     publisher.publish(state.items()).wait(60)
-                    assert publisher._keeper is not None
-                    publisher._keeper._pool.submit(int).result(60)
+                    publisher._uploader._keeper._pool.submit(int).result(60)  # type: ignore[union-attr]
                     number += 1
                     state = trained(state, number)
         return anchors(open_store(url))

@@ -141,8 +141,7 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
 
 
 def wait_for_keeper(publisher: Publisher) -> None:
-    assert publisher._keeper is not None
-    publisher._keeper._pool.submit(lambda: None).result(60)
+    publisher._uploader._keeper._pool.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +150,7 @@ def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCapt
     with Publisher(store, retries=0, retention=Retention(fold_every=2)) as publisher:
         for state in states:
             publisher.publish(state.items()).wait(60)
-    assert "Looking after the channel failed" in caplog.text
+    assert "Channel maintenance failed" in caplog.text
     replica = Replica(store)
     assert replica.sync() == 5
     assert_same_bits(replica.state_dict(), states[-1])

@@ -73,9 +73,9 @@ def test_other_keys_tell_nothing(key: str) -> None:
 def test_no_two_epochs_have_one_name() -> None:
     names = {keys.new_epoch(7) for _ in range(100)}
     assert len(names) == 100
-    assert all(keys.is_epoch(name) and keys.epoch_number(name) == 7 for name in names)
+    assert all(keys.epoch_of(keys.epoch_document(name)) == name and keys.epoch_number(name) == 7 for name in names)
     author = keys.new_author()
-    assert keys.is_epoch(author) and author.startswith(keys.TOOL) and author < min(names)
+    assert keys.slot_of(keys.slot(1, author)) and author.startswith(keys.TOOL) and author < min(names)
 
 
 def test_anchor_files_are_named_as_transformers_names_them() -> None:

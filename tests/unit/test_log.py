@@ -87,7 +87,7 @@ class TestLostReplies:
         pending = a.log.pending
         assert pending is not None
         b = quick.script("b")
-        assert b.opened.end_version == pending.version
+        assert b.tip == pending.version
         third = b.publish("b")
         with pytest.raises(FencedError):
             a.publish("never")
@@ -101,7 +101,7 @@ class TestLostReplies:
         with pytest.raises(PublishPendingError):
             a.publish("lost")
         b = quick.script("b")
-        assert b.opened.end_version == first
+        assert b.tip == first
         for _ in range(2):
             with pytest.raises(FencedError, match="This publisher must stop"):
                 a.log.settle()
@@ -238,7 +238,7 @@ class TestSuspended:
             late = pool.submit(a.publish, "late", wait=False)
             assert gate.entered.wait(60)
             b = leased.script("b")
-            assert b.opened.end_version == first
+            assert b.tip == first
             second = b.publish("b")
             gate.opened.set()
             fork = late.result()
@@ -337,7 +337,7 @@ class TestFolds:
         found = [a.publish(str(number)) for number in range(3)]
         part = a.log.put_file(keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a fold's")
         delta = Delta(codec="packed", changed=1, parts=[part])
-        fold = a.log.fold(found[0].version, found[2].version, "1" * 16, delta, None)
+        fold = a.log.fold(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
         announced = a.log.announce(found[0].version, "2" * 16, anchor, [])
@@ -447,7 +447,7 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
     found = reader.record(stored.version)
     assert found.record == stored.record
     assert found.data == stored.data
-    assert (found.record.step, found.record.base) == (-5, a.opened.end_version or found.record.base)
+    assert (found.record.step, found.record.base) == (-5, a.tip or found.record.base)
     ((patch, fingerprint),) = payloads.patches(reader, found)
     assert (patch.name, fingerprint) == ("w", 0xAB)
     np.testing.assert_array_equal(patch.index_K, index_K)

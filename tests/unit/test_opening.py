@@ -44,12 +44,12 @@ anywhere, deciding, quick, memory, leased = writers.anywhere, writers.deciding, 
 
 def test_the_next_writer_goes_on_and_the_one_before_stops(anywhere: Place) -> None:
     a = anywhere.script("a", resume=False)
-    assert (a.opened.channel, a.opened.end_version) == (None, None)
+    assert (a.channel, a.tip) == (None, None)
     first, second = a.publish("one"), a.publish("two")
     b = anywhere.script("b")
-    assert b.opened.channel == a.log.channel
-    assert b.opened.end is not None
-    assert (b.opened.end.sha256, b.opened.end_version) == (second.sha256, second.version)
+    assert b.channel == a.log.channel
+    assert b.end is not None
+    assert (b.end.sha256, b.tip) == (second.sha256, second.version)
     third = b.publish("three")
     for _ in range(2):
         with pytest.raises(FencedError, match="Another publisher opened the channel"):
@@ -70,16 +70,16 @@ def test_what_says_who_opened_the_channel(quick: Place) -> None:
     opening = b.reader.opening(b.log.epoch)
     assert opening is not None
     assert opening.run_id == b.log.run_id
-    assert opening.continues == (b.opened.end_version if b.log.fencing == "seal" else None)
+    assert opening.continues == (b.tip if b.log.fencing == "seal" else None)
     assert opening.writer.isprintable()
-    assert b.opened.channel is not None
-    assert b.opened.channel.fencing == b.log.fencing
+    assert b.channel is not None
+    assert b.channel.fencing == b.log.fencing
 
 
 def test_a_writer_that_publishes_nothing_is_succeeded_too(quick: Place) -> None:
     end = quick.script("a").publish().version
     silent = [quick.script(name) for name in ("b", "c", "d")]
-    assert [each.opened.end_version for each in silent] == [end] * 3
+    assert [each.tip for each in silent] == [end] * 3
     for each in silent[:2]:
         with pytest.raises(FencedError):
             each.publish()
@@ -97,13 +97,13 @@ def test_a_channel_without_a_version(quick: Place) -> None:
     with pytest.raises(ChannelInUseError, match="already holds run"):
         quick.script("b", resume=False)
     b = quick.script("b")
-    assert (b.opened.end, b.opened.end_version) == (None, None)
+    assert (b.end, b.tip) == (None, None)
     first = b.publish()
     assert (first.record.version, first.record.base) == (1, None)
     with pytest.raises(FencedError):
         a.publish()
     c = quick.script("c")
-    assert c.opened.end_version == first.version
+    assert c.tip == first.version
     assert history(quick.store) == [first.version]
 
 
@@ -112,7 +112,7 @@ class TestTwoAtOnce:
         end = anywhere.script("a").publish().version
         stores = [anywhere.writer(name) for name in ("b", "c")]
         step = "create", "versions/"
-        gates = [store.hold_at(*(step if store.capabilities.conditional_put else ("put", "epochs/"))) for store in stores]
+        gates = [store.hold_at(*(step if store.can_create else ("put", "epochs/"))) for store in stores]
 
         def run(store: WriterStore) -> Script:
             opened = Script(store, lease=anywhere.lease)
@@ -159,7 +159,7 @@ class TestTwoAtOnce:
             c = Script(leased.writer("c"), lease=QUICK)
             second = c.publish()
             b = opening.result()
-        assert b.opened.end_version == first.version
+        assert b.tip == first.version
         with pytest.raises(FencedError, match=f"as epoch {c.log.epoch}, after {b.log.epoch}"):
             b.publish()
         assert history(leased.store) == [first.version, second.version]
@@ -184,7 +184,7 @@ class TestTwoAtOnce:
             ends = [a.publish().version for _ in range(3)]
             gate.opened.set()
             b = opening.result()
-        assert b.opened.end_version == ends[-1]
+        assert b.tip == ends[-1]
         assert [call for call in store.calls if call[0] == "list"].count(
             ("list", "versions/")
         ) <= 4  # it does not start over
@@ -224,7 +224,7 @@ def test_a_seal_in_the_place_of_a_forgotten_version_does_not_count(deciding: Pla
         deciding.forget(second.key)
         gate.opened.set()
         b = opening.result()
-    assert b.opened.end_version == third.version
+    assert b.tip == third.version
     fourth = b.publish()
     assert (fourth.record.version, fourth.record.base) == (4, third.version)
     with pytest.raises(FencedError):
@@ -240,7 +240,7 @@ class ChannelSlots(dict[tuple[int, str], Record]):
     def __init__(self, store: Store) -> None:
         super().__init__()
         for info in store.list(keys.VERSIONS):
-            found = record.decode(store.read(info.key), info.key, None).record
+            found = record.decode(store.read(info.key, 1 << 30), info.key, None).record
             self[found.version, found.epoch] = found
 
 
@@ -255,10 +255,10 @@ class TestDying:
             known = [] if new else [place.script("a").publish().version]
             died = _publish_until(place.writer("b"), step, after, place.lease)
             c = place.script("c")
-            end = c.opened.end_version
+            end = c.tip
             if end is not None and end not in known:
                 known.append(end)
-            assert ([] if c.opened.channel is None else history(place.store)) == known
+            assert ([] if c.channel is None else history(place.store)) == known
             last = c.publish("c")
             assert history(place.store) == [*known, last.version]
             place.journal.check(place.store)
@@ -282,7 +282,7 @@ class TestDying:
             store = quick.writer(f"b{number}")
             fault = store.fail_at(verb, prefix, times=2, after=True)
             b = Script(store, lease=QUICK)
-            assert b.opened.end_version == end
+            assert b.tip == end
             assert fault.hits == (0 if verb == "create" and b.log.fencing == "lease" else 2)
             end = b.publish(str(number)).version
         assert history(quick.store)[-1] == end
@@ -290,7 +290,7 @@ class TestDying:
 
 def _publish_until(store: WriterStore, step: int, after: bool, lease: Lease) -> bool:
     """Open and publish, with a store that fails at each call from call `step` on; whether that happened."""
-    died, perform = False, store._perform
+    died, perform = False, store.ask
 
     def counted(operation: str, key: str, action: Callable[[], object]) -> object:
         nonlocal died
@@ -302,7 +302,7 @@ def _publish_until(store: WriterStore, step: int, after: bool, lease: Lease) -> 
         died = True
         raise StoreError("the writer is dead")
 
-    store._perform = counted  # type: ignore[method-assign, assignment]
+    store.ask = counted  # type: ignore[method-assign, assignment]
     try:
         Script(store, lease=lease).publish("b")
     except DeltaSyncError:
@@ -315,19 +315,19 @@ class TestDamage:
         a = anywhere.script("a")
         a.publish()
         second = a.publish()
-        damaged = flipped(anywhere.store.read(second.key))
+        damaged = flipped(anywhere.store.read(second.key, 1 << 30))
         anywhere.damage(second.key, damaged)
         b = anywhere.script("b")
-        assert b.opened.end is None
-        assert b.opened.end_version is not None
-        assert (b.opened.end_version.version, b.opened.end_version.sha256) == (2, sha256_hex(damaged))
+        assert b.end is None
+        assert b.tip is not None
+        assert (b.tip.version, b.tip.sha256) == (2, sha256_hex(damaged))
         third = b.publish()
-        assert (third.record.kind, third.record.base) == ("anchor", b.opened.end_version)
+        assert (third.record.kind, third.record.base) == ("anchor", b.tip)
         with pytest.raises(FencedError):
             a.publish()
         c = anywhere.script("c")
-        assert c.opened.end_version == third.version
-        assert c.opened.end is not None
+        assert c.tip == third.version
+        assert c.end is not None
 
     def test_a_record_that_is_too_large_is_not_read_whole(self, quick: Place) -> None:
         a = quick.script("a")
@@ -337,15 +337,15 @@ class TestDamage:
         most = record.most_bytes(first.key, a.log._specs)
         quick.damage(first.key, data + bytes(most))
         b = quick.script("b")
-        assert b.opened.end_version is not None
-        assert b.opened.end_version.sha256 == sha256_hex((data + bytes(most))[:most])
+        assert b.tip is not None
+        assert b.tip.sha256 == sha256_hex((data + bytes(most))[:most])
         assert b.publish().record.kind == "anchor"
 
     def test_an_answer_that_is_damaged_once_is_asked_for_again(self, quick: Place) -> None:
         end = quick.script("a").publish().version
         store, answers = quick.writer("b"), iter([True, True])
         store.tamper("versions/", lambda data: flipped(data) if next(answers, False) else data)
-        assert Script(store, lease=QUICK).opened.end is not None
+        assert Script(store, lease=QUICK).end is not None
         assert history(quick.store) == [end]
 
     def test_a_damaged_seal_is_told_by_the_document_of_its_epoch(self, memory: Place) -> None:
@@ -353,9 +353,9 @@ class TestDamage:
         end = a.publish().version
         b = memory.script("b")
         key = keys.slot(2, a.log.epoch)
-        memory.damage(key, flipped(memory.store.read(key)))
+        memory.damage(key, flipped(memory.store.read(key, 1 << 30)))
         c = memory.script("c")
-        assert c.opened.end_version == end
+        assert c.tip == end
         with pytest.raises(FencedError):
             b.publish()
         second = c.publish()
@@ -368,7 +368,7 @@ class TestDamage:
         key = keys.epoch_document(b.log.epoch)
         memory.damage(key, b"{")
         c = memory.script("c")
-        assert c.opened.end_version == end
+        assert c.tip == end
         with pytest.raises(FencedError):
             b.publish()
         assert c.publish().record.base == end
@@ -380,7 +380,7 @@ class TestDamage:
         opening = Opening(run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now())
         quick.damage(keys.epoch_document(epoch), documents.encode(opening))
         b = quick.script("b")
-        assert b.opened.end_version == first.version
+        assert b.tip == first.version
         assert keys.epoch_number(b.log.epoch) == 8
 
     def test_a_record_of_a_newer_writer_is_not_passed_over(self, quick: Place) -> None:
@@ -403,7 +403,7 @@ class TestRestoredBackup:
         restore(quick.store, saved)
         quick.journal.forget(keys.slot(3, a.log.epoch))  # the one key that several may write, a seal each
         c = quick.script("c")
-        assert c.opened.end_version == second.version
+        assert c.tip == second.version
         found = [c.publish("kept") for _ in range(2)]
         assert [each.record.version for each in found] == [each.record.version for each in lost] == [3, 4]
         assert not {each.version for each in found} & {each.version for each in lost}
@@ -423,11 +423,11 @@ class TestRestoredBackup:
         d = memory.script("d")
         second = d.publish()
         d.log.close()
-        found = memory.store.read(keys.HEAD)
+        found = memory.store.read(keys.HEAD, 1 << 30)
         b.publish("a fork")
         with pytest.raises(FencedError, match=f"head names epoch {d.log.epoch}"):
             b.publish()
-        assert memory.store.read(keys.HEAD) == found
+        assert memory.store.read(keys.HEAD, 1 << 30) == found
         assert history(memory.store) == [first.version, second.version]
 
 
@@ -507,11 +507,11 @@ class TestWhatIsRefused:
         with pytest.raises(ConfigError, match="This channel is signed"):
             quick.script("b")
         c = quick.script("c", signer=signer)
-        assert c.opened.end_version == first.version
+        assert c.tip == first.version
         c.publish()
         slots = [info.key for info in quick.store.list(keys.VERSIONS)]
-        assert {record.signed_by(quick.store.read(key)) for key in slots} == {signer.public}
-        opening = quick.store.read(keys.epoch_document(c.log.epoch))
+        assert {record.signed_by(quick.store.read(key, 1 << 30)) for key in slots} == {signer.public}
+        opening = quick.store.read(keys.epoch_document(c.log.epoch), 1 << 30)
         assert documents.decode(opening, Opening, keys.epoch_document(c.log.epoch)).epoch == c.log.epoch
 
     def test_a_lease_that_is_too_short(self, memory_url: str) -> None:

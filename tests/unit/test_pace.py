@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deltasync.errors import AckTimeoutError
-from trl_callback.pace import Pace
+from trl_callback.fleet import Pace
 
 
 class Receipt:

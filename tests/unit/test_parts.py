@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Replica, codec, fingerprint, housekeeping, open_store
+from deltasync import Replica, codec, housekeeping, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.kernels import cpu
-from deltasync.types import TensorSpec
+from deltasync.tensors import TensorSpec, fingerprint
 from tests.channels import Made
 from tests.conftest import assert_same_bits
 

@@ -93,8 +93,8 @@ def test_a_store_remembers_its_trouble_and_can_be_given_up(faulty: FaultyStore) 
     assert isinstance(store.trouble, TransientStoreError)
     store.create("a", b"1")
     assert store.trouble is None
-    assert store.read("a") == b"1"
+    assert store.read("a", 1 << 30) == b"1"
     assert [info.key for info in store.list("")] == ["a"]
     store.give_up()
     with pytest.raises(StoreError, match="was given up"):
-        store.read("a")
+        store.read("a", 1 << 30)

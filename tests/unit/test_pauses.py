@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 
-from vllm_plugin.pauses import Pauses, PausesOfOthers
+from deltasync.errors import StageError
+from vllm_plugin.engine import IdleEngine
+from vllm_plugin.pauses import Pauses, other_pauses
 
 
-class Engine:
+class Engine(IdleEngine):
     """The switch as vLLM's engine client has it."""
 
     def __init__(self) -> None:
@@ -19,7 +21,7 @@ class Engine:
     async def is_paused(self) -> bool:
         return self.is_off
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert mode == "keep"
         self.events.append("pause")
         self.is_off = True
@@ -40,8 +42,8 @@ def test_it_is_afterwards_as_before(already: bool) -> None:
                 async with pauses.paused(clear_cache=False):
                     assert engine.is_off
                     if fails:
-                        raise ZeroDivisionError
-            except ZeroDivisionError:
+                        raise StageError
+            except StageError:
                 assert fails
             assert engine.is_off is already
             assert pauses.last_s > 0
@@ -60,7 +62,7 @@ def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_wai
             engine.is_off = True
             done.append("another has paused")
 
-        app = PausesOfOthers(pause_route, lambda: pauses)  # type: ignore[arg-type]
+        app = other_pauses(pause_route, lambda: pauses)  # type: ignore[arg-type]
 
         async def another() -> None:
             await app({"type": "http", "path": "/pause"}, None, None)  # type: ignore[arg-type]
@@ -91,7 +93,7 @@ def test_requests_of_other_routes_do_not_wait() -> None:
         async def app(scope: dict[str, str], receive: object, send: object) -> None:
             seen.append(scope["path"])
 
-        wrapped = PausesOfOthers(app, lambda: pauses)  # type: ignore[arg-type]
+        wrapped = other_pauses(app, lambda: pauses)  # type: ignore[arg-type]
         async with pauses.paused(clear_cache=False):
             await wrapped({"type": "http", "path": "/v1/completions"}, None, None)  # type: ignore[arg-type]
         assert seen == ["/v1/completions"]
@@ -100,26 +102,23 @@ def test_requests_of_other_routes_do_not_wait() -> None:
 
 
 def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
-    def is_safe(error: BaseException) -> bool:
-        return isinstance(error, LookupError)
-
     async def commit(pauses: Pauses, error: Exception | None = None) -> None:
         try:
-            async with pauses.paused(False, is_safe):
+            async with pauses.paused(False):
                 if error is not None:
                     raise error
-        except (ZeroDivisionError, LookupError):
+        except (ZeroDivisionError, StageError):
             pass
 
     async def body() -> None:
         engine = Engine()
         pauses = Pauses(engine)
-        await commit(pauses, LookupError())
+        await commit(pauses, StageError())
         assert (engine.is_off, pauses.held) == (False, False)
-        for error in (ZeroDivisionError(), LookupError()):  # a safe failure does not say what the weights are
+        for error in (ZeroDivisionError(), StageError()):  # a safe failure does not say what the weights are
             await commit(pauses, error)
             assert (engine.is_off, pauses.held) == (True, True)
-        app = PausesOfOthers(lambda *_: engine.resume_generation(), lambda: pauses)  # type: ignore[arg-type, return-value]
+        app = other_pauses(lambda *_: engine.resume_generation(), lambda: pauses)  # type: ignore[arg-type, return-value]
         another = asyncio.create_task(app({"type": "http", "path": "/resume"}, None, None))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         assert engine.is_off and not another.done()
@@ -133,5 +132,27 @@ def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> No
         await commit(pauses, ZeroDivisionError())
         await pauses.release()
         assert engine.is_off
+
+    asyncio.run(body())
+
+
+def test_a_resume_that_fails_is_tried_again_by_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail() -> None:
+        raise RuntimeError("no answer")
+
+    async def body() -> None:
+        engine = Engine()
+        pauses = Pauses(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "resume_generation", fail)
+            with pytest.raises(RuntimeError):
+                async with pauses.paused(clear_cache=False):
+                    pass
+            assert (engine.is_off, pauses.held) == (True, True)
+            with pytest.raises(RuntimeError):
+                await pauses.release()
+        assert (engine.is_off, pauses.held) == (True, True)
+        await pauses.release()
+        assert (engine.is_off, pauses.held) == (False, False)
 
     asyncio.run(body())

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.bits import bits_of
-from deltasync.channel import anchors, keys
+from deltasync.channel import anchors, documents, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.blocks import BlockEncoder
 from deltasync.codec.raw import RawEncoder
 from deltasync.errors import PublishLostError
 from deltasync.publish.upload import PUTS
 from deltasync.stores import Store
+from deltasync.tensors.bits import bits_of
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
@@ -50,7 +50,7 @@ def store(memory_url: str) -> FaultyStore:
 @pytest.fixture
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a group."""
-    monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
+    monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 1)
 
 
 def assert_holds(store: Store, version: int, weights: Weights) -> None:
@@ -88,7 +88,7 @@ def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
     first, second, third = states(3)
     with Publisher(store) as publisher:
         publisher.publish(first.items()).wait(60)
-        monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 250)
+        monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 250)
         receipt = publisher.publish(second.items()).wait(60)
         record = ChannelReader(store).numbered(2)
         assert record.record.delta is not None and len(record.record.delta.parts) >= 2
@@ -193,7 +193,7 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
     (info,) = [info for span, info in reader.folds() if span.version == 4]
     record = reader.stored(info.key).record
     assert record.anchor is not None and len(record.anchor.files) == MANY
-    assert record.requires == ([] if compression == "none" else [anchors.COMPRESSED])
+    assert record.requires == ([] if compression == "none" else [documents.COMPRESSED])
     found = {
         name: bits_N
         for file in record.anchor.files
@@ -212,8 +212,7 @@ def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(st
     with Publisher(store, anchor_every=2) as publisher:
         for weights in versions:
             publisher.publish(weights.items()).wait(60)
-            assert publisher._keeper is not None
-            publisher._keeper._pool.submit(lambda: None).result(60)
+            publisher._uploader._keeper._pool.submit(lambda: None).result(60)  # type: ignore[union-attr]
     assert fault.hits == 1
     assert [span.version for span, _ in ChannelReader(store).folds()] == [4]
     assert_holds(store, 5, versions[-1])

@@ -138,7 +138,7 @@ class TestFolds:
         channel = made(store, 4)
         replica = at(store, 2)
         gone = keys.slot(3, channel.epoch)
-        data = store.inner.read(gone)
+        data = store.inner.read(gone, 1 << 30)
         store.inner.delete(gone)
         with pytest.raises(MissingVersionError, match="No way leads from version 2"):
             replica.sync(4)

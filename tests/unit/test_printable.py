@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import inspect
 import io
 import json
 import logging
 import os
 import pty
+import re
+import shutil
 import threading
 import tty
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import deltasync
 from deltasync import codec, errors, open_store
@@ -26,8 +30,7 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.cli import main
 from deltasync.codec.base import RECORD, body, load_tensors, read_metadata
-from deltasync.errors import CorruptDataError, DeltaSyncError
-from deltasync.printable import printable, printable_in, redacted
+from deltasync.errors import CorruptDataError, DeltaSyncError, get_logger, printable, printable_in, redacted
 from deltasync.stores import Store
 from tests.channels import EPOCH, RUN, filled
 
@@ -44,9 +47,26 @@ COMMANDS = (
     ["show", "CHANNEL"],
     ["show", "CHANNEL", "--json"],
     ["check", "CHANNEL", "--read-data"],
+    ["check", "CHANNEL", "--json"],
     ["follow", "CHANNEL", "--once"],
+    ["follow", "CHANNEL", "--once", "--json"],
     ["dashboard", "CHANNEL", "--out", "PAGE"],
+    ["doctor", "CHANNEL"],
+    ["doctor", "CHANNEL", "--json"],
+    ["repair", "CHANNEL"],
+    ["repair", "CHANNEL", "--no-replay", "--json"],
+    ["forget", "CHANNEL", "--keep-last", "1", "--grace", "0"],
+    ["forget", "CHANNEL", "--keep-last", "1", "--dry-run", "--json"],
+    ["prune", "CHANNEL", "--grace", "0"],
+    ["prune", "CHANNEL", "--grace", "0", "--dry-run", "--json"],
+    ["fold", "CHANNEL", "1", "2"],
+    ["fold", "CHANNEL", "1", "2", "--json"],
+    ["cp", "CHANNEL", "COPY"],
+    ["cp", "CHANNEL", "COPY", "--json"],
+    ["export", "CHANNEL", "latest", "FOLDER"],
+    ["export", "CHANNEL", "latest", "FOLDER", "--json"],
 )
+"""Every command that reads a channel. `bench`, `demo`, `deploy`, `keygen`, `router` and `serve` read none."""
 
 
 class _Terminal:
@@ -166,8 +186,8 @@ def _with(data: bytes, document: Any, path: tuple[Any, ...]) -> bytes:
 
 def _relink(store: Store) -> None:
     """Have head name the record that is there, so that readers get past its digest."""
-    head = json.loads(store.read(keys.HEAD))
-    head["sha256"] = sha256_hex(store.read(keys.slot(2, EPOCH)))
+    head = json.loads(store.read(keys.HEAD, 1 << 30))
+    head["sha256"] = sha256_hex(store.read(keys.slot(2, EPOCH), 1 << 30))
     store.put(keys.HEAD, json.dumps(head).encode())
 
 
@@ -176,28 +196,58 @@ def test_no_command_shows_a_channels_text_as_it_is(
     command: list[str], memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, page = _channel(memory_url), tmp_path / "page.html"
-    places = {"CHANNEL": memory_url, "PAGE": str(page)}
+    original = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
+    places = {"CHANNEL": memory_url, "PAGE": str(page), "COPY": f"{memory_url}/copy", "FOLDER": str(tmp_path / "there")}
     arguments = [places.get(word, word) for word in command]
-    clean = _run(monkeypatch, arguments)
-    assert not _hostile_parts(clean)
+
+    def run() -> str:
+        """What the command shows of what the store holds now, which afterwards is what it was at first."""
+        seen = _run(monkeypatch, arguments)
+        if page.exists():
+            data = page.read_text().split('id="data">')[1].split("</script>")[0]
+            seen += "".join(_strings(json.loads(data)))
+            page.unlink()
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)
+        copy = open_store(f"{memory_url}/copy")
+        copy.delete(*(info.key for info in copy.list("")))
+        store.delete(*({info.key for info in store.list("")} - original.keys()))
+        for key, data in original.items():
+            store.put(key, data)
+        return seen
+
+    assert not _hostile_parts(run())
     shown = 0
     for key in _documents(store):
-        original = {name: store.read(name) for name in (key, keys.HEAD)}
         document = _document(original[key])
         for path in _leaves(document):
             store.put(key, _with(original[key], _poisoned(document, path), path))
             if key == keys.slot(2, EPOCH):
                 _relink(store)
-            page.unlink(missing_ok=True)
-            seen = _run(monkeypatch, arguments)
-            if page.exists():
-                data = page.read_text().split('id="data">')[1].split("</script>")[0]
-                seen += "".join(_strings(json.loads(data)))
+            seen = run()
             assert not _hostile_parts(seen), (key, path)
             shown += "FORGED" in seen
-            for name, data in original.items():
-                store.put(name, data)
     assert shown, "nothing of what was planted was shown, so this test shows nothing"
+
+
+def test_every_command_that_reads_a_channel_is_here() -> None:
+    help_text = CliRunner().invoke(main, ["--help"]).output
+    commands = re.findall(r"^  ([a-z]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
+    assert set(commands) == {command[0] for command in COMMANDS} | {"demo", "deploy", "keygen", "router", "serve"}
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "export"], ids=" ".join)
+def test_no_command_shows_an_objects_name_as_it_is(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    store = _channel(f"file://{root}")
+    for key in [info.key for info in store.list("")]:
+        path = root / key
+        strange = path.with_name(path.stem + HOSTILE.replace("/", "") + path.suffix)
+        strange.write_bytes(path.read_bytes())
+    places = {"CHANNEL": f"file://{root}", "PAGE": str(tmp_path / "page.html"), "COPY": f"file://{tmp_path}/copy"}
+    seen = _run(monkeypatch, [places.get(word, word) for word in command])
+    assert not _hostile_parts(seen)
 
 
 def _strings(document: Any) -> Iterator[str]:
@@ -224,15 +274,51 @@ def test_watch_shows_no_replica_text_as_it_is_not_on_a_terminal_either(
     assert not _hostile_parts(seen)
 
 
-def test_an_unexpected_error_is_printable_too(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, RecursionError, UnicodeError])
+def test_an_unexpected_error_is_printable_too(
+    kind: type[Exception], memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"CHANNEL": memory_url, "PAGE": str(tmp_path / "page"), "COPY": f"{memory_url}/copy", "FOLDER": str(tmp_path)}
+
     def fail(*_: object) -> None:
-        raise ValueError(HOSTILE)
+        try:
+            raise RuntimeError(f"before {HOSTILE}")
+        except RuntimeError as error:
+            found = kind(f"{HOSTILE} of {URLS[0]}")
+            found.add_note(HOSTILE.replace("\n", ""))  # a note may have lines
+            raise found from error
 
     monkeypatch.setattr("deltasync.stores.open_store", fail)
-    for command in ("watch", "log", "show", "check", "follow"):
-        seen = _run(monkeypatch, [command, memory_url])
-        assert "FORGED" in seen and "in fail" in seen
+    for command in COMMANDS:
+        seen = _run(monkeypatch, [places.get(word, word) for word in command])
+        assert seen.count("FORGED") == 3 and "in fail" in seen and kind.__name__ in seen
         assert not _hostile_parts(seen)
+        assert not _planted(seen)
+
+
+def test_an_unexpected_error_is_printable_in_a_log_too() -> None:
+    stream, logger = io.StringIO(), get_logger("tests.printable.unexpected")
+    logger.addHandler(logging.StreamHandler(stream))
+    try:
+        raise ValueError(f"{HOSTILE} of {URLS[0]}")
+    except ValueError as error:
+        logger.exception("Failed: %s", error)
+    assert stream.getvalue().count("FORGED") == 2
+    assert f"in {inspect.currentframe().f_code.co_name}\n" in stream.getvalue()  # type: ignore[union-attr]
+    assert not _hostile_parts(stream.getvalue())
+    assert not _planted(stream.getvalue())
+
+
+def test_whoever_logs_unexpected_errors_has_a_logger_that_makes_them_printable() -> None:
+    packages = [Path(deltasync.__file__).parents[1] / name for name in ("deltasync", "vllm_plugin", "trl_callback")]
+    wrong = [
+        str(path)
+        for package in packages
+        for path in package.rglob("*.py")
+        if "logger.exception(" in (text := path.read_text())
+        if not any(made in text for made in ("logger = get_logger(", "from vllm_plugin.log import logger"))
+    ]
+    assert [path for path in wrong if not path.endswith("vllm_plugin/__init__.py")] == []  # which has read nothing yet
 
 
 def test_commands_print_by_one_function() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +24,10 @@ from deltasync.errors import (
     NotPublishedError,
     PublishLostError,
     PublishPendingError,
+    PublishTimeoutError,
     StoreError,
 )
+from deltasync.publish.upload import Uploader
 from deltasync.stores import Store
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
@@ -234,8 +238,7 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
 
 
 def _wait_for_keeper(publisher: Publisher) -> None:
-    assert publisher._keeper is not None
-    publisher._keeper._pool.submit(lambda: None).result(60)
+    publisher._uploader._keeper._pool.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_an_anchor_is_written_when_replaying_the_chain_costs_more(memory_url: str) -> None:
@@ -390,7 +393,7 @@ def test_of_two_publishers_one_wins_and_nothing_of_the_other_is_visible(channel_
 def _visible(store: Store) -> dict[str, bytes]:
     """What readers can reach: everything but files that no record names, and head, which follows behind."""
     hidden = (keys.PARTS, keys.ANCHORS, keys.HEAD)
-    return {info.key: store.read(info.key) for info in store.list("") if not info.key.startswith(hidden)}
+    return {info.key: store.read(info.key, 1 << 30) for info in store.list("") if not info.key.startswith(hidden)}
 
 
 def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
@@ -400,7 +403,7 @@ def test_of_two_publishers_of_a_new_channel_one_wins(channel_url: str) -> None:
         _publish(second, _weights())
     replica = Replica(channel_url)
     assert replica.sync() == 1
-    assert open_store(channel_url).read(keys.CHANNEL).count(str(first.run_id).encode()) == 1
+    assert open_store(channel_url).read(keys.CHANNEL, 1 << 30).count(str(first.run_id).encode()) == 1
 
 
 @pytest.mark.parametrize("codec", ["packed", "context"])
@@ -419,8 +422,9 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
         assert [job.version for job in publisher._uploader._waiting] == [3]  # the only one beside the one under way
     assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
     assert not any(receipt.done for receipt in receipts)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(PublishTimeoutError) as late:
         publisher.flush(timeout_s=0.01)
+    assert isinstance(late.value, TimeoutError)
     gate.opened.set()
     publisher.close()
     assert all(receipt.done for receipt in receipts)
@@ -561,7 +565,7 @@ STEPS = [("put", "parts/"), ("create", "versions/"), ("put", "head.json")]
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a part, and nothing goes into the record."""
-    monkeypatch.setattr("deltasync.publish.encode.GROUP_CHANGED", 1)
+    monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 1)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
 
 
@@ -611,6 +615,23 @@ def test_after_a_lost_upload_the_next_version_is_an_anchor_that_replicas_reach(
     replica.sync()
     assert_same_bits(replica.state_dict(), more)
     publisher.close()
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_receipts_keep_no_weights(store: FaultyStore) -> None:
+    def publish() -> tuple[list[Receipt], weakref.ref[object]]:
+        publisher = Publisher(store, retries=0)
+        receipts = [_publish(publisher, _weights())]
+        store.fail_at("put", keys.PARTS, times=FOREVER, error=StoreError)
+        receipts.append(publisher.publish(_trained(_weights(), 1).items()))
+        publisher._uploader.close()
+        return receipts, weakref.ref(publisher._shadow)
+
+    receipts, shadow = publish()
+    gc.collect()
+    assert shadow() is None
+    with pytest.raises(PublishLostError, match="was not published"):
+        receipts[1].wait()
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -711,3 +732,27 @@ def test_a_replica_without_a_version_has_no_weights(memory_url: str) -> None:
     assert replica.version is None
     with pytest.raises(NotPublishedError):
         replica.state_dict()
+
+
+def test_a_version_whose_upload_begins_late_keeps_what_was_streamed_into_it(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, run = threading.Event(), Uploader._run
+
+    def begin_late(uploader: Uploader) -> None:
+        begins.wait(60)
+        run(uploader)
+
+    weights = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    with Publisher(memory_url) as publisher:
+        publisher.publish(weights.items()).wait(60)
+        monkeypatch.setattr(Uploader, "_run", begin_late)
+        for step in range(3):
+            weights["ab"[step % 2]][step] = 1.0
+            receipt = publisher.publish(weights.items())
+            assert (receipt.version, receipt.changed) == (2, step + 1)
+        begins.set()
+        receipt.wait(60)
+    replica = Replica(memory_url)
+    assert replica.sync() == 2
+    assert_same_bits(replica.state_dict(), {name: tensor.bfloat16() for name, tensor in weights.items()})

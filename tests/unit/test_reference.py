@@ -14,7 +14,6 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, housekeeping, open_store
-from deltasync.bits import spec_of
 from deltasync.channel import checkpoint, documents, keys, payloads
 from deltasync.channel.documents import Channel, Record
 from deltasync.channel.reading import ChannelReader
@@ -31,6 +30,7 @@ from deltasync.follow import Course, Follower
 from deltasync.housekeeping import Keep
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.stores import Store
+from deltasync.tensors.bits import spec_of
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 from tests.unit import test_initial
@@ -222,7 +222,7 @@ class TestHousekeeping:
         housekeeping.forget(reader, Keep(last=1), grace_s=0.0)
         housekeeping.prune(ChannelReader(reader.store), grace_s=0.0)
         assert housekeeping.check(ChannelReader(reader.store), read_data=True).problems == []
-        assert [slot.version for slot, _ in ChannelReader(reader.store).slots().slots] == [6, 7]
+        assert [slot.version for slot, _ in ChannelReader(reader.store).slots()] == [6, 7]
 
     def test_a_copy_refers_to_the_same_checkpoint(self, url: str, memory_url: str) -> None:
         housekeeping.copy(ChannelReader(open_store(url)), open_store(memory_url))

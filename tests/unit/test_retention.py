@@ -12,7 +12,6 @@ from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
 from deltasync.housekeeping import Keep, retention
 from deltasync.housekeeping.retention import Forgetting, Holding, References
-from deltasync.stores import ObjectInfo
 
 ONE, TWO, THREE = "000001-00000001", "000002-00000002", "000003-00000003"
 TOOL = "000000-0000000a"
@@ -302,4 +301,4 @@ def test_the_files_of_a_damaged_record_stay() -> None:
     [(1.0, 3600, True), (6400.0, 3600, True), (6401.0, 3600, False), (0.0, 3600, False), (0.0, 0, True), (1e9, 0, True)],
 )
 def test_what_is_old(modified_s: float, grace_s: float, old: bool) -> None:
-    assert retention.is_old(ObjectInfo("parts/x", 1, modified_s), 10_000.0, grace_s) == old
+    assert retention.was(modified_s, math.inf if grace_s <= 0 else 10_000.0 - grace_s) == old

@@ -329,7 +329,7 @@ def test_a_replica_does_not_go_back_unless_told(memory_url: str, keys: Path) -> 
     heads, published = [], []
     for resume in (False, True, True):
         published += publish(store, 1, signing_key=keys / "old", resume=resume)
-        heads.append(store.read(HEAD))
+        heads.append(store.read(HEAD, 1 << 30))
     replica = Replica(store, trusted_keys=keys / "old.pub")
     replica.sync()
     for head in heads[:2]:
@@ -367,7 +367,7 @@ def test_another_run_of_the_same_key_is_refused(keys: Path, memory_url: str) -> 
     replica = Replica(store, trusted_keys=keys / "old.pub")
     replica.sync()
     for info in list(other.list("")):
-        store.put(info.key, other.read(info.key))
+        store.put(info.key, other.read(info.key, 1 << 30))
     with pytest.raises(RunMismatchError):
         replica.sync()
     assert replica.version == 1

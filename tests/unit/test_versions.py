@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_plugin import versions
-from vllm_plugin.versions import VersionsHeader, note_spans
+from vllm_plugin.versions import note_spans, versions_header
 
 Span = tuple[str, int]
 
@@ -77,7 +77,7 @@ def request(
 
     raw = [(b"content-length", str(len(sent)).encode())]
     raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(VersionsHeader(app, lambda: live)({"type": "http", "path": path, "headers": raw}, receive, send))
+    asyncio.run(versions_header(app, lambda: live)({"type": "http", "path": path, "headers": raw}, receive, send))
     reply = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
     return reply | {"status": str(messages[0]["status"])}, messages[1]["body"], got
 
@@ -144,7 +144,7 @@ def test_a_fault_in_what_is_noted_reaches_no_request(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(versions, "_note", fail)
     headers, data, _ = request(lambda: drain(engine.generate("cmpl-0", [("1", 2)])))
     assert (headers["status"], data) == ("200", b"reply")
-    monkeypatch.setattr(VersionsHeader, "_add", fail)
+    monkeypatch.setattr(versions, "_add", fail)
     headers, data, _ = request(lambda: drain(engine.generate("cmpl-0", [("1", 2)])))
     assert (headers["status"], data) == ("200", b"reply")
 

@@ -15,6 +15,7 @@ import pytest
 
 import vllm_plugin
 from deltasync.errors import ConfigError
+from tests import vllm_source
 from tests.integration.vllm_server import VLLM
 from vllm_plugin import compat
 from vllm_plugin.compat import Use
@@ -121,26 +122,23 @@ def test_a_server_that_follows_or_need_not_starts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compat.main(["--source", source(), VLLM]) == 0
+    assert vllm_source.main(source(), VLLM) == 0
     assert "uses are there" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_what_is_missing_or_has_changed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = (
         Use("vllm.v1.request", "Request.gone", ()),
         Use("vllm.v1.request", "Request.update_block_hashes", ("more",)),
         Use("vllm.v1.gone", "Request.update_block_hashes", ()),
         Use("vllm.v1.request", "Gone"),
         Use("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.gone", source_only=True),
-    ],
-)
-def test_what_is_missing_or_has_changed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: Use
-) -> None:
-    monkeypatch.setattr(compat, "USES", (*compat.USES, wrong))
-    assert compat.main(["--source", source(), VLLM]) == 1
-    assert capsys.readouterr().out == f"changed: {wrong}\n"
+    )
+    monkeypatch.setattr(compat, "USES", (*compat.USES, *wrong))
+    assert vllm_source.main(source(), VLLM) == 1
+    assert capsys.readouterr().out == "".join(f"changed: {use}\n" for use in wrong)
 
 
 def test_uses_are_checked_in_a_vllm_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import bits
 from deltasync.channel import anchors
 from deltasync.codec.base import body, load_tensors, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError
+from deltasync.tensors import bits
 
 
 def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:

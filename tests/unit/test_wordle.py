@@ -22,11 +22,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from deltasync.demo.processes import Child
-from deltasync.demo.wordle.client import WordleClient, WordleEnvironment
-from deltasync.demo.wordle.game import GUESSES, Game, marks, word_list
-from deltasync.demo.wordle.server import ServerSettings, WordleServer
-from deltasync.demo.wordle.sessions import FullError, Sessions
 from deltasync.errors import ConfigError, DeltaSyncError
+from wordle.client import WordleClient, WordleEnvironment
+from wordle.game import GUESSES, Game, marks, word_list
+from wordle.server import ServerSettings, WordleServer
+from wordle.sessions import FullError, Sessions
+
+ROOT = Path(__file__).parents[2]
 
 
 def counted_marks(guess: str, secret: str) -> str:
@@ -315,9 +317,10 @@ def certificate(folder: Path) -> Path:
 def test_as_a_process_with_tls_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pem, token = certificate(tmp_path), tmp_path / "token"
     token.write_text("sesame\n")
-    command = [sys.executable, "-m", "deltasync.demo.wordle", "--port", "0", "--words", "full", "--tls-cert", str(pem)]
+    command = [sys.executable, "-m", "wordle", "--port", "0", "--words", "full", "--tls-cert", str(pem)]
     log = tmp_path / "log"
-    with Child("The environment", [*command, "--token-file", token], os.environ, log) as child:
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
+    with Child("The environment", [*command, "--token-file", token], environ, log) as child:
         child.wait_until(lambda: log.read_text().endswith("\n"), 60, "to start")
         url = log.read_text().splitlines()[0]
         assert url.startswith("https://127.0.0.1:")
@@ -349,14 +352,14 @@ def test_as_a_process_with_tls_and_token(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_server_that_cannot_start_says_why(arguments: list[str], sentence: str) -> None:
     from click.testing import CliRunner
 
-    from deltasync.demo.wordle.__main__ import main
+    from wordle.__main__ import main
 
     ran = CliRunner().invoke(main, ["--port", "0", *arguments])
     assert ran.exit_code == 3 and sentence in ran.stderr
 
 
 def test_a_client_says_what_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.demo.wordle.client._RETRY_S", 0.0)
+    monkeypatch.setattr("wordle.client._RETRY_S", 0.0)
     with serving() as url:
         pass
     with WordleClient(url) as player, pytest.raises(DeltaSyncError, match=f"The environment at {url}.* cannot be reached"):

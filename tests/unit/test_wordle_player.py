@@ -9,9 +9,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltasync.demo import train
-from deltasync.demo.model import LESSONS
-from deltasync.demo.wordle import player
-from deltasync.demo.wordle.game import Game, answer, word_list
+from wordle import player
+from wordle.game import Game, answer, word_list
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +109,3 @@ def test_the_trainer_needs_the_environment_for_wordle_only(tmp_path: Path, capsy
         with pytest.raises(SystemExit):
             train.parse_args([*needed, *wrong])
         assert "--task wordle needs --environment-url" in capsys.readouterr().err
-
-
-def test_every_task_has_a_warm_up() -> None:
-    assert set(LESSONS) == set(train.TASKS)

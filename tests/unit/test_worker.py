@@ -16,16 +16,21 @@ import pytest
 import torch
 
 from deltasync import open_store
-from deltasync.bits import int_view
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ModelMismatchError
 from deltasync.follow import Course
 from deltasync.kernels import cpu
-from deltasync.live import model_fingerprint
+from deltasync.live import LiveMemory, Segment, model_fingerprint
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import int_view
 from tests.channels import Made
 from tests.faults import flipped
-from vllm_plugin import derived, load_plan, worker
-from vllm_plugin.reload import Mirror, _together
+from vllm_plugin import extension, worker
+from vllm_plugin.load import copies as derived
+from vllm_plugin.load import proof
+from vllm_plugin.load.fallback import Mirror, _together, mirrored
+from vllm_plugin.load.plan import LoadPlan, record
+from vllm_plugin.messages import Work
 from vllm_plugin.worker import WorkerReplica
 from vllm_plugin.workers import handed
 
@@ -60,10 +65,10 @@ def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
 
 def proven(of: WorkerReplica, url: str) -> int | None:
     """Audit, compare and identify, as the driver does at first; the version that is live."""
-    of._audit(verify=True)
+    of._audit(first=True)
     found = Course(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
-    version = of.identified(None if found is None else handed([found])[0])["version"]
-    return None if version is None else version[0]
+    of.identified(None if found is None else handed([found])[0])
+    return None if of._follower.version is None else of._follower.version.version
 
 
 @pytest.fixture
@@ -80,24 +85,24 @@ def url(memory_url: str) -> str:
 class TestProof:
     def test_a_shuffle_that_keeps_the_shape_does_not_prove_itself(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The checkpoint that vLLM loaded lacks the shuffled tensor, and the weights are no version: nobody can tell."""
-        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
         with pytest.raises(ModelMismatchError, match="1 tensors, such as experts, are not in the checkpoint"):
             proven(replica(Model(shuffled=True), url), url)
 
     def test_nor_does_a_tensor_of_another_shape(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         held = checkpoint() | {"experts": checkpoint()["experts"].reshape(6, 8)}
-        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
         with pytest.raises(ModelMismatchError, match="experts"):
             proven(replica(Model(), url), url)
 
     def test_weights_that_are_a_version_need_no_checkpoint(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(()))
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(()))
         model = Model()
         model.experts.data.view(torch.int16)[0, 0] += 1
         assert proven(replica(model, url), url) == 1
 
     def test_weights_that_are_the_checkpoint_need_not_be_a_version(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
         assert proven(replica(Model(), url), url) is None
 
     def test_a_tied_tensor_is_proven_by_the_one_that_it_is(self) -> None:
@@ -111,13 +116,13 @@ class TestProof:
                     self.embed.copy_(tensor)
 
         model = Tied()
-        specs = {name: load_plan.TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head", "other")}
-        plan = load_plan.record(model, specs)
-        plan.segments["other"] = [load_plan.Segment(int_view(torch.zeros(4, 3)).reshape(4, 3), (3, 1), 0)]
-        memory = load_plan.LiveMemory(specs, plan.segments)
-        assert load_plan.verify(plan, memory, specs, [("embed", model.embed.clone())]) == {"other"}
+        specs = {name: TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head", "other")}
+        plan = record(model, specs)
+        plan.segments["other"] = [Segment(int_view(torch.zeros(4, 3)).reshape(4, 3), (3, 1), 0)]
+        memory = LiveMemory(specs, plan.segments)
+        assert proof.verify(plan, memory, specs, [("embed", model.embed.clone())]) == {"other"}
         assert not plan.reasons
-        assert load_plan.verify(plan, memory, specs, [("embed", -model.embed)]) == {"head", "other"}
+        assert proof.verify(plan, memory, specs, [("embed", -model.embed)]) == {"head", "other"}
         assert plan.reasons.keys() == {"embed"}
 
 
@@ -126,7 +131,7 @@ class TestHanded:
 
     @pytest.fixture
     def of(self, url: str, monkeypatch: pytest.MonkeyPatch) -> WorkerReplica:
-        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
         of = replica(Model(), url)
         assert proven(of, url) is None
         return of
@@ -134,27 +139,29 @@ class TestHanded:
     def test_bytes_or_none_are_taken_alike(self, of: WorkerReplica, url: str) -> None:
         stored = ChannelReader(open_store(url)).numbered(1)
         for data in (stored.data, None):
-            assert of._stage([(stored.key, stored.sha256, data)]) == {"state": "staged"}
-        assert of.commit(alone=True)["version"] == (1, stored.record.epoch, stored.sha256)
+            assert of._stage([(stored.key, stored.sha256, data)]) == Work("staged")
+        of.commit(alone=True)
+        assert of._follower.version == stored.version
 
     def test_damage_is_told_with_the_key_of_the_record(self, of: WorkerReplica, url: str) -> None:
         store = open_store(url)
         stored = ChannelReader(store).numbered(1)
         assert stored.data is not None
         failed = of._stage([(stored.key, stored.sha256, flipped(stored.data))])
-        assert (failed["state"], failed["failed"]) == ("failed", stored.key)
-        assert failed["error"].startswith("CorruptDataError: ")
-        (weights,) = stored.payload_files
-        store.put(weights.key, flipped(store.read(weights.key)))
-        assert of._stage(handed([stored]))["failed"] == stored.key
+        assert failed.failure is not None
+        assert (failed.state, failed.blamed, failed.failure.kind) == ("failed", stored.key, "CorruptDataError")
+        (weights,) = stored.record.payload_files
+        store.put(weights.key, flipped(store.read(weights.key, 1 << 30)))
+        assert of._stage(handed([stored])).blamed == stored.key
         store.delete(stored.key)
         missing = of._stage([(stored.key, stored.sha256, None)])
-        assert (missing["failed"], missing["error"].partition(":")[0]) == (stored.key, "MissingVersionError")
+        assert missing.failure is not None
+        assert (missing.blamed, missing.failure.kind) == (stored.key, "MissingVersionError")
 
     def test_bits_that_nobody_knows_are_settled_first(self, of: WorkerReplica, url: str) -> None:
         stored = ChannelReader(open_store(url)).numbered(1)
         of._follower.doubt()
-        assert of._stage(handed([stored])) == {"state": "unsettled"}
+        assert of._stage(handed([stored])) == Work("unsettled")
 
 
 class Impl:
@@ -235,7 +242,7 @@ class TestDerivedCopies:
         torch.manual_seed(0)
         model = WithSinks(in_place=True)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        monkeypatch.setattr(load_plan, "checkpoint", lambda _: iter(()))
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(()))
         channel = Made(open_store(memory_url))
         channel.create(weights)
         channel.anchor(weights)
@@ -245,7 +252,7 @@ class TestDerivedCopies:
         weights["sinks"].add_(1)
         way = handed([channel.delta(weights)])
         for keep in (False, True):
-            assert of._stage(way)["state"] == "staged"
+            assert of._stage(way).state == "staged"
             of.commit(alone=keep)
             assert torch.equal(model.attention.impl.sinks, weights["sinks"].float())
             if not keep:
@@ -311,9 +318,9 @@ class TestMirror:
                 copied.append((args, kwargs))
                 return torch.zeros(2, 2)
 
-        plan = load_plan.LoadPlan({"w": []}, {"w": {torch.nn.Identity()}}, {"w": "packed"})
-        specs = {"w": load_plan.TensorSpec("w", "float32", (2, 2))}
-        assert load_plan.mirrored(plan, specs, [("w", loaded.as_subclass(Loaded))])["w"].device.type == "cpu"
+        plan = LoadPlan({"w": []}, {"w": {torch.nn.Identity()}}, {"w": "packed"})
+        specs = {"w": TensorSpec("w", "float32", (2, 2))}
+        assert mirrored(plan, specs, [("w", loaded.as_subclass(Loaded))])["w"].device.type == "cpu"
         assert copied == [(("cpu",), {"copy": True, "memory_format": torch.contiguous_format})]
 
 
@@ -344,7 +351,7 @@ class TestThreads:
         used: list[int] = []
         monkeypatch.setattr(cpu, "get_num_threads", lambda: 8)
         monkeypatch.setattr(cpu, "set_num_threads", used.append)
-        for most, wanted in ((None, []), (3, [3, 8]), (1, [1, 8])):
+        for most, wanted in ((None, [8, 8]), (3, [3, 8]), (1, [1, 8])):
             used.clear()
             monkeypatch.setattr(cpu, "_most", most)
             with cpu.threads(100):
@@ -374,7 +381,7 @@ class TestWarmUp:
     def test_kernels_are_compiled_before_vllm_watches_for_compilations(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[object] = []
         kernels = SimpleNamespace(warm_up=lambda device, dtype: told.append((device.type, dtype)))
-        monkeypatch.setattr(worker, "segment_kernels", lambda device: kernels)
+        monkeypatch.setattr(extension, "segment_kernels", lambda device: kernels)
         model = torch.nn.Module()
         model.a = torch.nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"), requires_grad=False)
         model.b = torch.nn.Parameter(torch.empty((), dtype=torch.float32, device="meta"), requires_grad=False)
@@ -383,11 +390,11 @@ class TestWarmUp:
             model_runner=SimpleNamespace(get_model=lambda: model),
             compile_or_warm_up_model=lambda: told.append("vLLM's") or 1.5,
         )
-        worker.warm_up_first(vllm_worker)
+        extension.warm_up_first(vllm_worker)
         assert vllm_worker.compile_or_warm_up_model() == 1.5
         assert set(told[:2]) == {("meta", torch.int16), ("meta", torch.int32)}
         assert told[2:] == ["vLLM's"]
-        worker.warm_up_first(SimpleNamespace())  # a platform's worker without it
+        extension.warm_up_first(SimpleNamespace())  # a platform's worker without it
 
     def test_the_staging_thread_uses_the_models_device(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         used = []

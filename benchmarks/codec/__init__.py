@@ -1,0 +1,1 @@
+"""Size and speed of our codecs and of other systems' encodings, on the same deltas."""

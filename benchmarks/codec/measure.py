@@ -1,0 +1,160 @@
+"""Size and speed of our codecs and of the peers' encodings on the same deltas, beside the bounds and the machine's memcpy.
+
+Sizes are exact; times are the best of several repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from benchmarks.codec import bounds
+from benchmarks.codec.data import Delta, Sample
+from benchmarks.codec.peers import PEERS, Peer
+from benchmarks.common import REPEATS, best_s, peak_extra_bytes, say
+from deltasync import codec
+from deltasync.config import CODECS
+from deltasync.kernels import cpu
+from deltasync.tensors import TensorSpec
+
+_TIMED_DELTAS = 4  # of a sample, the first ones; sizes are of all
+_MEMCPY_BYTES = 1 << 28
+_FINGERPRINT = "0123456789abcdef"
+
+Bits = Mapping[str, np.ndarray]
+Encode = Callable[[Bits, Bits], bytes]
+Apply = Callable[[bytes, Bits], None]
+
+
+def run(samples: Iterable[Sample]) -> dict[str, Any]:
+    """Measure every encoding on every sample.
+
+    Args:
+        samples: What to measure on; taken one at a time.
+
+    Returns:
+        `memcpy_gb_s`, bytes read plus bytes written, on all cores if that is faster; `samples`, each with its
+        `encodings` (sizes, and GB/s of old and new weights scanned by diff + encode, changed elements/s decoded and
+        written, by how many bytes encoding the first delta raised resident memory, the payload included) and its `bounds`.
+    """
+    memcpy_gb_s = _memcpy_gb_s()
+    rows = []
+    for sample in samples:
+        say(f"measuring {sample.source} {sample.label}: {sample.changed:,} changed elements")
+        rows.append(_measure_sample(sample, memcpy_gb_s))
+    return {"memcpy_gb_s": memcpy_gb_s, "samples": rows}
+
+
+def _measure_sample(sample: Sample, memcpy_gb_s: float) -> dict[str, Any]:
+    changed = sample.changed
+    encodings = [
+        {"name": name, "systems": "deltasync", **_measure(sample, changed, *_ours(name, sample.specs))} for name in CODECS
+    ]
+    encodings += [
+        {"name": peer.name, "systems": peer.systems, **_measure(sample, changed, *_theirs(peer, sample.specs))}
+        for peer in PEERS
+    ]
+    for row in encodings:
+        row["encode_of_memcpy"] = row["encode_gb_s"] / memcpy_gb_s
+    return {
+        "source": sample.source,
+        "label": sample.label,
+        "element_count": sample.element_count,
+        "delta_count": len(sample.deltas),
+        "changed": changed,
+        "changed_fraction": changed / sample.element_count / len(sample.deltas),
+        "encodings": encodings,
+        "bounds": [dataclasses.asdict(bound) | {"total_bits": bound.total_bits} for bound in bounds.bounds(*sample.flat())],
+    }
+
+
+def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
+    chosen = codec.get(name)
+    takes_old = "old" in inspect.signature(chosen.decode).parameters
+
+    def encode(old: Bits, new: Bits) -> bytes:
+        encoder = chosen.encoder()
+        for tensor, spec in specs.items():
+            index_K, step_K = cpu.diff(old[tensor], new[tensor])
+            if index_K.size:
+                encoder.add(spec, index_K, step_K, new[tensor], _FINGERPRINT)
+        return encoder.finish(2, 1).to_bytes()
+
+    def apply(payload: bytes, live: Bits) -> None:
+        opened = codec.open_payload(payload)
+        known: dict[str, Any] = {"old": live.__getitem__} if takes_old else {}
+        for patch in chosen.decode(opened, specs, **known):
+            if patch.index_K is None:
+                live[patch.name][:] = patch.data
+            else:
+                dest = live[patch.name]
+                new_K, _, _ = cpu.prepare(0, dest, patch.index_K, patch.data, patch.absolute, patch.index_K)
+                cpu.swap_by(cpu.swap_table([(dest, patch.index_K, new_K)]))
+
+    return encode, apply
+
+
+def _theirs(peer: Peer, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
+    columns = {name: spec.shape[-1] if spec.shape else 1 for name, spec in specs.items()}
+    return (
+        lambda old, new: peer.encode(old, new, columns),
+        lambda payload, live: peer.apply(payload, live, columns),
+    )
+
+
+def _measure(sample: Sample, changed: int, encode: Encode, apply: Apply) -> dict[str, Any]:
+    payloads = [encode(delta.old, delta.new) for delta in sample.deltas]
+    for delta, payload in zip(sample.deltas, payloads, strict=True):
+        live = {name: bits.copy() for name, bits in delta.old.items()}
+        apply(payload, live)
+        if any(not np.array_equal(live[name], delta.new[name]) for name in live):
+            raise AssertionError("an encoding did not reproduce the bits")
+    timed = list(zip(sample.deltas, payloads, strict=True))[:_TIMED_DELTAS]
+    scanned_bytes = sum(2 * bits.nbytes for delta, _ in timed for bits in delta.old.values())
+    encode_s = sum(_encode_s(delta, encode) for delta, _ in timed)
+    apply_s = sum(_apply_s(delta, payload, apply) for delta, payload in timed)
+    timed_changed = sum(delta.changed for delta, _ in timed)
+    payload_bytes = sum(map(len, payloads))
+    return {
+        "payload_bytes": payload_bytes,
+        "bits_per_changed": 8 * payload_bytes / changed,
+        "encode_gb_s": scanned_bytes / encode_s / 1e9,
+        "apply_changed_per_s": timed_changed / apply_s,
+        "encode_peak_extra_bytes": peak_extra_bytes(lambda: encode(sample.deltas[0].old, sample.deltas[0].new)),
+    }
+
+
+def _encode_s(delta: Delta, encode: Encode) -> float:
+    return best_s(lambda: encode(delta.old, delta.new))
+
+
+def _apply_s(delta: Delta, payload: bytes, apply: Apply) -> float:
+    # An encoding that decodes against the old weights must find them, so they are put back before each repeat.
+    live = {name: bits.copy() for name, bits in delta.old.items()}
+
+    def restore() -> None:
+        for name, bits in delta.old.items():
+            live[name][:] = bits
+
+    return best_s(lambda: apply(payload, live), restore)
+
+
+def _memcpy_gb_s() -> float:
+    """The better of one thread and one per core."""
+    source = np.ones(_MEMCPY_BYTES, np.uint8)
+    target = np.zeros_like(source)
+    target[:] = 0  # so that no page is touched for the first time while the clock runs
+    cores = os.cpu_count() or 1
+    parts = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
+    with ThreadPoolExecutor(cores) as pool:  # numpy releases the GIL
+        seconds = min(
+            min(best_s(lambda: np.copyto(target, source)) for _ in range(REPEATS)),
+            min(best_s(lambda: list(pool.map(lambda part: np.copyto(*part), parts))) for _ in range(REPEATS)),
+        )
+    return 2 * source.nbytes / seconds / 1e9

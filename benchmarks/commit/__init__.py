@@ -1,0 +1,1 @@
+"""What a commit costs in a real vLLM."""

@@ -1,0 +1,47 @@
+"""What a commit costs in a real vLLM: beside its own sparse path, as a pause of generation, in throughput, in memory.
+
+    python -m benchmarks.commit [--size 0.6b] [--commits 50] [--device cuda] [--json]
+
+Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM several times; some minutes.
+Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import common
+from benchmarks.commit import measure, report
+from benchmarks.commit.versions import SIZES
+from deltasync.demo.processes import interrupt_on_sigterm
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure what the command line says."""
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="0.6b",
+        help="model of the shape of Qwen3-0.6B (8 GB of memory, 5 GB of disk), or the demo's",
+    )
+    parser.add_argument("--changed", type=float, default=0.01, help="changed fraction of each version")
+    parser.add_argument("--commits", type=int, default=50, help="pauses to measure")
+    parser.add_argument("--window", type=float, default=15.0, help="seconds of one window of the throughput")
+    parser.add_argument("--pairs", type=int, default=4, help="windows with and without versions")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where vLLM runs; on a GPU only its server is measured: pauses and throughput",
+    )
+    given = parser.parse_args(words)
+    if not 1e-4 <= given.changed <= 0.1 or min(given.commits, given.window, given.pairs) < 1:
+        parser.error("--changed lies between 0.0001 and 0.1; the others start at 1")
+    interrupt_on_sigterm()
+    result = measure.run(given.size, given.changed, given.commits, given.window, given.pairs, given.device)
+    common.emit(given.json, result, report.lines(result))
+
+
+if __name__ == "__main__":
+    common.run(main)

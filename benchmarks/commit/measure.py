@@ -1,0 +1,146 @@
+"""What a commit costs: written into a real vLLM beside vLLM's own sparse path, and on a real server under load.
+
+    versions   the model and the versions
+    engine     commits in one process beside vLLM's own path (patch)
+    server     pauses and throughput of a server
+
+Needs vLLM, and for the tokenizer's template TRL. Everything is written to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.commit import server
+from benchmarks.commit.versions import Versions, prepare
+from benchmarks.common import say
+from deltasync.demo.processes import Child
+from deltasync.deploy.serving import require_vllm
+from deltasync.errors import ConfigError
+
+_REPEATS = 7
+_ENGINE_S = 1800.0
+
+
+def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs: int, device: str) -> dict[str, Any]:
+    """Measure.
+
+    Args:
+        size: Model that commits are measured on, one of `versions.SIZES`.
+        changed_fraction: Changed elements of each version.
+        commits: Pauses measured, and as many of versions that change nothing.
+        window_s: Length of one window of the throughput, a version a second.
+        pairs: Windows with and without versions.
+        device: Where vLLM runs, `cpu` or `cuda`. On a GPU its server alone is measured, with the CUDA graphs that it has
+            there: the commit in one process writes into memory of the host.
+
+    Returns:
+        `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
+        `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model; `ratios` between them.
+
+    Raises:
+        ConfigError: a package is missing.
+        DeltaSyncError: vLLM ended, with the last line that it said.
+        AssertionError: wrong bits.
+    """
+    _require_packages()
+    pauses = [changed_fraction, 0.0] * commits
+    arrivals = [changed_fraction] * (pairs * int(window_s))
+    tiny = size == "tiny"
+    with _workspace() as folder:
+        versions = prepare(size, folder / size, pauses + (arrivals if tiny else []))
+        commit = None
+        if device == "cpu":
+            say("commits into a model that vLLM loaded")
+            commit = _commit(folder, versions)
+        say(f"starting a server ({size})")
+        with server.serve(versions, folder / "server.log", device) as serving:
+            say(f"{commits} pauses")
+            pause = server.pauses(serving, commits)
+            if tiny:
+                say("throughput")
+                throughput = server.throughput(serving, window_s, pairs)
+        if not tiny:
+            versions_of_tiny = prepare("tiny", folder / "tiny", arrivals)
+            say("starting a server (tiny)")
+            with server.serve(versions_of_tiny, folder / "tiny.log", device) as serving:
+                say("throughput")
+                throughput = server.throughput(serving, window_s, pairs)
+    model = {
+        "size": size,
+        "element_count": versions.element_count,
+        "tensor_count": versions.tensor_count,
+        "changed": versions.changed,
+        "payload_bytes": versions.payload_bytes,
+    }
+    result = {"model": model, "commit": commit, "pause": pause, "throughput": throughput}
+    return result | {"ratios": _ratios(result)}
+
+
+def _ratios(result: dict[str, Any]) -> dict[str, Any]:
+    """The numbers by which it is judged."""
+    commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
+    extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
+    of_server = {
+        "pause_per_scatter": extra_s / scatter_s,
+        "pause_beyond_empty_per_scatter": (extra_s - pause["unchanged"]["extra_s"]) / scatter_s,
+        "throughput_share": result["throughput"]["share"],
+    }
+    if commit is None:
+        return of_server
+    ours_s = commit["deltasync"]["commit"]["median_s"] + commit["deltasync"]["confirm"]["median_s"]
+    return of_server | {
+        "vllm_per_commit": {name: peer["median_s"] / ours_s for name, peer in commit["vllm"].items()},
+        "commit_per_plain_scatter": ours_s / commit["plain"]["median_s"],
+        "staged_bytes_per_changed": commit["staged_bytes"] / changed,
+    }
+
+
+def _commit(folder: Path, versions: Versions) -> dict[str, Any]:
+    """Run `engine` in a process of its own."""
+    versions.show(2)
+    request, result = folder / "request.json", folder / "result.json"
+    arguments = {
+        "checkpoint": str(versions.checkpoint),
+        "channel": versions.channel,
+        "old_sha256": versions.sha256[1],
+        "new_sha256": versions.sha256[2],
+        "repeats": _REPEATS,
+    }
+    request.write_text(json.dumps(arguments))
+    command = [sys.executable, "-m", "benchmarks.commit.engine", str(request), str(result)]
+    env = server.environ(VLLM_ENABLE_V1_MULTIPROCESSING="0", DELTASYNC_CHANNEL=versions.channel)
+    with Child("vLLM", command, env, folder / "engine.log") as child:
+        child.wait(_ENGINE_S, "for the commits")
+        child.check()
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+@contextlib.contextmanager
+def _workspace() -> Iterator[Path]:
+    """A temporary folder; after a failure the logs in it stay."""
+    folder = Path(tempfile.mkdtemp(prefix="deltasync-bench-"))
+    try:
+        yield folder
+    except BaseException:
+        for child in folder.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+        raise
+    shutil.rmtree(folder)
+
+
+def _require_packages() -> None:
+    require_vllm()
+    for module in ("transformers", "trl"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"This benchmark needs {module}. Run: pip install 'deltasync[trl]'.")

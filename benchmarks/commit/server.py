@@ -1,0 +1,271 @@
+"""A real vLLM server while versions arrive: how long generation stands still for one, and how much throughput they cost.
+
+The versions are published already; when one arrives, its record is put where readers look for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.commit.versions import Versions
+from deltasync.channel import heartbeat
+from deltasync.demo.processes import Child, get_json
+from deltasync.demo.run import HOST, free_port
+from deltasync.errors import DeltaSyncError
+from deltasync.stores import open_store
+
+_START_S = 600.0
+_PATIENCE_S = 120.0
+_REST_S = 0.3  # between two versions, for tokens that no version touches
+_PERIOD_S = 1.0  # of the versions while throughput is measured
+_REQUESTS = 4
+_TOKENS = 900
+_MAX_MODEL_LEN = 1024
+_SETTLE_S = 2.0
+
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def environ(**settings: str) -> dict[str, str]:
+    """The environment of a vLLM that the benchmark starts: without the user's settings of deltasync."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
+    return {**inherited, **_SETTINGS, **settings}
+
+
+class Server:
+    """A running server and the versions that it is led through.
+
+    Args:
+        url: Where it listens.
+        versions: Of its channel.
+        child: Its process.
+    """
+
+    def __init__(self, url: str, versions: Versions, child: Child) -> None:
+        self._url = url
+        self._versions = versions
+        self._child = child
+        self._store = open_store(versions.channel)
+        self.shown = 1
+
+    def show_next(self) -> int:
+        """Let the next version arrive."""
+        self.shown += 1
+        self._versions.show(self.shown)
+        return self.shown
+
+    def wait_for_shown(self) -> None:
+        """Block until the newest version that has arrived is served; looks at files only, so that nothing is disturbed."""
+        self._child.check()
+        versions = self._versions
+        heartbeat.wait_for(self._store, versions.run_id, self.shown, versions.published, "all", _PATIENCE_S)
+
+    def status(self) -> dict[str, Any]:
+        """`/deltasync/status`."""
+        return json.loads(self._get("/deltasync/status"))
+
+    def check(self) -> None:
+        """Compare every bit that is served with the newest version, if the channel knows its digests."""
+        digest = json.loads(self._get("/deltasync/digest"))
+        wanted = self._versions.sha256.get(self.shown)
+        if digest["version"] != self.shown or (wanted is not None and digest["sha256"] != wanted):
+            raise AssertionError(f"the server does not serve version {self.shown} bit for bit")
+
+    def generated_tokens(self) -> float:
+        """vLLM's own counter."""
+        text = self._get("/metrics").decode()
+        return sum(map(float, re.findall(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", text, re.MULTILINE)))
+
+    def stream(self, token_count: int) -> Iterator[float]:
+        """Arrival time, in seconds since the epoch, of each piece of one completion."""
+        with self._complete(token_count, stream=True) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    yield time.time()
+
+    def complete(self, token_count: int) -> None:
+        """One completion."""
+        with self._complete(token_count, stream=False) as reply:
+            reply.read()
+
+    def _get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"{self._url}{path}", timeout=_PATIENCE_S) as reply:
+            return reply.read()
+
+    def _complete(self, token_count: int, stream: bool) -> Any:
+        body = {"prompt": [5, 6, 7], "max_tokens": token_count, "ignore_eos": True, "stream": stream}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(request, timeout=_PATIENCE_S)
+
+
+@contextlib.contextmanager
+def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server]:
+    """Start vLLM as a replica of the channel, at version 1; it ends with the block. On a GPU it has its CUDA graphs."""
+    versions.show(1)
+    port = free_port()
+    url = f"http://{HOST}:{port}"
+    command = [sys.executable, "-m", "deltasync.cli", "serve", str(versions.checkpoint), "--channel", versions.channel]
+    command += ["--host", HOST, "--port", str(port), "--served-model-name", "bench"]
+    command += ["--enforce-eager"] if device == "cpu" else []
+    command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "8", "--disable-uvicorn-access-log"]
+    env = environ(DELTASYNC_DIGEST_ROUTE="1", DELTASYNC_POLL_INTERVAL_S="0.05", DELTASYNC_REPLICA_ID="bench")
+    with Child("The vLLM server", command, env, log) as child:
+        server = Server(url, versions, child)
+
+        def serves() -> bool:
+            status = get_json(f"{url}/deltasync/status")
+            if status is not None and status["state"] == "failed":
+                raise DeltaSyncError(f"The replica failed: {status['error']} (its log: {log})")
+            return status is not None and status["version"] == 1
+
+        child.wait_until(serves, _START_S, "to start")
+        server.complete(8)  # the first step takes seconds
+        yield server
+
+
+def pauses(server: Server, commits: int) -> dict[str, Any]:
+    """Let versions arrive while one completion after the other is streamed, in turn one that changes weights and one that
+    changes nothing, which shows what a pause costs without a commit.
+
+    Args:
+        server: The next `2 * commits` versions of its channel are like that.
+        commits: How many of each.
+
+    Returns:
+        `token_gap_s`, the usual time between two tokens; for `changed` and `unchanged`, medians: `silence_s`, from the last
+        token before to the first after, `extra_s`, how much longer than usual that is, and the server's own numbers.
+    """
+    streams: list[list[float]] = []
+
+    def record(done: threading.Event) -> None:
+        times_s: list[float] = []
+        streams.append(times_s)
+        for time_s in server.stream(_TOKENS):
+            times_s.append(time_s)
+            if done.is_set():
+                break
+
+    arriving: list[tuple[float, float]] = []
+    with _clients(1, record):
+        time.sleep(_SETTLE_S)
+        for _ in range(2 * commits):
+            before = time.time()
+            server.show_next()
+            server.wait_for_shown()
+            arriving.append((before, time.time()))
+            time.sleep(_REST_S)
+    server.check()
+    found = server.status()["commits"]
+    gaps = [gap for stream in streams for gap in itertools.pairwise(stream)]
+    usual_s = statistics.median(end - start for start, end in outside(gaps, arriving))
+    result: dict[str, Any] = {"token_gap_s": usual_s, "first_pause_s": found[0]["pause_s"]}
+    kinds = {"changed": [row for row in found if row["changed"]], "unchanged": [row for row in found if not row["changed"]]}
+    for name, rows in kinds.items():
+        windows = [(row["served_at"] - row["pause_s"], row["served_at"]) for row in rows]
+        silences = [silence for window in windows if (silence := longest(gaps, window)) is not None]
+        result[name] = {
+            "commits": len(rows),
+            "seen": len(silences),
+            "silence_s": statistics.median(silences),
+            "extra_s": statistics.median(silences) - usual_s,
+            "pause_s": statistics.median(row["pause_s"] for row in rows),
+            "scatter_s": statistics.median(row["scatter_s"] for row in rows),
+            "stage_s": statistics.median(row["stage_s"] for row in rows),
+        }
+    return result
+
+
+def longest(gaps: Sequence[tuple[float, float]], window: tuple[float, float]) -> float | None:
+    """The longest of the gaps that overlap the window; None if tokens did not come both before and after it."""
+    start, end = window
+    found = [gap for gap in gaps if gap[0] < end and gap[1] > start]
+    return max((high - low for low, high in found), default=None)
+
+
+def outside(gaps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The gaps that overlap no window."""
+    return [gap for gap in gaps if not any(gap[0] < end and gap[1] > start for start, end in windows)]
+
+
+def throughput(server: Server, window_s: float, pairs: int) -> dict[str, Any]:
+    """Tokens per second under load, in windows without versions and with one a second, in turn.
+
+    Args:
+        server: Its channel holds a version for every second of the windows with versions.
+        window_s: Of one.
+        pairs: How many of each.
+
+    Returns:
+        `without` and `with_versions`, tokens per second of each window; `share`, of all windows together.
+    """
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with _clients(_REQUESTS, lambda _: server.complete(_TOKENS)):
+        time.sleep(_SETTLE_S)
+        for pair in range(pairs):
+            for arriving in (False, True) if pair % 2 == 0 else (True, False):
+                rates[arriving].append(_rate(server, window_s, arriving))
+    server.check()
+    share = sum(rates[True]) / sum(rates[False])
+    return {"requests": _REQUESTS, "without": rates[False], "with_versions": rates[True], "share": share}
+
+
+def _rate(server: Server, window_s: float, arriving: bool) -> float:
+    started_s, before = time.perf_counter(), server.generated_tokens()
+    if arriving:
+        for number in range(int(window_s / _PERIOD_S)):
+            time.sleep(max(0.0, started_s + number * _PERIOD_S - time.perf_counter()))
+            server.show_next()
+    time.sleep(max(0.0, started_s + window_s - time.perf_counter()))
+    tokens, elapsed_s = server.generated_tokens() - before, time.perf_counter() - started_s
+    if arriving:
+        server.wait_for_shown()
+    return tokens / elapsed_s
+
+
+@contextlib.contextmanager
+def _clients(count: int, ask: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Threads that ask again and again until the block ends, which the event tells them.
+
+    Raises:
+        DeltaSyncError: a request failed.
+    """
+    done = threading.Event()
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            while not done.is_set():
+                ask(done)
+        except (OSError, ValueError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise DeltaSyncError(f"A request failed: {failures[0]}.")

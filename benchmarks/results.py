@@ -1,0 +1,377 @@
+"""The tables of the documents, out of the result files in docs/results/.
+
+    python -m benchmarks.results [--check]          or: make results-tables
+
+A result file is what a benchmark prints with `--json` (command, date, commit, machine, result), such as
+
+    python -m benchmarks.codec --json > docs/results/codec.json
+
+Files with `"recorded": "earlier"` hold figures of documents that are older than the files, as far as those said them; their
+`notes` are sentences that belong to the figures. A table stands between `<!-- results: NAME -->` and `<!-- /results -->`, a
+figure in a sentence between `<!-- result: NAME -->` and `<!-- / -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from deltasync.config import CODECS
+
+RESULTS = common.ROOT / "docs" / "results"
+PAGES = (common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md")))
+
+_MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+_FIGURE = re.compile(r"(<!-- result: (\S+) -->).*?(<!-- / -->)")
+_BOUNDS = (
+    *("none", "exponent", "exponent, mantissa", "exponent, changed before"),
+    "exponent, age and direction of the last change",
+)
+_README = {
+    "int32 + bf16": "int32 + bf16 (TRL draft, vLLM, verl)",
+    "COO u8/u16 + bf16, zstd": "COO, zstd (PULSE)",
+    "dense XOR, zstd": "dense XOR, zstd (slime)",
+    "u16 gap + XOR, zstd": "u16 gap + XOR, zstd (NeMo-DCR)",
+    "Rice + zigzag, zstd": "Rice, zstd (PULSEPT v2)",
+    "packed": "**`packed`**",
+    "exponent-class Rice + zigzag, zstd": "PULSEPT v3",
+    "context": "**`context`**",
+}
+"""Encodings in the README's table, and what they are called there."""
+
+_QWEN3_8B = 8.19e9
+"""Parameters of Qwen3-8B."""
+
+Row = Sequence[object]
+
+
+def load(name: str) -> dict[str, Any]:
+    """A result file."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def updated(text: str) -> str:
+    """A document with its tables and figures as the result files have them."""
+    text = _MARKED.sub(lambda found: f"{found[1]}\n{chr(10).join(TABLES[found[2]]())}\n\n{found[3]}", text)
+    return _FIGURE.sub(lambda found: f"{found[1]}{FIGURES[found[2]]()}{found[3]}", text)
+
+
+def _table(columns: Row, rows: Iterable[Row], words: int | None = None) -> Iterator[str]:
+    """A table in Markdown; columns after the first `words` are aligned to the right."""
+    words = len(columns) if words is None else words
+    rule = ["---"] * words + ["---:"] * (len(columns) - words)
+    for row in (columns, rule, *rows):
+        yield f"|{'|'.join(f' {cell} ' if str(cell) else ' ' for cell in row)}|"
+
+
+def _source(*names: str, notes: bool = True) -> Iterator[str]:
+    """Where the figures are from, and what is noted beside them."""
+    for name in names:
+        found = load(name)
+        commit = f" at {found['commit']}" if found["commit"] else ""
+        machine = f"{found['machine'].get('cpu', 'a machine')} with {found['machine']['cores']} cores"
+        yield ""
+        yield f"`{found['command']}`{commit}, {found['date']}, {machine}; more in `docs/results/{name}.json`."
+        for note in found.get("notes", ()) if notes else ():
+            yield f"\n{note}"
+
+
+# --- the codecs ---------------------------------------------------------------------------------------------------------
+
+
+def _codec_sizes(names: Sequence[str]) -> Iterator[str]:
+    samples = [sample for name in names for sample in load(name)["result"]["samples"] if sample["label"] != "replaced"]
+    samples.sort(key=lambda sample: sample["source"] == "finetune")
+    heads = [_sample_name(sample) for sample in samples]
+    rows: list[Row] = []
+    for encoding in sorted(samples[0]["encodings"], key=lambda each: -each["bits_per_changed"]):
+        ours = encoding["systems"] == "deltasync"
+        name = f"**`{encoding['name']}`**" if ours else encoding["name"]
+        bits = (f"{_encoding(sample, encoding['name'])['bits_per_changed']:.2f}" for sample in samples)
+        rows.append((name, encoding["systems"], *bits))
+    for context in _BOUNDS:
+        bits = (f"{_bound(sample, context):.2f}" for sample in samples)
+        rows.append((f"*bound, given {'nothing' if context == 'none' else context}*", "", *bits))
+    yield from _table(("encoding", "as in", *heads), rows, words=2)
+    yield from _source(*names, notes=False)
+
+
+def _sample_name(sample: dict[str, Any]) -> str:
+    changed = f"{sample['changed_fraction']:.2%}"
+    if sample["source"] == "simulation":
+        return changed
+    return f"{'fine-tuning, ' + sample['label'] if sample['source'] == 'finetune' else 'demo'}, {changed}"
+
+
+def _encoding(sample: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in sample["encodings"] if each["name"] == name)
+    return found
+
+
+def _bound(sample: dict[str, Any], context: str) -> float:
+    found: float = next(each["total_bits"] for each in sample["bounds"] if each["context"] == context)
+    return found
+
+
+def _one_percent() -> dict[str, Any]:
+    """The simulated sample that is nearest to 1 % changed."""
+    samples = load("codec")["result"]["samples"]
+    found: dict[str, Any] = min(samples, key=lambda sample: abs(sample["changed_fraction"] - 0.0107))
+    return found
+
+
+def codec_speed() -> Iterator[str]:
+    """Rates and memory at 1 % changed."""
+    sample, rows = _one_percent(), []
+    for each in sample["encodings"]:
+        peak = each["encode_peak_extra_bytes"]
+        rates = (f"{each['encode_gb_s']:.1f}", f"{each['encode_of_memcpy']:.0%}", f"{each['apply_changed_per_s'] / 1e6:.0f}")
+        rows.append((f"{each['name']} ({each['systems']})", *rates, "" if peak is None else f"{peak / 1e6:.1f}"))
+    columns = ("diff + encode, GB/s", "of memcpy", "decode + scatter, M/s", "peak extra, MB")
+    memcpy_gb_s = load("codec")["result"]["memcpy_gb_s"]
+    yield (
+        f"Simulation at {sample['changed_fraction']:.2%} changed, {sample['element_count']:,} elements; "
+        f"memcpy {memcpy_gb_s:.1f} GB/s:"
+    )
+    yield ""
+    yield from _table(("encoding", *columns), rows, words=1)
+    yield from _source("codec")
+
+
+def saved() -> Iterator[str]:
+    """Bytes of one step of a real model, calculated from the bits per changed element that were measured."""
+    bits = {name: _encoding(_one_percent(), name)["bits_per_changed"] for name in ("int32 + bf16", "packed", "context")}
+    changed = _QWEN3_8B * 0.01
+    rows = [
+        ("full weights in bf16", f"{2 * _QWEN3_8B / 1e9:.1f} GB"),
+        (
+            "index and value of each change (TRL's draft, vLLM's sparse format, verl)",
+            f"{changed * bits['int32 + bf16'] / 8e6:.0f} MB",
+        ),
+        ("**deltasync**", f"**{changed * bits['packed'] / 8e6:.0f} MB**"),
+        ('**deltasync**, `codec="context"`', f"**{changed * bits['context'] / 8e6:.0f} MB**"),
+    ]
+    yield from _table(("one step of Qwen3-8B, 1 % of its weights changed", "bytes"), rows, words=1)
+
+
+def codec_readme() -> Iterator[str]:
+    """One line of sizes at 1 % changed."""
+    sample = _one_percent()
+    found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
+    bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
+    bits.append(f"{_bound(sample, 'exponent'):.2f}")
+    heads = [*_README.values(), "bound given the old exponent"]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{' ---: |' * len(heads)}"
+    yield f"| {' | '.join(bits)} |"
+    yield from _source("codec", notes=False)
+
+
+# --- vLLM, training, recovery -------------------------------------------------------------------------------------------
+
+
+def commit() -> Iterator[str]:
+    """A commit into a real vLLM."""
+    result = load("commit")["result"]
+    of_process, pause, throughput = result["commit"], result["pause"], result["throughput"]
+    ours, peers = of_process["deltasync"], of_process["vllm"]
+    changed = result["model"]["changed"]
+    commit_s = sum(ours[part]["median_s"] for part in ("commit", "confirm") if part in ours)
+    each = {key: of_process[f"{key}_bytes"] / changed for key in ("staged", "stage_extra", "vllm_extra")}
+    peer_ms = " / ".join(f"{1e3 * peer['median_s']:.0f}" for peer in peers.values())
+    times = " / ".join(f"{peer['median_s'] / commit_s:.0f}" for peer in peers.values())
+    silence, usual = pause["changed"]["silence_s"], pause["token_gap_s"]
+    rows = (
+        ("elements, changed", f"{result['model']['element_count']:,}, {changed:,}"),
+        ("fetch, decode, translate (while serving), median", f"{1e3 * ours['stage']['median_s']:.0f} ms"),
+        ("commit with confirmation, median", f"{1e3 * commit_s:.0f} ms"),
+        ("rollback, median", f"{1e3 * ours['rollback']['median_s']:.0f} ms"),
+        ("a plain scatter in one thread, median", f"{1e3 * of_process['plain']['median_s']:.0f} ms"),
+        ("vLLM's own path, default / duplicates unchecked, median", f"{peer_ms} ms: {times} commits"),
+        (
+            "pause of generation, last token before to first after",
+            f"{1e3 * silence:.0f} ms; {1e3 * usual:.0f} are usual between two tokens, "
+            f"the scatter took {1e3 * pause['changed']['scatter_s']:.0f} beside vLLM's spinning threads",
+        ),
+        ("the same, of a version without a change", f"{1e3 * pause['unchanged']['silence_s']:.0f} ms"),
+        ("throughput of the tiny model with a version per second", f"{throughput['share']:.0%}"),
+        ("staged on the device, old values included", f"{each['staged']:.1f} bytes per change"),
+        (
+            "peak of staging, decoding on the host included / of vLLM's path",
+            f"{each['stage_extra']:.1f} / {each['vllm_extra']:.0f} bytes per change",
+        ),
+    )
+    yield from _table(("", ""), rows)
+    yield from _source("commit")
+
+
+def step() -> Iterator[str]:
+    """What publishing adds to a step."""
+    result = load("step")["result"]
+    rows = (
+        ("copy of the weights", _span(result["copy_s"], 1e3, 0), "1"),
+        ("added to a step by publishing", _span(result["step_s"], 1e3, 0), _span(result["copies"], 1, 1)),
+    )
+    yield from _table((f"{result['weight_bytes'] / 1e9:.2f} GB of weights, 1 % changed", "ms", "copies"), rows)
+    yield from _source("step")
+
+
+def _span(found: float | list[float], factor: float, digits: int) -> str:
+    """A number, or the least and the most of several runs."""
+    ends = found if isinstance(found, list) else [found]
+    return " to ".join(f"{factor * end:.{digits}f}" for end in ends)
+
+
+def recovery() -> Iterator[str]:
+    """Rollback, and loading again."""
+    result = load("recovery")["result"]
+    texts = {
+        "commit_s": "commit of 1 % changed",
+        "rollback_s": "rollback of it",
+        "load_s": "load of an anchor into an empty replica",
+        "audit_and_load_s": "after a flipped bit: audit, and load again",
+    }
+    rows = [(text, f"{statistics.median(result[key]):.3f} s") for key, text in texts.items() if key in result]
+    yield from _table((f"{result['elements']:,} elements", "median"), rows)
+    yield from _source("recovery")
+
+
+def _command_table(name: str, lines: Callable[[Any], Iterator[str]]) -> Iterator[str]:
+    """What the command prints for people, without padding."""
+    for line in lines(load(name)["result"]):
+        if line.startswith("| -"):
+            yield re.sub(r"-+", "---", line)
+        else:
+            yield re.sub(r" +", " ", line) if line.startswith("|") else f"\n{line}."
+    yield from _source(name)
+
+
+def outage() -> Iterator[str]:
+    """Training through an outage."""
+    from benchmarks import outage
+
+    return _command_table("outage", outage.lines)
+
+
+def learning() -> Iterator[str]:
+    """GRPO, three transfers."""
+    from benchmarks import learning
+
+    return _command_table("learning", learning.lines)
+
+
+def async_learning() -> Iterator[str]:
+    """AsyncGRPO, two transfers."""
+    from benchmarks import async_learning
+
+    return _command_table("async_learning", async_learning.lines)
+
+
+def placement() -> Iterator[str]:
+    """The shadow's placement, by the numbers of the code."""
+    from benchmarks import placement
+
+    return _command_table("placement", placement.lines)
+
+
+def demo() -> Iterator[str]:
+    """The demo's summary."""
+    from deltasync.demo import report
+
+    yield from _table(("", ""), report.table(load("demo")["result"]))
+    yield from _source("demo")
+
+
+# --- hosts, faults, soak ---------------------------------------------------------------------------------------------
+
+
+def _as_written(name: str) -> Iterator[str]:
+    """A result that is a table of texts."""
+    result = load(name)["result"]
+    yield from _table(result["columns"], result["rows"])
+    yield from _source(name)
+
+
+def faults() -> Iterator[str]:
+    """The fault matrix."""
+    parts: dict[str, list[Row]] = {}
+    for row in load("faults")["result"]:
+        seconds = row["recovered_s"]
+        took = "" if seconds is None else f"{seconds * 1000:.0f} ms" if seconds < 0.995 else f"{seconds:.1f} s"
+        cells = (row["fault"], row["times"], row["noticed"], row["said"], row["back"], took)
+        parts.setdefault(row["part"], []).append(cells)
+    for number, (part, rows) in enumerate(parts.items()):
+        yield from [""] * bool(number)
+        yield f"### {part}"
+        yield ""
+        yield from _table(("fault", "times", "noticed by", "what is said", "comes back by", "in"), rows)
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "codec-sizes": lambda: _codec_sizes(["codec"]),
+    "codec-real": lambda: _codec_sizes(["codec_real"]),
+    "codec-speed": codec_speed,
+    "saved": saved,
+    "codec-readme": codec_readme,
+    "commit": commit,
+    "step": step,
+    "recovery": recovery,
+    "outage": outage,
+    "learning": learning,
+    "async-learning": async_learning,
+    "placement": placement,
+    "demo": demo,
+    "hosts": lambda: _as_written("hosts"),
+    "soak": lambda: _as_written("soak"),
+    "wordle": lambda: _as_written("wordle"),
+    "faults": faults,
+}
+
+
+def _bits(name: str) -> float:
+    found: float = _encoding(_one_percent(), name)["bits_per_changed"]
+    return found
+
+
+def _tuned(label: str) -> float:
+    """Changed fraction of the fine-tuning at this learning rate."""
+    samples = load("codec_real")["result"]["samples"]
+    found: float = next(sample["changed_fraction"] for sample in samples if sample["label"] == label)
+    return found
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "packed-bits": lambda: f"{_bits('packed'):.2f}",
+    "context-bits": lambda: f"{_bits('context'):.2f}",
+    # of a billion parameters with 1 % changed
+    "packed-mb": lambda: f"{1e7 * _bits('packed') / 8e6:.1f}",
+    "context-mb": lambda: f"{1e7 * _bits('context') / 8e6:.1f}",
+    "changed-least": lambda: f"{_tuned('lr 1e-06'):.1%}",
+    "changed-most": lambda: f"{_tuned('lr 1e-05'):.1%}",
+}
+
+
+def main() -> None:
+    """Bring the documents up to date, or say which are not."""
+    behind: list[Path] = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (wanted := updated(text)) != text:
+            behind.append(page)
+            if "--check" not in sys.argv:
+                page.write_text(wanted, encoding="utf-8")
+    for page in behind:
+        print(page.relative_to(common.ROOT))
+    if "--check" in sys.argv and behind:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`deltasync doctor`: whether a channel can be used from this machine, and how fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from deltasync.cli.options import channel_command
+from deltasync.cli.output import cell, echo_json
+
+if TYPE_CHECKING:
+    from deltasync.channel.reading import ChannelReader
+
+_SCALE = {"M": 1e6, "B": 1e9, "T": 1e12}
+_STYLE = {"ok": "green", "warning": "yellow", "failure": "red"}
+
+
+class _Parameters(click.ParamType[float]):
+    name = "SIZE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", str(value))
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is no size of a model; write 600M, 8B or 1T.", param, ctx)
+        return float(match[1]) * _SCALE[match[2]]
+
+
+@channel_command("doctor", "The findings as JSON.")
+@click.option(
+    "--model", type=_Parameters(), default="8B", show_default=True, help="Size of the model to calculate transfer times for."
+)
+def command(reader: ChannelReader, model: float, as_json: bool) -> None:
+    """Try out what a trainer and a replica need at CHANNEL from this machine.
+
+    Lists, writes (8 MiB, deleted again), reads, creates twice, and times it; compares clocks; looks at the channel, its
+    replicas, and the versions of vLLM, TRL and PyTorch here. CHANNEL need not exist yet. Exits with 1
+    if a line says failure.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from deltasync.housekeeping import doctor
+
+    findings = []
+    console = Console(stderr=True)
+    with console.status("Trying the store ...") as status:
+        for finding in doctor.examine(reader, parameters=model):
+            findings.append(finding)
+            status.update(f"{finding.check}: {finding.state}")
+    if as_json:
+        echo_json([dataclasses.asdict(finding) for finding in findings], indent=2)
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for finding in findings:
+            said = f"{finding.found} {finding.advice}".strip()
+            table.add_row(cell(finding.state, _STYLE[finding.state]), cell(finding.check), cell(said))
+        Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    sys.exit(any(finding.state == "failure" for finding in findings))

@@ -1,0 +1,229 @@
+"""What looks after a channel: `deltasync check | repair | forget | prune | fold | export | cp`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from deltasync.cli.options import channel_command, grace
+from deltasync.cli.output import count, echo, echo_json, field, ranges, with_bars
+from deltasync.config import CODECS
+
+if TYPE_CHECKING:
+    from deltasync.channel.reading import ChannelReader
+    from deltasync.channel.signing import Signer
+
+_COUNT = click.IntRange(min=1)
+
+
+@channel_command("check", "The report as JSON.")
+@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold; takes long.")
+def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
+    """Check CHANNEL; report every problem on a line of its own, repair nothing.
+
+    Without --read-data it reads records and folds, and lists parts and anchors. With it, the bits of every version are
+    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no
+    problem.
+    """
+    from deltasync import housekeeping
+
+    report = with_bars(housekeeping.check, reader, read_data=read_data)
+    if as_json:
+        document = dataclasses.asdict(dataclasses.replace(report, problems=[]))
+        document["problems"] = [
+            {"error": type(problem).__name__, "exit_code": problem.exit_code, "message": str(problem)}
+            for problem in report.problems
+        ]
+        echo_json(document, indent=2)
+        sys.exit(report.exit_code)
+    for problem in report.problems:
+        echo(f"{type(problem).__name__}: {problem}")
+    holds = ", ".join((count(report.versions, "version"), count(report.anchors, "anchor"), count(report.folds, "fold")))
+    echo(f"{reader.store.url}  newest version {report.newest or 'unknown'}")
+    field("holds", f"{holds}, {report.data_bytes:,} bytes")
+    if report.publishing:
+        field("publishing", f"{count(report.publishing, 'file')} that nothing names yet")
+    if report.garbage_objects and not report.problems:
+        garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
+        field("garbage", f"{garbage} that nothing names; `deltasync prune` deletes them")
+    if report.proven is None:
+        field("proven", "nothing: parts and anchors were listed, not read (--read-data)")
+    else:
+        field("proven", f"the bits of {count(len(report.proven), 'version')}")
+    if report.unproven:
+        field("not proven", f"the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
+    if report.unreachable:
+        field("not reachable", f"{ranges(report.unreachable)}; `deltasync repair` tries to change that")
+    field("problems", len(report.problems) or "none")
+    sys.exit(report.exit_code)
+
+
+@channel_command("repair", "What was done as JSON.", signs=True)
+@click.option("--from", "source", metavar="URL|DIR", help="A copy of the channel, or a directory of files named by sha256.")
+@click.option("--no-replay", is_flag=True, help="Compare digests only; do not apply every version.")
+def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
+    """Repair CHANNEL: find what is missing or damaged, and say what was done about each object.
+
+    Its bytes are put back from --from, a copy or the cache of a node. Otherwise a fold is stored around it, or an anchor
+    announced in its place. Nothing is deleted, and the publisher may run meanwhile. channel.json can only come from a copy.
+    Exits with 0 if every version that is there can be reached afterwards, with 5 otherwise.
+    """
+    from deltasync import housekeeping
+
+    where = None if source is None else housekeeping.source_of(source)
+    found = with_bars(housekeeping.repair, reader, source=where, replay=not no_replay, signer=signer)
+    if as_json:
+        echo_json({**dataclasses.asdict(found), "exit_code": found.exit_code}, indent=2)
+        sys.exit(found.exit_code)
+    for done in found.objects:
+        field(done.outcome, f"{done.key}: {done.how}")
+        field("", done.problem)
+    if found.lost:
+        field("not reachable", ranges(found.lost))
+    if not found.objects:
+        echo(f"{reader.store.url}: nothing to repair")
+    sys.exit(found.exit_code)
+
+
+@channel_command("forget", "The versions as JSON.")
+@click.option("--keep-last", "last", type=_COUNT, help="Keep the newest N versions.")
+@click.option("--keep-anchors", "anchors", type=_COUNT, default=None, help="Keep the newest N versions with an anchor.")
+@click.option("--keep-step-every", "step_every", type=_COUNT, help="Keep versions whose trainer's step is a multiple.")
+@grace("Keep what was still needed this long ago, for those who still read it. 90s, 30m, 1h, 7d.")
+@click.option("--dry-run", is_flag=True, help="Tell what would be forgotten, change nothing.")
+def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
+    """Forget versions of CHANNEL: delete their records. `deltasync prune` deletes their files later.
+
+    A version is kept if any option keeps it, and so is what leads to it; the newest one always is. At least one --keep
+    option is needed. Refuses if a version that is kept cannot be read. After an interruption, run it again.
+    """
+    if not any(keep.values()):
+        raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
+    from deltasync import housekeeping
+
+    found = with_bars(housekeeping.forget, reader, housekeeping.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
+    kept, gone = [slot.version for slot in found.kept], [slot.version for slot in found.versions]
+    if as_json:
+        named = {name: [slot.key for slot in getattr(found, name)] for name in ("asked", "leading", "recent")}
+        deleted = {"deleted": found.keys, "folds": found.folds}
+        echo_json({"kept": kept, "forgotten": gone, **named, **deleted, "dry_run": dry_run})
+        return
+    reasons = ((found.leading, "lead to others"), (found.recent, f"were needed less than {grace_s:g} s ago"))
+    why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
+    field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
+    folds = f", and {count(len(found.folds), 'fold')}" if found.folds else ""
+    shown = f": {ranges(gone)}" if gone else ""
+    field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{folds}")
+
+
+@channel_command("prune", "The objects as JSON.")
+@grace("Keep files newer than this, for those who still read them. 90s, 30m, 1h, 7d.")
+@click.option("--dry-run", is_flag=True, help="Tell what would be deleted, change nothing.")
+def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
+    """Delete the files of CHANNEL, parts and anchors, that no record and no fold names.
+
+    Those are what `deltasync forget` left and what publishers left that died. It is safe while a publisher writes and
+    replicas read. Heartbeats of replicas that have not been heard of for a week go too. After an interruption, run it again.
+    """
+    from deltasync import housekeeping
+
+    found = with_bars(housekeeping.prune, reader, grace_s=grace_s, dry_run=dry_run)
+    freed, waiting, young = (sum(info.bytes for info in infos) for infos in (found.objects, found.waiting, found.young))
+    if as_json:
+        keys = {"objects": [info.key for info in found.objects], "heartbeats": found.heartbeats, "bytes": freed}
+        spared = {"waiting_objects": len(found.waiting), "waiting_bytes": waiting, "young_objects": len(found.young)}
+        echo_json({**keys, **spared, "dry_run": dry_run})
+        return
+    if dry_run:
+        for info in found.objects:
+            echo(f"{info.bytes:>16,} {info.key}")
+    deleted = "would delete" if dry_run else "deleted"
+    field(deleted, f"{count(len(found.objects), 'object')}, {freed:,} bytes")
+    if found.waiting:
+        field("spared", f"{count(len(found.waiting), 'object')}, {waiting:,} bytes: being published")
+    if found.young:
+        field("not looked at", f"{count(len(found.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
+    if found.heartbeats:
+        field(deleted, count(len(found.heartbeats), "stale heartbeat"))
+
+
+@channel_command("fold", "The fold's document as JSON.", signs=True)
+@click.argument("base", type=click.IntRange(min=1))
+@click.argument("version", type=click.IntRange(min=1))
+@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
+def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
+    """Store the fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
+
+    Does nothing if the channel has that fold. Holds the weights twice in memory.
+    """
+    from deltasync import housekeeping
+
+    fold = with_bars(housekeeping.write_fold, reader, base, version, codec_name=codec, signer=signer)
+    delta = fold.record.delta
+    assert delta is not None
+    if as_json:
+        echo_json({"key": fold.key, "sha256": fold.sha256, "bytes": fold.size, **msgspec.to_builtins(fold.record)}, indent=2)
+        return
+    echo(f"fold {base}-{version}: {delta.changed:,} elements changed, {fold.payload_bytes:,} bytes of {delta.codec}")
+    echo(f"{fold.key}  sha256 {fold.sha256[:12]}")
+
+
+def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """The version, None for `latest`."""
+    if value == "latest":
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise click.BadParameter(f"{value!r} is neither a version nor `latest`.")
+    return int(value)
+
+
+@channel_command("export", "Version and files as JSON.")
+@click.argument("version", callback=number_or_latest)
+@click.argument("directory", type=click.Path(path_type=Path))
+def export(reader: ChannelReader, version: int | None, directory: Path, as_json: bool) -> None:
+    """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
+
+    DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer come from the channel, if its publisher
+    had any.
+    """
+    from deltasync import housekeeping
+
+    exported = with_bars(housekeeping.export, reader, version, directory)
+    files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+    if as_json:
+        echo_json({**dataclasses.asdict(exported), "files": dict(sorted(files.items()))})
+        return
+    echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
+    if "config.json" not in files:
+        echo(
+            "deltasync: the channel holds no config.json; copy the model's config and tokenizer there to load it.", err=True
+        )
+
+
+@channel_command("cp", "What was copied as JSON.", metavar="SOURCE")
+@click.argument("target")
+def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
+    """Copy the channel SOURCE to the URL TARGET: every version, anchor and fold. Every digest is checked.
+
+    Nothing is replaced but head, and what TARGET has is not copied again: interrupted, TARGET is a channel or none yet, and
+    running it again goes on. Publishing to SOURCE may go on; run it again to copy what came since. Damaged objects are left
+    out; the exit code is then that of the problem.
+    """
+    from deltasync import housekeeping
+    from deltasync.stores import open_store
+
+    copied = with_bars(housekeeping.copy, reader, open_store(target))
+    if as_json:
+        echo_json({**dataclasses.asdict(dataclasses.replace(copied, problems=[])), "problems": [*map(str, copied.problems)]})
+    else:
+        for problem in copied.problems:
+            echo(f"not copied: {problem}", err=True)
+        there = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
+        stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{there}"
+        echo(f"{target} is at version {copied.version}: {stored}")
+    sys.exit(max((problem.exit_code for problem in copied.problems), default=0))

@@ -1,0 +1,85 @@
+"""What several commands take in the same way: a channel with its keys, `--json`, durations."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_FILE = click.Path(dir_okay=False)
+TRUSTED_KEYS = click.Option(
+    ["--trusted-keys"],
+    type=_FILE,
+    metavar="FILE",
+    help="Take only what one of the public keys in FILE has signed. Default: DELTASYNC_TRUSTED_KEYS, or take everything.",
+)
+_SIGNING_KEY = click.Option(
+    ["--signing-key"],
+    type=_FILE,
+    metavar="FILE",
+    help="Private key, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
+)
+_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def channel_command(
+    name: str, json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function that gets a `ChannelReader` of the channel that is named first.
+
+    Args:
+        name: What it is called by.
+        json_help: What `--json` prints; the function gets `as_json`. None for a command without it.
+        signs: Whether it adds to the channel; the function gets a `signer`, None if there is no key.
+        metavar: What the channel is called in the help.
+    """
+
+    def made(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def run(channel: str, trusted_keys: str | None, **options: Any) -> None:
+            from deltasync.channel.reading import ChannelReader
+            from deltasync.channel.signing import Trusted, signer_of
+            from deltasync.config import PublisherSettings
+            from deltasync.stores import open_store
+
+            trusted: str | Trusted | None = trusted_keys
+            if signs:
+                settings = PublisherSettings.from_env(signing_key=options.pop("signing_key"), trusted_keys=trusted_keys)
+                signer = options["signer"] = None if settings.signing_key is None else signer_of(settings)
+                trusted = trusted_keys if signer is None else signer.trusted
+            function(ChannelReader(open_store(channel), trusted), **options)
+
+        command = click.command(name)(run)
+        command.params.insert(0, click.Argument(["channel"], metavar=metavar))
+        command.params += [*([_SIGNING_KEY] if signs else []), TRUSTED_KEYS]
+        if json_help is not None:
+            command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
+        return command
+
+    return made
+
+
+def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not a duration such as 90s, 30m, 1h or 7d.")
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
+def grace(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`--grace DURATION`, an hour by default, with this help."""
+    return click.option(
+        "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", show_default=True, help=text
+    )
+
+
+interval = click.option(
+    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks."
+)
+timeout = click.option(
+    "--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit."
+)

@@ -1,0 +1,105 @@
+"""How often each symbol occurs in what is to be coded, and each class of elements in a tensor: what tables are fitted to."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+from numba.cpython.unsafe.numbers import leading_zeros
+
+from deltasync.kernels.compiled import kernel
+from deltasync.kernels.cpu import threads
+from deltasync.kernels.rans import Blocks, Classes
+
+_U0, _U1, _U2, _U3, _U4, _U16, _U63 = map(np.uint64, (0, 1, 2, 3, 4, 16, 63))
+
+# Most parts that changed elements are cut into, and fewest elements of one.
+_PARTS, _PART = 4, 1 << 13
+
+
+@njit(forceinline=True)
+def bucket(value):
+    """Symbol of a number, and how many bits below its leading ones follow."""
+    if value < _U16:
+        return value, _U0
+    exponent = _U63 - leading_zeros(value)
+    extra = exponent - _U2
+    return _U4 * exponent + ((value >> extra) & _U3), extra
+
+
+@njit(forceinline=True)
+def zigzag(step, top):
+    """A step as a number, 1, -1, 2, -2 -> 1, 0, 3, 2; `top` is 2**(width - 1) as uint64."""
+    value = np.uint64(step)
+    if value & top:
+        return ((top - value) << _U1) + (top << _U1) - _U2
+    return (value << _U1) - _U1
+
+
+@kernel
+def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
+    for b in prange(base_B.size):
+        before = base_B[b] - 1
+        for k in range(bound_B[b], bound_B[b + 1]):
+            gap, _ = bucket(np.uint64(index_K[k] - before - 1))
+            step, _ = bucket(zigzag(step_K[k], top))
+            count_BS[b, 0, gap] += 1
+            count_BS[b, 1, step] += 1
+            before = np.int64(index_K[k])
+
+
+@kernel
+def _count_classes(base_B, end_B, bits_N, shift, mask, run, period, count_BC):
+    for b in prange(base_B.size):
+        for start in range(base_B[b], end_B[b], period):
+            for i in range(start, min(start + run, end_B[b])):
+                count_BC[b, (bits_N[i] >> shift) & mask] += 1
+
+
+@kernel
+def _count_steps(part_P, new_N, index_K, step_K, shift, mask, top, class_K, step_PCS):
+    for p in prange(part_P.size - 1):
+        # Nothing but loads first: many of them miss the cache, and so they wait together.
+        for k in range(part_P[p], part_P[p + 1]):
+            old = new_N[index_K[k]]
+            old -= step_K[k]
+            class_K[k] = (old >> shift) & mask
+        for k in range(part_P[p], part_P[p + 1]):
+            step, _ = bucket(zigzag(step_K[k], top))
+            step_PCS[p, class_K[k], step] += 1
+
+
+def top_of(step_K: np.ndarray) -> np.uint64:
+    """The highest bit of these steps."""
+    return np.uint64(1 << (8 * step_K.itemsize - 1))
+
+
+def tasks(blocks: Blocks, index_K: np.ndarray) -> int:
+    """How many threads are worth starting for work on the changes."""
+    return min(blocks.base_B.size, index_K.size // _PART)
+
+
+def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.ndarray:
+    """How often each bucket occurs among gaps (row 0) and steps (row 1), int64[2, 256]."""
+    count_BS = np.zeros((blocks.base_B.size, 2, 256), np.int64)
+    with threads(tasks(blocks, index_K)):
+        _count_packed(blocks.base_B, blocks.bound_B, index_K, step_K, top_of(step_K), count_BS)
+    return count_BS.sum(axis=0)
+
+
+def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int, period: int) -> np.ndarray:
+    """Elements of each class in the first `run` of every `period` elements, int64[B, C]."""
+    count_BC = np.zeros((blocks.base_B.size, int(classes.mask) + 1), np.int64)
+    with threads(blocks.base_B.size):
+        _count_classes(blocks.base_B, blocks.end_B, bits_N, *classes, run, period, count_BC)
+    return count_BC
+
+
+def count_steps(new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, classes: Classes) -> np.ndarray:
+    """How often each bucket occurs among the steps of elements whose old value had a class, int64[C, 256]."""
+    part_count = max(1, min(_PARTS, index_K.size // _PART))
+    part_P = np.linspace(0, index_K.size, part_count + 1).astype(np.int64)
+    class_K = np.empty(index_K.size, np.uint8)
+    step_PCS = np.zeros((part_count, int(classes.mask) + 1, 256), np.uint32)
+    with threads(part_count):
+        _count_steps(part_P, new_N, index_K, step_K, *classes, top_of(step_K), class_K, step_PCS)
+    return step_PCS.sum(axis=0, dtype=np.int64)

@@ -1,0 +1,115 @@
+"""A stream of the entropy coder; `coder` writes and reads it, `tests/coder_reference.py` does so in plain Python.
+
+A block of changed elements is one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540): a state x of 64 bits,
+at least 2**32 between symbols, renormalised by 32-bit words. Decoding a symbol that owns the slots [start, start + freq) of
+2**bits takes
+
+    slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32: x = x << 32 | next word
+
+The words of a stream are the initial state, low half first, then those to read in this order. After the last symbol x is
+2**32 and no word is left, which a reader checks. Encoding does the same backwards.
+
+Numbers (gaps, steps) are coded as a bucket, drawn from a static table of 2**12 slots, and the bits below the bucket's
+leading ones, each group of them a uniform symbol of as many bits.
+
+Shapes: K changed elements of a tensor, B blocks of it, N its elements, C classes, T tables of S symbols.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import numpy as np
+
+STATE_MIN = 1 << 32
+TABLE_BITS = 12
+
+# Hazards. An element changes with probability p; its hazard is -log2(1 - p) in units of 2**-20, and the sum of hazards
+# since the last change is the time at which the next one comes: after t units nothing has changed with probability
+# 2**-(t / 2**20), whatever the classes of the elements in between.
+TIME_BITS = 28  # slots of the time distribution
+SEGMENT_BITS = 16  # it is linear over segments of 2**16 units, a sixteenth of a halving
+SEGMENTS = 64  # four halvings; what comes later is coded as "nothing yet", and time goes on from there
+TIME_END = SEGMENTS << SEGMENT_BITS
+LEVELS = 176  # hazard level q stands for floor(2**(q / 8)) units
+
+
+def _root(value: int, degree: int) -> int:
+    """The largest integer whose `degree`-th power is at most `value`."""
+    root = 0
+    for bit in reversed(range(value.bit_length() // degree + 1)):
+        if (root | 1 << bit) ** degree <= value:
+            root |= 1 << bit
+    return root
+
+
+# Slots below the start of each segment; the last entry is where "nothing yet" begins.
+TIME_START = np.array(
+    [(1 << TIME_BITS) - (_root(1 << (16 * TIME_BITS - j % 16), 16) >> (j // 16)) for j in range(SEGMENTS + 1)], np.int64
+)
+HAZARD = np.array([_root(1 << level, 8) for level in range(LEVELS + 1)], np.int64)
+
+
+class Blocks(NamedTuple):
+    """A tensor cut into blocks.
+
+    Attributes:
+        base_B, end_B: First element of each block, and the one behind its last.
+        bound_B: First change of each block in the tensor's, and how many there are; shape B + 1.
+    """
+
+    base_B: np.ndarray
+    end_B: np.ndarray
+    bound_B: np.ndarray
+
+    @classmethod
+    def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray, first: int = 0) -> Self:
+        """The blocks of a tensor, from a first one on, whose changes are counted by `bound_B`."""
+        base_B = np.arange(first, first + bound_B.size - 1, dtype=np.int64) * block_elements
+        return cls(base_B, np.minimum(base_B + block_elements, element_count), bound_B)
+
+
+class Tables(NamedTuple):
+    """Static tables of numbers: slots of each symbol, slots below it, the symbol of each slot.
+
+    Attributes:
+        freq_TS: uint32[T, 256], each row sums to 2**12.
+        inverse_TS: uint64, 2**64 / freq rounded down, which is 2**64 - 1 for a symbol of one slot or none.
+    """
+
+    freq_TS: np.ndarray
+    start_TS: np.ndarray
+    inverse_TS: np.ndarray
+    symbol_TL: np.ndarray
+
+    @classmethod
+    def of(cls, freq_TS: np.ndarray) -> Self:
+        """Tables of these frequencies."""
+        symbols = np.arange(freq_TS.shape[1], dtype=np.uint8)
+        start_TS = np.cumsum(freq_TS, axis=1, dtype=np.uint32) - freq_TS
+        inverse_TS = np.uint64(2**64 - 1) // np.maximum(freq_TS, 1).astype(np.uint64)
+        # Rounded down from 2**64, not from 2**64 - 1: they differ where freq is a power of two.
+        inverse_TS += (freq_TS > 1) & (freq_TS & (freq_TS - np.uint32(1)) == 0)
+        return cls(freq_TS, start_TS, inverse_TS, np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS]))
+
+
+class Classes(NamedTuple):
+    """Class of a bit pattern: (bits >> shift) & mask, both in the dtype of the bit patterns."""
+
+    shift: np.generic
+    mask: np.generic
+
+
+class Context(NamedTuple):
+    """What `context` knows of a tensor: its elements' bits, hazards of the classes in each block, their step tables.
+
+    Attributes:
+        bits_N: Old bits to decode; to encode, the new ones.
+        classes: The classes of its elements.
+        hazard_BC, table_C: int64.
+    """
+
+    bits_N: np.ndarray
+    classes: Classes
+    hazard_BC: np.ndarray
+    table_C: np.ndarray

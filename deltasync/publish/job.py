@@ -1,0 +1,251 @@
+"""One version on its way to the store, and the receipt for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Self
+
+from deltasync.channel.documents import Channel, Reference
+from deltasync.errors import DeltaSyncError, PublishTimeoutError
+from deltasync.publish.collect import Weights
+from deltasync.publish.shadow import Shadow
+from deltasync.tensors import Patch
+
+GROUP_CHANGED = 1 << 20
+"""Changed elements that make a group: it is encoded, and stored as a part, while later tensors are still compared."""
+
+Group = list[Patch]
+
+
+class AbortedError(DeltaSyncError):
+    """The stream of a version failed while its first groups were being encoded."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Job:
+    """One version. Its changes come group by group: as the stream is read, or all at once when the uploader is free.
+
+    Attributes:
+        serial: Number of the job, the same on all ranks.
+        version: The version's number.
+        channel: The channel, which may not be stored yet.
+        shadow: Holds what is published, until the job is `released`.
+        full: Whether it is full weights, and its changes do not matter.
+        live: Whether its changes come while the stream is read; otherwise they are `patches`.
+        step: The trainer's step.
+        coalesced: Publishes that it covers.
+        changed: Elements that differ from the version before, over all ranks.
+        patches: Steps against the version before, which later ones are folded into while it waits.
+        fingerprints: Those of the whole tensors at this version; complete once all groups are there.
+        reference: What it refers to instead of holding the weights.
+        weights: A sharded trainer's full weights, for its record or for an anchor beside it.
+        ended_s: When its stream had been read, or it began if that was later, by `time.perf_counter`.
+        released: Set once it does not need the shadow any more.
+        encoded: Bytes of its payloads, and the seconds since `ended_s`.
+        uploaded: The digest of its record, once it is visible; or what went wrong.
+    """
+
+    serial: int
+    version: int
+    channel: Channel
+    shadow: Shadow
+    full: bool = False
+    live: bool = False
+    step: int | None = None
+    coalesced: int = 1
+    changed: int = 0
+    patches: dict[str, Patch] = dataclasses.field(default_factory=dict)
+    fingerprints: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    reference: Reference | None = None
+    weights: Weights | None = None
+    ended_s: float = dataclasses.field(default_factory=time.perf_counter)
+    released: threading.Event = dataclasses.field(default_factory=threading.Event)
+    encoded: Future[tuple[int, float]] = dataclasses.field(default_factory=Future)
+    uploaded: Future[str] = dataclasses.field(default_factory=Future)
+    _group: Group = dataclasses.field(default_factory=list)
+    _group_changed: int = 0
+    _groups: queue.SimpleQueue[tuple[Group, bool] | None] = dataclasses.field(default_factory=queue.SimpleQueue)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its record."""
+        return "anchor" if self.full else "delta"
+
+    def add(self, patch: Patch) -> None:
+        """One more changed tensor."""
+        self._group.append(patch)
+        self._group_changed += patch.changed
+        if self._group_changed >= GROUP_CHANGED:
+            self._groups.put((self._group, False))
+            self._group, self._group_changed = [], 0
+
+    def end(self) -> None:
+        """There are no more."""
+        self.ended_s = time.perf_counter()
+        self._groups.put((self._group, True))
+
+    def abort(self) -> None:
+        """There will be no version."""
+        self._groups.put(None)
+
+    def groups(self) -> Iterator[tuple[Group, bool]]:
+        """The groups, which may be empty, each with whether it is the last; waits for them.
+
+        Raises:
+            AbortedError: see `abort`.
+        """
+        if not self.live:
+            for patch in self.patches.values():
+                self.add(patch)
+            self.end()
+        last = False
+        while not last:
+            found = self._groups.get()
+            if found is None:
+                raise AbortedError(f"The stream of version {self.version} failed.")
+            group, last = found
+            yield group, last
+
+    def take_back(self) -> None:
+        """Before any of it was encoded, and with its stream ended: the groups become its `patches`."""
+        if self.live:
+            self.patches = {patch.name: patch for group, _ in self.groups() for patch in group}
+            self.live, self._group, self._group_changed = False, [], 0
+
+    def drop_weights(self) -> None:
+        """Give back what lies on the local disk for it."""
+        if self.weights is not None:
+            self.weights.close()
+            self.weights = None
+
+    def end_encoding(self, payload_bytes: int) -> None:
+        """The size of its payloads is known."""
+        if not self.encoded.done():
+            self.encoded.set_result((payload_bytes, time.perf_counter() - self.ended_s))
+
+    def succeed(self, digest: str, payload_bytes: int) -> None:
+        """Tell its receipts that it is visible."""
+        self.drop_weights()
+        self.end_encoding(payload_bytes)
+        self.uploaded.set_result(digest)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell its receipts what went wrong."""
+        self.drop_weights()
+        self.released.set()
+        for future in (self.encoded, self.uploaded):
+            if not future.done():
+                future.set_exception(without_frames(error))
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """An error as receipts keep it, perhaps for long: without the frames that it went through, which hold payloads."""
+    at: BaseException | None = error
+    while at is not None:
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__
+    return error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What `publish` did, and a handle on what goes on in the background. All numbers but seconds are of all ranks together.
+
+    Attributes:
+        version: The version that carries these weights. A later publish joins it if its upload has not begun by then.
+        kind: `anchor` if the version's record has full weights, else `delta`.
+        step: The trainer's step, as given.
+        changed: Elements whose bits differ from the version before; all of them in full weights.
+        total: Elements of all tensors.
+        held_s: Seconds that `publish` took.
+    """
+
+    version: int
+    kind: str
+    step: int | None
+    changed: int
+    total: int
+    held_s: float
+    _encoded: Future[tuple[int, float]] = dataclasses.field(repr=False)
+    _uploaded: Future[str] = dataclasses.field(repr=False)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the version's delta, or of its weights before compression; 0 for a reference.
+
+        Waits until it is encoded; raises `PublishError` if it was lost before, as `encode_s` does.
+        """
+        return self._encoded.result()[0]
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Bytes of the weights if the version's record has them, 0 for a delta."""
+        return self.payload_bytes if self.kind == "anchor" else 0
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds from the first tensor of the stream to the finished payload, less those that it waited for the store."""
+        return self.held_s + self._encoded.result()[1]
+
+    @property
+    def bits_per_changed(self) -> float | None:
+        """Payload bits per changed element; None if nothing changed."""
+        return 8 * self.payload_bytes / self.changed if self.changed else None
+
+    @property
+    def changed_fraction(self) -> float:
+        """Changed elements of all elements."""
+        return self.changed / self.total if self.total else 0.0
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether `payload_bytes` and `encode_s` are known, so that asking for them does not wait."""
+        return self._encoded.done()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the version's record; waits until it is visible, and raises as `wait`."""
+        return self._uploaded.result()
+
+    @property
+    def done(self) -> bool:
+        """Whether the upload has ended, well or not."""
+        return self._uploaded.done()
+
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Call `action` once the upload has ended, well or not; in the thread that ends it."""
+        self._uploaded.add_done_callback(lambda _: action())
+
+    def wait(self, timeout_s: float | None = None) -> Self:
+        """Block until the version is visible.
+
+        Raises:
+            PublishTimeoutError: still uploading; the upload goes on.
+            PublishPendingError: the store has not said whether it has the version; the next publish asks again.
+            PublishError: the version did not become visible, and why.
+        """
+        try:
+            self._uploaded.result(timeout_s)
+        except TimeoutError:
+            raise PublishTimeoutError(f"Version {self.version} is still being uploaded after {timeout_s} s.") from None
+        return self
+
+    @classmethod
+    def of(cls, job: Job, held_s: float) -> Self:
+        """What is told of a job."""
+        total = sum(spec.element_count for spec in job.shadow.specs.values())
+        return cls(
+            version=job.version,
+            kind=job.kind,
+            step=job.step,
+            changed=total if job.full else job.changed,
+            total=total,
+            held_s=held_s,
+            _encoded=job.encoded,
+            _uploaded=job.uploaded,
+        )

@@ -1,0 +1,130 @@
+"""What the stages hand to each other: specs and patches of tensors.
+
+Shape suffixes: N elements of a tensor, K changed elements of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from deltasync.errors import ModelMismatchError
+
+_DTYPES = {
+    "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"),
+    "float32": (4, "F32"),
+    "float64": (8, "F64"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+    "int16": (2, "I16"),
+    "int32": (4, "I32"),
+    "int64": (8, "I64"),
+}
+ITEM_BYTES = {name: size for name, (size, _) in _DTYPES.items()}
+"""Bytes of one element, by torch's name of the dtype without the prefix."""
+
+SAFETENSORS_DTYPES = {name: entry for name, (_, entry) in _DTYPES.items()}
+"""What safetensors calls each of these dtypes."""
+
+
+def index_dtype(element_count: int) -> np.dtype:
+    """The dtype of flat indices into a tensor: int32, from 2**31 elements on int64."""
+    return np.dtype(np.int32 if element_count < 1 << 31 else np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch's name without the prefix) and shape of a checkpoint tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def element_count(self) -> int:
+        """N, 1 for a 0-d tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.element_count * self.item_bytes
+
+    @property
+    def bits_dtype(self) -> np.dtype:
+        """The unsigned integer dtype of the element's bit pattern."""
+        return np.dtype(f"u{self.item_bytes}")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+def weight_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of a model's weights."""
+    return sum(spec.nbytes for spec in specs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patch:
+    """The changed elements of one tensor.
+
+    Attributes:
+        name: Checkpoint name of the tensor.
+        index_K: int32 or int64 (`index_dtype`), flat checkpoint indices, strictly ascending; None when `data` covers the
+            whole tensor.
+        data: Unsigned bit patterns, of shape K, or of shape N where `index_K` is None.
+        absolute: `data` holds new bit patterns; otherwise steps, new minus old modulo 2**width.
+    """
+
+    name: str
+    index_K: np.ndarray | None
+    data: np.ndarray
+    absolute: bool
+
+    @classmethod
+    def steps(cls, spec: TensorSpec, at_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Patch:
+        """The steps at positions of a range of a tensor that begins at flat index `start`."""
+        index_K = at_K.astype(index_dtype(spec.element_count), copy=False)
+        return cls(spec.name, index_K + index_K.dtype.type(start) if start else index_K, step_K, absolute=False)
+
+    @property
+    def changed(self) -> int:
+        """Number of elements that this patch writes."""
+        return int(self.data.size)
+
+    def apply(self, bits_N: np.ndarray) -> None:
+        """Change the whole tensor's unsigned bit patterns in place."""
+        if self.index_K is None:
+            bits_N[:] = self.data
+        elif self.absolute:
+            bits_N[self.index_K] = self.data
+        else:
+            bits_N[self.index_K] += self.data
+
+
+def check_specs(channel: dict[str, TensorSpec], model: dict[str, TensorSpec], who: str) -> None:
+    """Compare the tensor table of a model with a channel's.
+
+    Raises:
+        ModelMismatchError: names the first few tensors that are missing, unknown or different.
+    """
+    problems = [f"{name} is missing" for name in channel.keys() - model.keys()]
+    problems += [f"{name} is not in the channel" for name in model.keys() - channel.keys()]
+    problems += [
+        f"{model[name]} should be {channel[name]}" for name in channel.keys() & model.keys() if model[name] != channel[name]
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise ModelMismatchError(f"{who} does not match the channel in {len(problems)} tensors: {shown}.")

@@ -1,0 +1,43 @@
+"""The tables of the documents are what docs/results/ has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results
+from tests.docs.pages import PAGES
+
+FILES = sorted(results.RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(results.common.ROOT).as_posix())
+def test_tables_are_those_of_the_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert results.updated(text) == text, "make results-tables"
+    assert text.count("<!-- results: ") == text.count("<!-- /results -->")
+
+
+def test_every_table_figure_and_file_is_used() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall("<!-- results: (.*) -->", text)) == set(results.TABLES)
+    assert set(re.findall("<!-- result: (.*?) -->", text)) == set(results.FIGURES)
+    assert FILES and all(f"docs/results/{path.name}" in text for path in FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_says_where_its_figures_are_from(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found.keys() - {"recorded", "notes"} == {"command", "date", "commit", "machine", "result"}
+    assert found.get("recorded", "earlier") == "earlier"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and found["machine"]["cores"] and found["result"]
+
+
+def test_a_figure_that_was_typed_by_hand_is_found() -> None:
+    text = results.updated("<!-- results: codec-readme -->\n<!-- /results -->")
+    figure = re.findall(r"\d+\.\d\d", text)[0]
+    wrong = text.replace(figure, "0.99", 1)
+    assert wrong != text and results.updated(wrong) == text

@@ -1,0 +1,27 @@
+"""The demo as people start it: a real TRL trainer and a real vLLM server, on CPU cores of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_cli import run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.trl]
+
+
+def test_the_demo_proves_its_bits(tmp_path: Path) -> None:
+    out, steps = tmp_path / "demo", 4
+    done = run("demo", "--out", str(out), "--steps", str(steps), "--json", timeout_s=500, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert summary["bit_exact"] is True
+    assert summary["versions_published"] == steps + 1
+    assert summary["versions_committed"] == steps  # the first version is what the server had loaded
+    assert summary["bit_exact_versions"][-1] == steps + 1 and len(summary["bit_exact_versions"]) > 1
+    lines = [json.loads(line) for line in (out / "published.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines] == [*range(1, steps + 2)]
+    assert len({line["sha256"]["lm_head.weight"] for line in lines}) == steps + 1  # each version has weights of its own

@@ -1,0 +1,17 @@
+"""The kernels of a GPU without one: the tests beside this file, through Triton's interpreter, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.interpreter import RUNS, run_again
+
+FILES = ("test_gpu_diff.py", "test_live_devices.py", "test_segment_kernels.py")
+TESTS = "test_gpu_diff or gpu_segments or constant_number or warming or served"
+
+
+@pytest.mark.skipif(RUNS, reason="the tests beside this one run as they are")
+def test_kernels_through_tritons_interpreter(tmp_path: Path) -> None:
+    run_again([str(Path(__file__).with_name(file)) for file in FILES], tmp_path, "-k", TESTS, TRITON_INTERPRET="1")

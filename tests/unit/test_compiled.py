@@ -1,0 +1,82 @@
+"""The cache of compiled kernels gives what was saved for a key, or nothing, whoever else uses it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltasync.kernels.compiled import _SOURCES, CacheFile
+
+
+def cache_file(folder: Path, stamp: object = _SOURCES) -> CacheFile:
+    return CacheFile(str(folder), "module.function-1.py311", stamp)
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    cache = cache_file(tmp_path)
+    assert cache.load("a") is None
+    cache.save("a", b"A")
+    cache.save("b", b"B")
+    assert (cache.load("a"), cache.load("b")) == (b"A", b"B")
+
+
+def test_another_version_of_the_sources_finds_nothing_and_removes_what_is_left(tmp_path: Path) -> None:
+    cache_file(tmp_path, "before").save("a", b"old")
+    cache = cache_file(tmp_path)
+    assert cache.load("a") is None
+    cache.save("b", b"B")
+    assert cache.load("a") is None
+    assert len(list(tmp_path.glob("*.nbc"))) == 1
+
+
+@pytest.mark.parametrize("step", ["_load_index", "_save_data", "_save_index"])
+@pytest.mark.parametrize("key", ["a", "b"])
+def test_another_process_saves_between_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, key: str
+) -> None:
+    """Whatever is then in the index is right; what was lost is compiled again."""
+    cache, other = cache_file(tmp_path), cache_file(tmp_path)
+    done = getattr(cache, step)
+
+    def interrupted(*arguments: object) -> object:
+        found = done(*arguments)
+        monkeypatch.undo()
+        other.save(key, b"other's")
+        return found
+
+    monkeypatch.setattr(cache, step, interrupted)
+    cache.save("a", b"A")
+    found = {name: cache_file(tmp_path).load(name) for name in ("a", "b")}
+    assert found["a"] in ((b"A", b"other's", None) if key == "a" else (b"A", None))
+    assert found["b"] in ((None,) if key == "a" else (b"other's", None))
+
+
+def test_an_index_names_nothing_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_file(tmp_path)
+    save_index = cache._save_index
+
+    def check(overloads: dict[str, str]) -> None:
+        assert all((tmp_path / name).is_file() for name in overloads.values())
+        save_index(overloads)
+
+    monkeypatch.setattr(cache, "_save_index", check)
+    for key in "abc":
+        cache.save(key, key.encode())
+
+
+def test_processes_that_compile_at_once_and_their_successors_agree(tmp_path: Path) -> None:
+    script = (
+        "import numpy as np; from deltasync.kernels import cpu; "
+        "print([hex(cpu.fingerprint(7, np.arange(999, dtype=kind))) for kind in ('u1', 'u2', 'u4', 'u8')])"
+    )
+    environ = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = set()
+    for _ in range(2):
+        command = [sys.executable, "-c", script]
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) for _ in range(2)]
+        printed |= {child.communicate(timeout=300)[0] for child in running}
+        assert [child.returncode for child in running] == [0, 0]
+    assert len(printed) == 1 and "0x" in printed.pop()

@@ -1,0 +1,191 @@
+"""What people give by mistake, and the one sentence that they get: what was given, and what is wanted.
+
+Nothing is published, followed or changed by any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from deltasync import Publisher, Replica, open_store
+from deltasync.cli import main
+from deltasync.errors import DeltaSyncError
+from trl_callback import DeltaSyncCallback
+
+WEIGHTS = {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}
+
+CHANNELS: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "A channel is a URL, a path or a store, not None."),
+    "a number": (7, "A channel is a URL, a path or a store, not 7."),
+    "a name": ("run", "Not a channel URL: 'run'. Use a path, file:///path"),
+    "a relative path without a dot": ("runs/a", "Not a channel URL: 'runs/a'. Use a path, file:///path"),
+    "an empty URL": ("", "Not a channel URL: ''. Use a path"),
+    "another scheme": ("https://bucket/run", "Not a channel URL: 'https://bucket/run'. Use a path"),
+    "a relative file URL": ("file://run", "A directory is written file:///absolute/path, not 'file://run'."),
+    "the root": (Path("/"), "A directory is written file:///absolute/path, not 'file:///'."),
+    "options of a directory": ("file:///data/run?x=1", "A file:// URL has no '?' and no '#'"),
+    "no bucket": ("s3:///run", "A bucket is written s3://bucket/prefix"),
+    "memory without a name": ("memory://", "An in-memory store is written memory://name"),
+    "credentials": ("s3://key:secret@bucket/run", "credentials"),
+    "half a bucket of the Hub": ("hf://buckets/me", "hf://buckets/namespace/name"),
+    "an unknown option": ("s3://bucket/run?regoin=x", "regoin"),
+}
+
+
+@pytest.mark.parametrize("who", [open_store, Publisher, Replica, DeltaSyncCallback])
+@pytest.mark.parametrize("name", CHANNELS)
+def test_a_channel(who: Callable[[Any], object], name: str) -> None:
+    given, said = CHANNELS[name]
+    with pytest.raises(DeltaSyncError) as caught:
+        who(given)
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_paths_are_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in (tmp_path / "a b", f"{tmp_path}/a b", "./a b", Path("a b")):
+        assert open_store(given).url == f"file://{tmp_path}/a b"
+    with Publisher(tmp_path / "run") as publisher:
+        publisher.publish(WEIGHTS).wait(timeout_s=60)
+    assert Replica("./run").sync() == 1
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown codec": ({"codec": "zip"}, "codec must be one of packed, context, raw, not 'zip'."),
+    "an unknown dtype": ({"dtype": "bf16"}, "dtype must be one of bfloat16, float16, float32, fp8, keep, not 'bf16'."),
+    "a dtype of torch": ({"dtype": torch.bfloat16}, "dtype must be one of"),
+    "no anchors": ({"anchor_every": 0}, "anchor_every must be at least 1"),
+    "anchors by text": ({"anchor_every": "5"}, "anchor_every must be a whole number, not '5'."),
+    "anchors by a fraction": ({"anchor_every": 2.5}, "anchor_every must be a whole number, not 2.5."),
+    "anchors by truth": ({"anchor_every": True}, "anchor_every must be a whole number, not True."),
+    "fewer than no retries": ({"retries": -1}, "retries must be at least 0"),
+    "a time as text": ({"retry_delay_s": "1s"}, "retry_delay_s must be a number, not '1s'."),
+    "a time that is none": ({"peer_timeout_s": float("nan")}, "peer_timeout_s must be"),
+    "retention as a number": ({"retention": 5}, "retention must be a Retention, not 5."),
+    "a checkpoint that is not there": ({"initial": "/no/such/checkpoint"}, "/no/such/checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_publishers_setting(memory_url: str, name: str) -> None:
+    given, said = SETTINGS[name]
+    with pytest.raises(DeltaSyncError) as caught:
+        Publisher(memory_url, **given)
+    assert said in str(caught.value)
+
+
+STREAMS: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "takes a module, a mapping of names to tensors, or pairs of name and tensor, not None"),
+    "a tensor": (torch.zeros(3), "takes a module, a mapping of names to tensors, or pairs of name and tensor, not a Tensor"),
+    "text": ("weights", "takes a module, a mapping of names to tensors, or pairs of name and tensor, not 'weights'"),
+    "names alone": (["weight"], "reads is a pair of name and tensor, not 'weight'"),
+    "tensors alone": ([torch.zeros(3)], "reads is a pair of name and tensor, not a Tensor"),
+    "triples": ([("weight", torch.zeros(3), 1)], "reads is a pair of name and tensor"),
+    "arrays of numpy": ({"weight": np.zeros(3)}, "weight is a ndarray, not a torch.Tensor; torch.from_numpy makes one"),
+    "a list": ({"weight": [1.0, 2.0]}, "weight is a list, not a torch.Tensor"),
+    "a name that is none": ([(1, torch.zeros(3))], "Names of tensors are strings, not 1."),
+    "a name twice": ([("w", torch.zeros(3)), ("w", torch.zeros(3))], "held w twice"),
+    "no tensor at all": ({}, "There is no tensor to publish."),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_published(memory_url: str, name: str) -> None:
+    given, said = STREAMS[name]
+    with Publisher(memory_url) as publisher:
+        with pytest.raises(DeltaSyncError) as caught:
+            publisher.publish(given)
+        assert said in str(caught.value)
+        assert publisher.publish(WEIGHTS).version == 1  # the publisher goes on
+
+
+@pytest.mark.parametrize("given", [WEIGHTS, WEIGHTS.items(), list(WEIGHTS.items()), iter(WEIGHTS.items())])
+def test_what_can_be_published(memory_url: str, given: Any) -> None:
+    with Publisher(memory_url) as publisher:
+        publisher.publish(given).wait(timeout_s=60)
+    replica = Replica(memory_url)
+    replica.sync()
+    assert replica.state_dict().keys() == WEIGHTS.keys()
+
+
+def test_a_module_can_be_published(memory_url: str) -> None:
+    """By its parameters and the buffers that are saved, tied ones once by each name, as `state_dict()` has them."""
+    module = torch.nn.BatchNorm1d(3)
+    with Publisher(memory_url, dtype="keep") as publisher:
+        publisher.publish(module).wait(timeout_s=60)
+    replica = Replica(memory_url)
+    replica.sync()
+    assert replica.state_dict().keys() == module.state_dict().keys()
+
+
+STEPS: dict[str, Any] = {"text": "3", "a fraction": 2.5, "truth": True, "too large": 1 << 70, "a tensor": torch.tensor(1.5)}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step(memory_url: str, name: str) -> None:
+    with Publisher(memory_url) as publisher:
+        with pytest.raises(DeltaSyncError, match="step must be a whole number"):
+            publisher.publish(WEIGHTS, step=STEPS[name])
+        receipt = publisher.publish(WEIGHTS, step=np.int64(7))
+        receipt.wait(timeout_s=60)
+        assert type(receipt.step) is int
+
+
+VERSIONS: dict[str, Any] = {"latest": "latest", "a fraction": 1.5, "truth": True, "zero": 0, "less": -1}
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_version(memory_url: str, name: str) -> None:
+    with Publisher(memory_url) as publisher:
+        publisher.publish(WEIGHTS).wait(timeout_s=60)
+    with pytest.raises(DeltaSyncError, match="version must be a whole number from 1 on, not"):
+        Replica(memory_url).sync(version=VERSIONS[name])
+
+
+COMMANDS: dict[str, tuple[list[str], int, str]] = {
+    "log of a name": (["log", "run"], 3, "Not a channel URL: 'run'"),
+    "log of a directory that is not there": (["log", "{tmp}/no"], 5, "/no holds no channel yet."),
+    "log of another directory": (["log", "{tmp}"], 5, "holds no channel"),
+    "watch of a directory that is not there": (["watch", "{tmp}/no", "--once"], 5, "/no holds no channel yet."),
+    "dashboard of a directory that is not there": (
+        ["dashboard", "{tmp}/no", "--out", "{tmp}/page.html"],
+        5,
+        "/no holds no channel yet.",
+    ),
+    "show of a version by a word": (["show", "{channel}", "first"], 3, "'first' is neither a version"),
+    "show of a version that is not there": (["show", "{channel}", "7"], 5, "7"),
+    "export to a file": (["export", "{channel}", "latest", "{tmp}/file"], 3, "file"),
+    "forget without a rule": (["forget", "{channel}"], 2, "--keep-last"),
+    "forget all": (["forget", "{channel}", "--keep-last", "0"], 2, "--keep-last"),
+    "fold backwards": (["fold", "{channel}", "2", "1"], 3, "1"),
+    "prune with a time that is none": (["prune", "{channel}", "--grace", "soon"], 2, "--grace"),
+    "cp onto itself": (["cp", "{channel}", "{channel}"], 3, "is both source and target"),
+    "keygen over a key": (["keygen", "{tmp}/file"], 3, "file"),
+    "a router without replicas": (["router"], 2, "Missing argument"),
+    "serve from memory": (["serve", "model", "--channel", "memory://run", "--dry-run"], 3, "memory://"),
+    "doctor of a size that is none": (["doctor", "{channel}", "--model", "big"], 2, "600M, 8B or 1T"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command(tmp_path: Path, name: str) -> None:
+    words, exit_code, said = COMMANDS[name]
+    channel = tmp_path / "channel"
+    with Publisher(channel) as publisher:
+        publisher.publish(WEIGHTS).wait(timeout_s=60)
+    (tmp_path / "file").write_text("in the way")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = CliRunner().invoke(main, [word.format(tmp=tmp_path, channel=channel) for word in words])
+    assert done.exit_code == exit_code, done.output
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before

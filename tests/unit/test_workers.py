@@ -1,0 +1,183 @@
+"""Several workers at once: what may be asked of one, and that none is left behind with uncertain weights in silence."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from deltasync.config import ReplicaSettings
+from deltasync.errors import (
+    ApplyError,
+    CommitError,
+    ConfigError,
+    DeltaSyncError,
+    FingerprintMismatchError,
+    SleepingError,
+    StageError,
+)
+from tests import driving
+from tests.driving import Engine, Trainer
+from vllm_plugin.engine import IdleEngine
+from vllm_plugin.messages import Committed, Failure, answer, is_safe
+from vllm_plugin.offline import OfflineReplica
+from vllm_plugin.worker import CALLS, WorkerReplica
+from vllm_plugin.workers import Workers
+
+engine, trainer = driving.engine, driving.trainer  # fixtures
+
+DONE = Committed(1, 0.5, 0.25, 0.125, {})
+
+
+class Two(IdleEngine):
+    """Two workers that fail as they are told to."""
+
+    def __init__(self, **failing: list[Exception | None]) -> None:
+        self.failing = failing
+        self.called: list[str] = []
+
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
+        assert method == "deltasync_call"
+        called = str(args[0])
+        self.called.append(called)
+
+        def body(error: Exception | None) -> Any:
+            if error is not None:
+                raise error
+            return DONE if called == "commit" else None
+
+        return [answer(lambda: body(error)) for error in self.failing.get(called, [None, None])]  # noqa: B023
+
+
+def commit(two: Two) -> Committed:
+    workers = Workers(two, SimpleNamespace(specs={}))  # type: ignore[arg-type]
+    workers._regions = [{}, {}]
+    return asyncio.run(workers.commit())
+
+
+UNCERTAIN, STAGE, MISMATCH = CommitError("half-way"), StageError("untouched"), FingerprintMismatchError("rolled back")
+
+
+@pytest.mark.parametrize(
+    ("failing", "kind"),
+    [
+        ({"commit": [STAGE, None]}, StageError),
+        ({"commit": [STAGE, UNCERTAIN]}, CommitError),
+        ({"commit": [UNCERTAIN, STAGE]}, CommitError),
+        ({"commit": [STAGE, KeyError("x")]}, ApplyError),
+        ({"commit": [STAGE, None], "undo": [None, StageError("someone else wrote there")]}, CommitError),
+        ({"confirm": [MISMATCH, MISMATCH]}, FingerprintMismatchError),
+        ({"confirm": [MISMATCH, UNCERTAIN]}, CommitError),
+        ({"confirm": [None, MISMATCH]}, CommitError),
+    ],
+)
+def test_the_gravest_failure_of_a_commit_is_the_one_that_counts(
+    failing: dict[str, list[Exception | None]], kind: type[DeltaSyncError]
+) -> None:
+    two = Two(**failing)
+    with pytest.raises(DeltaSyncError) as caught:
+        commit(two)
+    assert type(caught.value) is kind
+    assert is_safe(caught.value) is (kind in (StageError, FingerprintMismatchError))
+    assert two.called == ["commit", "undo"] if "commit" in failing else ["commit", "confirm"]
+
+
+def test_times_are_the_longest_and_changes_add_up() -> None:
+    assert commit(Two()) == msgspec.structs.replace(DONE, changed=2)
+
+
+def test_only_what_is_listed_can_be_called(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+    trainer.publish()
+    worker = engine.worker
+    assert worker.deltasync_call("settled")["error"]["kind"] == "NotPublishedError"
+    assert worker.deltasync_open(memory_url) == {"result": None}
+    assert worker.deltasync_call("settled") == {"result": True}
+    for method in ("_audit", "fall_asleep", "call", "__init__", "gone"):
+        told = msgspec.convert(worker.deltasync_call(method)["error"], Failure).error()
+        assert isinstance(told, ConfigError) and repr(method) in str(told)
+    assert all(callable(getattr(WorkerReplica, method)) for method in CALLS)
+
+
+def test_work_that_nobody_waited_for_is_not_taken_for_the_next(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+    trainer.publish()
+    engine.worker.deltasync_open(memory_url)
+    replica = engine.worker._deltasync_replica
+    first = replica.stage([])  # which fails
+    replica.audit(first=False)
+    replica._thread.submit(lambda: None).result(driving.PATIENCE_S)
+    assert (first.state in ("working", "failed"), replica.poll().state, replica.poll().state) == (True, "audited", "idle")
+
+
+def test_a_worker_that_sleeps_touches_nothing(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+    trainer.publish()
+    engine.worker.deltasync_open(memory_url)
+    replica = engine.worker._deltasync_replica
+    replica.fall_asleep()
+    for method in ("settled", "poll", "audit", "stage", "commit", "confirm", "read", "prove"):
+        with pytest.raises(SleepingError):
+            replica.call(method)
+    replica.wake_up()
+    assert replica.call("settled") is False
+
+
+class LLM:
+    """vLLM's offline `LLM` as far as it is used."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.worker = engine.worker
+        self.resets = 0
+        self.llm_engine = SimpleNamespace(set_weight_version=lambda version: None)
+
+    def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+
+@pytest.mark.parametrize("audit_fails", [False, True])
+def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch, audit_fails: bool
+) -> None:
+    llm = LLM(engine)
+    replica = OfflineReplica(llm, ReplicaSettings(channel=memory_url, replica_id="unit"))
+    trainer.publish()
+    assert (replica.sync(), llm.resets) == (1, 1)
+    trainer.publish()
+    memory = engine.worker._deltasync_replica._memory
+    with monkeypatch.context() as patch:
+
+        def fail(staged: Any) -> Any:
+            patch.undo()
+            if audit_fails:
+                patch.setattr(memory, "audit", lambda: 1 // 0)
+            raise CommitError("the weights are uncertain")
+
+        patch.setattr(memory, "commit", fail)
+        if audit_fails:
+            with pytest.raises(CommitError, match="generate nothing"):
+                replica.sync(timeout_s=0)
+            assert llm.resets == 1
+        else:  # it is known what the weights are, although the time was over before
+            with pytest.raises(ApplyError) as caught:
+                replica.sync(timeout_s=0)
+            assert caught.type is ApplyError
+            assert not replica._driver.pauses.held
+    assert replica.sync() == 2
+    assert torch.equal(engine.model.w, trainer.weights["w"])
+    replica.close()
+
+
+def test_an_offline_model_waits_for_a_version_only_so_long(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+    replica = OfflineReplica(LLM(engine), ReplicaSettings(channel=memory_url, replica_id="unit"))
+    with pytest.raises(ApplyError, match="is not live, but version None"):
+        replica.sync(timeout_s=0.1)
+    trainer.publish()
+    with pytest.raises(ApplyError, match="Version 2 is not live, but version 1"):
+        replica.sync(2, timeout_s=0.1)
+    assert replica.version == 1
+    replica.close()

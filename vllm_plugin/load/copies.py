@@ -1,0 +1,125 @@
+"""Copies of weights that vLLM keeps beside its parameters, in attributes of its layers.
+
+FlashInfer, for one, wants attention sinks as float32 and keeps such a copy of the parameter. A commit that writes the
+parameter leaves the copy as it was, so the layer has to make it anew, in place: captured CUDA graphs know its address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deltasync.errors import ModelMismatchError
+
+NAMES = frozenset({"W_UK_T_dcp_qrep"})
+"""Attributes that are copies in another order, so that their values do not tell."""
+
+_HEAD = 1024  # elements that are looked at first
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedCopy:
+    """One copy: `holder.name` is a tensor that was made of a parameter."""
+
+    holder: Any
+    name: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{type(self.holder).__name__}.{self.name}"
+
+
+def find(model: torch.nn.Module) -> list[DerivedCopy]:
+    """Copies that a commit has to refresh, each proven to be made anew in place; live memory is put back. Call paused.
+
+    Raises:
+        ModelMismatchError: one is not made anew in place.
+    """
+    parameters = list(model.parameters())
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    registered = {_storage(tensor) for tensor in (*parameters, *model.buffers())}
+    by_size: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_size.setdefault((parameter.numel(), parameter.device), []).append(parameter.data)
+    copies = []
+    for holder, name, tensor in _attributes(model):
+        if _storage(tensor) in registered or not _is_copy(name, tensor, by_size):
+            continue
+        copy = DerivedCopy(holder, name, dtype)
+        if not _refreshes(copy, tensor):
+            raise ModelMismatchError(
+                f"vLLM keeps a copy of a weight in {copy} and does not make it anew in place, so this model cannot be "
+                "updated."
+            )
+        copies.append(copy)
+    return copies
+
+
+def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Tensors in attributes of modules and of objects that those hold, such as an attention's `impl`; each object once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        plain = [value for value in vars(module).values() if _is_plain(value)]
+        for holder in (module, *plain):
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            for name, value in vars(holder).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    yield holder, name, value
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is an object of vLLM's that works on a module's weights."""
+    return not isinstance(value, torch.nn.Module | torch.Tensor | type) and callable(
+        getattr(value, "process_weights_after_loading", None)
+    )
+
+
+def _is_copy(name: str, tensor: torch.Tensor, by_size: dict[tuple[int, torch.device], list[torch.Tensor]]) -> bool:
+    if name in NAMES:
+        return True
+    sources = by_size.get((tensor.numel(), tensor.device), ())
+    if not sources or tensor.numel() < 2:  # most are neither, and a cache of keys and values is too large to be looked at
+        return False
+    flat = tensor.detach().reshape(-1)
+    if bool((flat[:_HEAD] == flat[0]).all()):
+        return False  # many of one value are scales and the like, and cannot be told from weights by their values
+    alike = (source.reshape(-1) for source in sources)
+    return any(_equal(flat[:_HEAD], source[:_HEAD]) and _equal(flat, source) for source in alike)
+
+
+def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
+    return torch.equal(copy.to(source.dtype), source)
+
+
+def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
+    """Whether the holder makes it anew where it is. What was there is there again."""
+    if not callable(getattr(copy.holder, "process_weights_after_loading", None)) or copy.name in NAMES:
+        return False
+    attributes, before = dict(vars(copy.holder)), tensor.clone()
+    try:
+        with torch.no_grad():
+            tensor.neg_().sub_(1)
+        refresh([copy])
+        return getattr(copy.holder, copy.name) is tensor and torch.equal(tensor, before)
+    except Exception:  # noqa: BLE001 - whatever it is, this copy is not made anew
+        return False
+    finally:
+        vars(copy.holder).update(attributes)
+        with torch.no_grad():
+            tensor.copy_(before)
+
+
+def refresh(copies: Sequence[DerivedCopy]) -> None:
+    """Have their holders make all of these anew; mutates live memory."""
+    with torch.no_grad():
+        for copy in copies:
+            copy.holder.process_weights_after_loading(copy.dtype)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,144 @@
+"""The fallback: tensors that vLLM keeps in a layout of its own (repacked, quantized) are patched in a mirror on the host,
+and the layers they belong to are loaded again by vLLM.
+
+The work is proportional to the layers that changed, not to what changed in them. The fingerprint proves the mirror; that
+live memory holds what the mirror does is left to vLLM's loader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+
+from deltasync.errors import ModelMismatchError
+from deltasync.live import Segment
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import cast, int_view
+from vllm_plugin.load.layers import as_loaded, prepare_reload
+from vllm_plugin.load.plan import LoadPlan
+
+
+def mirrored(
+    plan: LoadPlan, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Copies on the host of the checkpoint's tensors that have a reason in the plan, and of others of their layers.
+
+    Those others get a reason too, because they are loaded again with their layers.
+    """
+    layers = {layer for name in plan.reasons for layer in plan.layers[name]}
+    copies = {
+        name: _on_host(cast(tensor, specs[name].dtype))
+        for name, tensor in tensors
+        if name in specs and plan.layers[name] & layers
+    }
+    for name in copies:
+        plan.reasons.setdefault(name, "others of its layer are loaded again")
+    return copies
+
+
+class Mirror:
+    """Host copies of tensors, and vLLM's layerwise reload from them.
+
+    Args:
+        runner: vLLM's model runner.
+        layers: The modules that each tensor is loaded into.
+        tensors: The tensors as the checkpoint has them; kept, and mutated by commits.
+    """
+
+    def __init__(self, runner: Any, layers: Mapping[str, Set[torch.nn.Module]], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._runner = runner
+        self._layers = layers
+        self._tensors = tensors
+
+    @property
+    def segments(self) -> dict[str, list[Segment]]:
+        """Where the mirrored tensors lie."""
+        return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
+
+    def prove(self) -> None:
+        """Make sure that loading the layers again has an effect, and that the unchanged mirror gives what live memory was.
+
+        Raises:
+            ModelMismatchError: one of these is not so; live memory is as before.
+        """
+        for layers, names in _together(self._layers):  # so that the host holds copies of no more at once
+            self._prove(layers, names)
+
+    def _prove(self, layers: Set[torch.nn.Module], names: Set[str]) -> None:
+        before = {layer: {name: _on_host(tensor) for name, tensor in layer.state_dict().items()} for layer in layers}
+        try:
+            self._negate(names)
+            try:
+                self.reload(names)
+            finally:
+                self._negate(names)
+            idle = sorted(type(layer).__name__ for layer in layers if not _differences(layer, before[layer]))
+            self.reload(names)
+            wrong = sorted(
+                f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])
+            )
+        finally:
+            for layer, tensors in before.items():
+                for name in _differences(layer, tensors):
+                    layer.state_dict()[name].copy_(tensors[name])
+        if idle or wrong:
+            what = f"does not change {idle[0]}" if idle else f"gives another {', '.join(wrong[:5])}"
+            raise ModelMismatchError(
+                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint, and having it load them "
+                f"again {what}, so this model cannot be updated."
+            )
+
+    def _negate(self, names: Set[str]) -> None:
+        for name in names:
+            self._tensors[name].neg_()
+
+    def reload(self, changed: Iterable[str]) -> float:
+        """Load the layers of the mirrored ones among these tensors again; mutates live weights. Returns seconds.
+
+        Raises:
+            Exception: whatever vLLM raises; the layers hold unknown values then.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        layers = {layer for name in changed for layer in self._layers.get(name, ())}
+        if not layers:
+            return 0.0
+        before = time.perf_counter()
+        names = [name for name, of in self._layers.items() if of & layers]
+        model = self._runner.get_model()
+        with torch.no_grad():
+            for layer in layers:
+                prepare_reload(layer)
+                initialize_layerwise_reload(layer)
+            try:
+                as_loaded(model)[0].load_weights((name, self._tensors[name]) for name in names)  # type: ignore[operator]
+            finally:
+                for layer in layers:
+                    finalize_layerwise_reload(layer, self._runner.model_config)
+        return time.perf_counter() - before
+
+
+def _together(layers: Mapping[str, Set[torch.nn.Module]]) -> list[tuple[set[torch.nn.Module], set[str]]]:
+    """Layers and the tensors that are loaded into them, in groups that share no layer."""
+    groups: list[tuple[set[torch.nn.Module], set[str]]] = []
+    for name, of in layers.items():
+        joined, names = set(of), {name}
+        for group in [group for group in groups if group[0] & joined]:
+            groups.remove(group)
+            joined |= group[0]
+            names |= group[1]
+        groups.append((joined, names))
+    return groups
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _differences(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of a layer's tensors that have other bits than these, which are on the host."""
+    now = layer.state_dict()
+    return [name for name in now if not torch.equal(int_view(now[name]).cpu(), int_view(tensors[name]))]

@@ -1,0 +1,98 @@
+"""vLLM's layers, which it changes after loading: as its loader expects them, and on CPUs kept where they can be patched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from vllm_plugin.log import logger
+
+
+def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
+    """A model for `load_weights`, without LoRA's wrappers, and with meta tensors for parameters that vLLM changed.
+
+    Returns:
+        Copies of the modules, all other tensors shared with `model`, which is not touched; and each copy's original.
+    """
+    copies: dict[torch.nn.Module, torch.nn.Module] = {}
+
+    def copy_of(module: torch.nn.Module) -> torch.nn.Module:
+        if any(base.__name__ == "BaseLayerWithLoRA" for base in type(module).__mro__):
+            module = module.base_layer  # type: ignore[assignment]
+        if module not in copies:
+            twin = copies[module] = copy.copy(module)
+            twin._parameters = {**module._parameters, **_before_changes(module)}  # type: ignore[dict-item]
+            twin._buffers = dict(module._buffers)
+            twin._modules = {name: child and copy_of(child) for name, child in module._modules.items()}
+        return copies[module]
+
+    return copy_of(model), {twin: module for module, twin in copies.items()}
+
+
+def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's parameters that did not exist before vLLM had loaded the model, unless it changed the layer as well."""
+    recorded = _recorded(layer)
+    if recorded is None or _before_changes(layer):
+        return {}
+    names = layer._parameters.keys() - recorded.keys() - {"bias"}  # which vLLM does not record
+    return {name: tensor for name in sorted(names) if (tensor := layer._parameters[name]) is not None}
+
+
+def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a layer's parameters were before vLLM changed them, as meta tensors with weight loaders; empty if it did not."""
+    recorded = _recorded(layer) or {}
+    if all(_layout(layer._parameters.get(name)) == _layout(tensor) for name, tensor in recorded.items()):
+        return {}
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    before = {name: restore_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in recorded.items()}
+    for tensor in before.values():
+        tensor.weight_loader = _get_original_loader(tensor)
+    return before
+
+
+def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """A layer's parameters before they were loaded, as vLLM keeps them for its layerwise reload; None if it does not."""
+    layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    info = None if layerwise is None else layerwise.LAYERWISE_INFO.get(layer)
+    return None if info is None else info.restore_metadata[0]
+
+
+def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | None:
+    return None if tensor is None else (tensor.dtype, tensor.shape)
+
+
+def keep_weights_addressable() -> None:
+    """Make vLLM's CPU linear layers use the weights as loaded; call before the model is loaded. No-op elsewhere.
+
+    By default vLLM repacks them for oneDNN or SGL kernels and frees the original, so that no address holds a checkpoint
+    element any more.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import vllm._custom_ops
+    from vllm.model_executor.layers import utils
+
+    @functools.wraps(utils.check_cpu_sgl_kernel)
+    def check_cpu_sgl_kernel(*_: object) -> bool:
+        return False
+
+    vllm._custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
+    logger.info("deltasync keeps CPU linear weights unpacked so that they can be patched in place")
+
+
+def prepare_reload(layer: Any) -> None:
+    """Make vLLM repack an expert layer on a CPU when it is loaded again: 0.31 does so only while it builds its kernel."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+        layer.quant_method.moe_kernel = None
