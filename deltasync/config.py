@@ -24,6 +24,8 @@ DTYPES = ("bfloat16", "float16", "float32", "fp8", "keep")
 PLACEMENTS = ("auto", "device", "host")
 COMPRESSIONS = ("none", "zstd")
 KV_CACHE = ("keep", "recompute")
+PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
+"""How a setting says which versions a replica takes (`deltasync.follow.Pin`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +265,7 @@ class ReplicaSettings(ReaderSettings):
         allowed_channels: Prefixes, with commas between them, of the channels that callers of vLLM's weight-transfer routes
             may name instead of `channel`, such as `s3://bucket/runs`; None for no other channel.
         replica_id: Name of the heartbeat object: the host's by default, for a server with its port (`at_port`).
+        pin: The versions to take: `newest`, a number to stay at, `every 10` for multiples, `2 behind` the newest.
         poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
         heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
         audit_interval_s: How often all bits in memory are read and held to the version, while no other version is there to
@@ -281,6 +284,7 @@ class ReplicaSettings(ReaderSettings):
     adapter: _Name | None = None
     allowed_channels: str | None = None
     replica_id: _Name = dataclasses.field(default_factory=_default_replica_id)
+    pin: Annotated[str, _Rule("newest, a version, `every K` or `K behind`", pattern=PIN)] = "newest"
     poll_interval_s: _PositiveSeconds = 1.0
     heartbeat_interval_s: _PositiveSeconds = 10.0
     audit_interval_s: _Seconds = 3600.0

@@ -47,8 +47,8 @@ class Fleet:
             return {}
         live = [beat for beat in seen if heartbeat.is_live(beat)]
         metrics: dict[str, float] = {"delta_sync/replicas": len(live)}
-        if live:
-            slowest = min(_served(beat, published) for beat in live)
+        if following := [beat for beat in live if beat.pin is None]:
+            slowest = min(_served(beat, published) for beat in following)
             metrics["delta_sync/served_lag"] = max(0, newest_version - slowest)
         return metrics
 

@@ -32,7 +32,7 @@ from deltasync.errors import (
     MissingVersionError,
     SleepingError,
 )
-from deltasync.follow import Course, Follower
+from deltasync.follow import Course, Follower, Pin
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.tensors.bits import bits_of
@@ -119,7 +119,7 @@ class AdapterDriver(Driver):
     def _have(self) -> Version | None:
         return None if self._follower is None else self._follower.version
 
-    async def _follow_once(self, number: int | None) -> bool:
+    async def _follow_once(self, pin: Pin) -> bool:
         await self._scout.ask("published", self._check_published)
         async with self._busy:
             await self._retire()
@@ -127,7 +127,7 @@ class AdapterDriver(Driver):
                 raise SleepingError("vLLM sleeps. No adapter is loaded until it wakes up.")
             if self._follower is not None and not self._follower.settled:
                 await asyncio.to_thread(self._find_out, self._follower)
-        way = await self._scout.next(self._have, number)
+        way = await self._scout.next(self._have, pin)
         async with self._busy:
             if way:
                 self._state = "staging"

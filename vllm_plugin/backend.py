@@ -33,6 +33,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
+from deltasync.follow import Pin
 from vllm_plugin.driver import Driver
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
@@ -173,7 +174,7 @@ class DeltaSyncEngine(WeightTransferEngine):
         if self._driver is None:
             self._choose(None)
         assert self._driver is not None
-        self._loop.run_until_complete(self._driver.look_until_done(version))
+        self._loop.run_until_complete(self._driver.look_until_done(None if version is None else Pin(version)))
         status = self._driver.status(0)
         if status.error is not None or not self._driver.caught_up:
             raise ApplyError(status.error or f"Version {version} is not live.")

@@ -15,7 +15,7 @@ from deltasync.channel.documents import Version
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.record import Stored
 from deltasync.errors import DeltaSyncError, TransientStoreError
-from deltasync.follow import Course, Poll
+from deltasync.follow import Course, Pin, Poll
 from deltasync.stores import ObjectInfo, Store
 from vllm_plugin.log import logger
 from vllm_plugin.messages import Status
@@ -102,7 +102,7 @@ class Scout:
         """The bits in memory were to blame, and not the last way."""
         self._accused, self._anew = None, True
 
-    async def next(self, have: Version | None, number: int | None) -> list[Stored]:
+    async def next(self, have: Version | None, pin: Pin) -> list[Stored]:
         """What to take now, see `Course.next`."""
         if self._accused is not None:
             self._course.refused(*self._accused)
@@ -113,9 +113,7 @@ class Scout:
             course.forgive()
         now = self._anew or again
         self.known, self.is_asked, self._anew = None, False, False
-        way: list[Stored] = await self.ask(
-            (have, number), lambda: course.next(have, number=number, known=known, now=now, told=told)
-        )
+        way: list[Stored] = await self.ask((have, pin), lambda: course.next(have, pin=pin, known=known, now=now, told=told))
         return way
 
     async def ask(self, asked: Hashable, action: Callable[[], Any]) -> Any:

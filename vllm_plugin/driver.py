@@ -33,7 +33,7 @@ from deltasync.errors import (
     SleepingError,
     printable,
 )
-from deltasync.follow import Course, Poll
+from deltasync.follow import NEWEST, Course, Pin, Poll
 from deltasync.stores import ObjectInfo, open_store
 from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin.background import Beats, Scout
@@ -57,6 +57,7 @@ class Driver:
     """Follows one channel for one server.
 
     Attributes:
+        pin: Which versions it takes; may be set while it follows.
         identity: The version that tokens are made with; changes only while generation is paused. None before the first.
         commits: The last ones.
     """
@@ -70,6 +71,7 @@ class Driver:
         store = behind_cache(open_store(settings.channel), settings.cache_dir, settings.cache_bytes)
         self._reader = ChannelReader(store, settings.trusted_keys)
         self._course = Course(self._reader, settings.max_age_s, prefetch=isinstance(store, CachedStore))  # for the workers
+        self.pin = Pin.parse(settings.pin)
         self._scout = Scout(self._course)
         self._workers = Workers(engine, self._reader)
         self.pauses = Pauses(engine)
@@ -128,8 +130,9 @@ class Driver:
             return f"This server serves no version of {self._reader.store.url} yet. {self._error or ''}".rstrip()
         if self._state == "sleeping" or self.pauses.held:
             return f"This server does not generate now. {self._error or ''}".rstrip()
-        if newest - served > self._settings.ready_behind:
-            return f"This server serves version {served}, {newest - served} behind version {newest}."
+        if not self.pin.is_near(served, newest, self._settings.ready_behind):
+            where = f"{newest - served} behind" if self.pin == NEWEST else f"and is pinned ({self.pin}); the newest is"
+            return f"This server serves version {served}, {where} version {newest}."
         return self._stale
 
     def status(self, commit_count: int = HISTORY) -> Status:
@@ -145,6 +148,7 @@ class Driver:
             epoch=None if identity is None else identity.epoch,
             sha256=None if identity is None else identity.sha256,
             newest_version=self._newest,
+            pin=None if self.pin == NEWEST else str(self.pin),
             last_look_s_ago=self._last_look_s_ago,
             error=self._error if stale is None else stale,
             kv_cache=self._settings.kv_cache,
@@ -209,31 +213,31 @@ class Driver:
         self._state, self._error = heartbeat.STOPPED, None
         await self._beats.stop(self.status(0))
 
-    async def look_until_done(self, number: int | None = None, deadline: float = math.inf) -> None:
+    async def look_until_done(self, pin: Pin | None = None, deadline: float = math.inf) -> None:
         """In place of `run`: look until nothing is left to take, or nothing comes of it; `status` tells which.
 
         Args:
-            number: See `look`.
+            pin: See `look`.
             deadline: When to stop, by `time.monotonic`, unless it is not known what the weights are.
         """
         failed = 0
         while True:
-            await self.look(number, asked=not failed)
+            await self.look(pin, asked=not failed)
             failed += self._state == "failed"
             if self.caught_up or self._state in ("waiting", "sleeping") or failed > _DETOURS:
                 return
             if time.monotonic() > deadline and not self.pauses.held:
                 return
 
-    async def look(self, number: int | None = None, *, asked: bool = False) -> None:
-        """Go one step towards a version, the newest by default, and report what came of it.
+    async def look(self, pin: Pin | None = None, *, asked: bool = False) -> None:
+        """Go one step to where a pin points, the driver's own by default, and report what came of it.
 
         Where somebody `asked` for it, what was damaged before is tried again.
         """
         self._begun += 1
         self._scout.is_asked |= asked
         try:
-            if await self._follow_once(number):
+            if await self._follow_once(self.pin if pin is None else pin):
                 self._caught_up = self._begun
         except NotPublishedError as error:
             self._report("waiting", f"Waiting for the first version: {error}")
@@ -250,14 +254,14 @@ class Driver:
         self._looked.set()
         self._looked = asyncio.Event()
 
-    async def _follow_once(self, number: int | None) -> bool:
+    async def _follow_once(self, pin: Pin) -> bool:
         """Take what there is to take; whether there was nothing."""
         async with self._busy:
             if not self._opened:
                 await self._open()
             elif self.pauses.held or not await self._workers.settled():
                 await self._settle()
-        way = await self._scout.next(self._have, number)
+        way = await self._scout.next(self._have, pin)
         async with self._busy:
             if not way:
                 await self._audit_if_due()

@@ -4,6 +4,7 @@ GET  /deltasync/                 a live page for people
 GET  /deltasync/status           version served, lag, errors, and each commit's numbers
 GET  /deltasync/ready            200 while a version that is new enough is served, otherwise 503; needs no token
 POST /deltasync/sync             look at the channel now, and answer once a version is served
+POST /deltasync/pin              stay at a version, or pass over some, and answer once that is served
 POST /request_weight_update      the same, for trainers that speak PipelineRL's inference contract
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
@@ -21,7 +22,7 @@ import importlib.resources
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -29,15 +30,18 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, redacted
+from deltasync.follow import Pin
 from vllm_plugin import compat
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.engine import is_salted
 from vllm_plugin.log import logger
-from vllm_plugin.messages import Status, Sync, WeightUpdate, body_of
+from vllm_plugin.messages import PinTo, Status, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import other_pauses
 from vllm_plugin.requests import is_loopback, stranger, token_matches, wait_ready
 from vllm_plugin.versions import note_spans, versions_header
+
+_Body = TypeVar("_Body")
 
 _BODY_BYTES = 4 << 20  # other trainers name every tensor in theirs
 _MOST_HELD = 64  # requests that wait for a version
@@ -107,6 +111,15 @@ class DeltaSyncEndpoints:
         @app.post("/deltasync/sync", dependencies=guarded)
         async def sync(request: Request) -> Response:
             return await self._sync(await _body(request, Sync))
+
+        @app.post("/deltasync/pin", dependencies=guarded)
+        async def pin(request: Request) -> Response:
+            wanted = await _body(request, PinTo)
+            try:
+                self._running().pin = Pin.parse(wanted.pin)
+            except ConfigError as error:
+                raise _Refused(422, str(error)) from None
+            return await self._sync(Sync(timeout_s=wanted.timeout_s))
 
         @app.post("/request_weight_update", dependencies=guarded)
         async def request_weight_update(request: Request) -> Response:
@@ -238,7 +251,8 @@ class DeltaSyncEndpoints:
             which = "The newest version" if wanted.version is None else f"Version {wanted.version}"
             sentence = (
                 f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status.version}, "
-                f"the newest is version {status.newest_version}, and it is {status.state}."
+                f"the newest is version {status.newest_version}, and it is {status.state}"
+                f"{'' if status.pin is None else f', pinned: {status.pin}'}."
             )
             return _json({"error": sentence, "cause": status.error} | _in_short(status), 504)
         finally:
@@ -263,7 +277,7 @@ class DeltaSyncEndpoints:
         return self._driver
 
 
-async def _body(request: Request, kind: type[WeightUpdate]) -> WeightUpdate:
+async def _body(request: Request, kind: type[_Body]) -> _Body:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk

@@ -165,6 +165,7 @@ class Status(msgspec.Struct, kw_only=True):
     epoch: str | None = None
     sha256: str | None = None
     newest_version: int | None = None
+    pin: str | None = None
     last_look_s_ago: float | None = None
     error: str | None = None
     kv_cache: str | None = None
@@ -177,18 +178,29 @@ class Status(msgspec.Struct, kw_only=True):
     logprobs_mode: str | None = None
 
 
+HeldSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+"""How long a request may be held until a version is served."""
+
+
 class WeightUpdate(msgspec.Struct, kw_only=True):
     """Body of `POST /request_weight_update`; fields of other trainers are ignored."""
 
     version: Number | None = None
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    timeout_s: HeldSeconds = 60.0
 
 
 class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /deltasync/sync`, where a field that is not one is a mistake."""
 
 
-def body_of(data: bytes, kind: type[WeightUpdate]) -> WeightUpdate:
+class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /deltasync/pin`; `pin` as `deltasync.follow.Pin.parse` takes it."""
+
+    pin: str
+    timeout_s: HeldSeconds = 60.0
+
+
+def body_of(data: bytes, kind: type[_T]) -> _T:
     """The body of a request; an empty one has no fields.
 
     Raises:

@@ -26,6 +26,7 @@ from deltasync.errors import (
     UNREADABLE_JSON,
     AckTimeoutError,
     ConfigError,
+    DeltaSyncError,
     FormatError,
     ObjectMissingError,
     TransientStoreError,
@@ -64,6 +65,7 @@ class Heartbeat:
         version, epoch, sha256: Identity of the version that it serves, None before the first.
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         newest_version: Newest version it has seen.
+        pin: Which versions it takes, None for the newest. Nobody waits for a replica that is pinned.
         time_s: Seconds since the epoch, by the replica's clock.
     """
 
@@ -74,6 +76,7 @@ class Heartbeat:
     epoch: Epoch | None = None
     sha256: Sha256 | None = None
     newest_version: Number | None = None
+    pin: str | None = None
     error: str | None = None
     time_s: float = dataclasses.field(default_factory=time.time)
 
@@ -161,6 +164,35 @@ def ask_status(url: str) -> dict[str, Any] | None:
     return status
 
 
+def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
+    """Have a server go to a version, and wait until it serves that.
+
+    Args:
+        url: The server's.
+        route: `sync` or `pin`.
+        body: What the route takes.
+        timeout_s: How long the server may take.
+
+    Returns:
+        What the server answers: the version that it serves.
+
+    Raises:
+        AckTimeoutError: it does not serve it in time.
+        DeltaSyncError: it does not answer, or refuses, and why.
+    """
+    url = url.rstrip("/")
+    whole = msgspec.json.encode({**body, "timeout_s": timeout_s})
+    answer, error, code = _call(f"{url}/deltasync/{route}", whole, timeout_s + _ANSWER_S)
+    try:
+        found: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
+    except UNREADABLE_JSON:
+        found = {}
+    if error is None and "version" in found:
+        return found
+    said = f"{found.get('error', '')} {found.get('cause') or ''}".strip() or error or "the answer is not deltasync's."
+    raise (AckTimeoutError if code == 504 else DeltaSyncError)(f"{url}: {said}")
+
+
 def wake(urls: Sequence[str], version: int) -> None:
     """Have servers look for a version now instead of at their next poll; one that does not answer is left alone."""
     # Too short to wait for anything: a server looks as soon as it is asked for a version.
@@ -225,7 +257,7 @@ def wait_for(
             if time.monotonic() >= deadline:
                 raise
         else:
-            live = [beat for beat in heartbeats if is_live(beat)]
+            live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
             serving = [beat for beat in live if _serves(beat, version, published)]
             lagging = [beat for beat in live if not _serves(beat, version, published)]
             if len(serving) >= (needed or 1) and not (needed is None and lagging):
@@ -273,7 +305,9 @@ def _explain(
         names = ", ".join(beat.replica_id for beat in serving)
         return f"{published} {len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live."
     ages = ", ".join(
-        f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago)" for beat in heartbeats
+        f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago"
+        f"{'' if beat.pin is None else f', pinned: {beat.pin}'})"
+        for beat in heartbeats
     )
     return f"{published} no replica is live. Last heard of: {ages}. Restart them, or set their clocks right."
 
@@ -292,6 +326,7 @@ class _Status(msgspec.Struct):
     version: Number | None = None
     epoch: Epoch | None = None
     sha256: Sha256 | None = None
+    pin: str | None = None
     error: str | None = None
     channel: str | None = None
 
@@ -315,11 +350,18 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     elif found is not None and found != run_id:
         version, error = None, f"it follows run {found} of {status.channel}"
     return Heartbeat(
-        replica_id=url, run_id=found, version=version, state=state, epoch=status.epoch, sha256=status.sha256, error=error
+        replica_id=url,
+        run_id=found,
+        version=version,
+        state=state,
+        epoch=status.epoch,
+        sha256=status.sha256,
+        pin=status.pin,
+        error=error,
     )
 
 
-def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int | None]:
+def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:
     """What a GET, or with a body a POST, returns; what went wrong; the HTTP status of the answer, if there was one."""
     token = ReplicaSettings.from_env().http_token
     headers = {} if body is None else {"Content-Type": "application/json"}
@@ -327,13 +369,20 @@ def _call(url: str, body: bytes | None = None) -> tuple[bytes, str | None, int |
         headers["Authorization"] = f"Bearer {token}"
     opener = urllib.request.build_opener(_NoRedirects)
     try:
-        with opener.open(urllib.request.Request(url, body, headers), timeout=_ANSWER_S) as reply:
+        with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
             return reply.read(_MOST_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
         redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
-        return b"", f"{url} answered {error.code}{redirect}", error.code
+        return _said(error), f"{url} answered {error.code}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer: {error}", None
+
+
+def _said(error: urllib.error.HTTPError) -> bytes:
+    """The body of a refusal, empty if it cannot be read."""
+    with contextlib.suppress(OSError, http.client.HTTPException), error:
+        return error.read(_MOST_BYTES)
+    return b""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

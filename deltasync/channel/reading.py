@@ -39,21 +39,24 @@ _END_BYTES = 1 << 14  # of a record, in which its document nearly always fits
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
-    """Results of `action` in order, those of the next `count` items being made in threads meanwhile."""
+    """Results of `action` in order, those of the next `count` items being made in threads meanwhile.
+
+    Closing it waits for no thread: where it was dropped half used, the garbage collector closes it, which may run in any
+    thread and under any lock, also one that the end of a thread needs.
+    """
     if len(items) == 1:
         yield action(items[0])
         return
-    with ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch") as pool:
+    pool = ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch")
+    try:
         waiting = deque(pool.submit(action, item) for item in items[:count])
-        try:
-            for at in range(len(items)):
-                result = waiting.popleft().result()
-                if at + count < len(items):
-                    waiting.append(pool.submit(action, items[at + count]))
-                yield result
-        finally:
-            for future in waiting:
-                future.cancel()
+        for at in range(len(items)):
+            result = waiting.popleft().result()
+            if at + count < len(items):
+                waiting.append(pool.submit(action, items[at + count]))
+            yield result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class ChannelReader:

@@ -15,6 +15,8 @@ _COMMANDS = {
     "demo": "Train a tiny model with TRL while a real vLLM follows it, on this machine.",
     "serve": "Start vLLM as a replica of a channel.",
     "follow": "Follow a channel with a replica in host memory.",
+    "sync": "Have a server look at its channel now.",
+    "pin": "Keep a server at a version, or let it go on.",
     "watch": "Watch a channel: versions, replicas, cost.",
     "dashboard": "Show a channel as a page, live or as one file.",
     "log": "List the versions of a channel.",
@@ -32,7 +34,11 @@ _COMMANDS = {
     "keygen": "Make a key to sign a channel with.",
 }
 
-_HOUSEKEEPING = ("check", "repair", "forget", "prune", "fold", "export", "cp")
+_TOGETHER = {
+    **dict.fromkeys(("check", "repair", "forget", "prune", "fold", "export", "cp"), "housekeeping"),
+    **dict.fromkeys(("sync", "pin"), "servers"),
+}
+"""Modules that hold several commands."""
 
 _EPILOG = """\b
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 wrong setting, 4 damaged or unknown format, 5 versions do not
@@ -56,9 +62,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        together = cmd_name in _HOUSEKEEPING
-        module = importlib.import_module(f"deltasync.cli.{'housekeeping' if together else cmd_name}")
-        command: click.Command = getattr(module, cmd_name if together else "command")
+        module = importlib.import_module(f"deltasync.cli.{_TOGETHER.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name if cmd_name in _TOGETHER else "command")
         _tell_exit_codes(command)
         return command
 

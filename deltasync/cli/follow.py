@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 
 @channel_command("follow", "One JSON object per version.")
 @click.option("--once", is_flag=True, help="Go to the newest version and exit.")
+@click.option(
+    "--pin", "where", metavar="WHERE", help="Take only some versions, as DELTASYNC_PIN says it: see deltasync pin."
+)
 @timeout
-def command(reader: ChannelReader, once: bool, timeout_s: float | None, as_json: bool) -> None:
+def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: float | None, as_json: bool) -> None:
     """Follow CHANNEL with a replica in host memory; every version's bits are checked.
 
     Waits for the first version. Ends with Ctrl-C, or as the options say.
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
-    from deltasync.follow import Poll, Replica
+    from deltasync.follow import NEWEST, Pin, Poll, Replica
 
+    settings = ReplicaSettings.from_env(pin=where)
+    pin = Pin.parse(settings.pin)
     replica = Replica(reader)
     changed = threading.Event()
     told: ObjectInfo | None = None
@@ -46,10 +51,10 @@ def command(reader: ChannelReader, once: bool, timeout_s: float | None, as_json:
         failed = False
         before, started = replica.identity, time.perf_counter()
         try:
-            if once or before is None:
+            if (once or before is None) and pin == NEWEST:
                 replica.sync()
             else:
-                replica.poll(told)
+                replica.poll(told, pin)
             told = None
         except DeltaSyncError as error:
             if once or (before is None and not isinstance(error, NotPublishedError)):
@@ -72,5 +77,5 @@ def command(reader: ChannelReader, once: bool, timeout_s: float | None, as_json:
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
             return
         if poll is None:
-            poll = Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, tell)
+            poll = Poll(reader.store, settings.poll_interval_s, tell)
         changed.wait(poll.delay_s(identity != before, settled=not failed))

@@ -21,6 +21,7 @@ from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError, StoreError
+from deltasync.follow.pin import NEWEST, Pin
 from deltasync.follow.prefetch import Prefetch
 from deltasync.stores.base import ObjectInfo
 
@@ -68,6 +69,7 @@ class Course:
         self._absent: tuple[str, float] | None = None  # the slot that a request said is missing, and when
         self._lists_instead = False
         self._rest: list[Stored] = []
+        self._pin = NEWEST  # of the last call
         self._found_at_once = 0
         self._left_out: dict[str, tuple[float, str]] = {}  # objects that plans avoid: until when, and why
         self._singly_to = 0
@@ -78,7 +80,7 @@ class Course:
         self,
         have: Version | None,
         *,
-        number: int | None = None,
+        pin: Pin = NEWEST,
         known: ObjectInfo | None = None,
         now: bool = False,
         told: bool = False,
@@ -87,28 +89,31 @@ class Course:
 
         Args:
             have: The version whose bits the replica has, None for none.
-            number: Go to this version instead of the newest.
+            pin: Where to go instead of to the newest version.
             known: What an event told of a new record.
             now: Look although no look is due.
             told: The store tells of new records, so looks can be rare.
 
         Raises:
-            NotPublishedError: the channel has no version yet.
+            NotPublishedError: the channel has no version yet, or none that the pin allows.
             MissingVersionError: no way leads there now; ask again later.
             ChainError, FormatError, StoreError: nothing to take now.
         """
-        if self._rest and self._rest[0].base == have and number in (None, self._rest[-1].record.version):
+        if pin != self._pin:
+            self._pin, self._lost, self._look_due_s = pin, True, 0.0
+        elif self._rest and self._rest[0].base == have:
             return self._batch(self._rest, have)
         self._rest = []
-        if number is not None:
-            return self._batch(self._to_number(have, number), have)
         due = now or time.monotonic() >= self._look_due_s
         if self._problem is not None and not due and known is None:
             raise self._problem
         self._problem = None
         looks = due or self._lost
+        look_s = _LOOK_LIVE_S if told else LOOK_S
         try:
-            way = self._look(have, _LOOK_LIVE_S if told else LOOK_S) if looks else []
+            if pin != NEWEST:
+                return self._batch(self._to_pin(have, pin, look_s if due else None), have)
+            way = self._look(have, look_s) if looks else []
             if not way and not self._lost:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
@@ -235,11 +240,7 @@ class Course:
 
     def _look(self, have: Version | None, due_s: float) -> list[Stored]:
         """Find the newest version, and a way there; look again after `due_s`. Raises MissingVersionError for no way."""
-        now = time.monotonic()
-        self._left_out = {key: out for key, out in self._left_out.items() if now < out[0]}
-        self._look_due_s = now + due_s
-        self._looks += 1
-        listed = self._looks % _LIST_EVERY == 0
+        listed = self._begin_look(due_s)
         if not listed:
             newest = self._find_newest(listed=False)
             if newest is None or have is None or _is_after(newest, have) or not self._lost:
@@ -254,6 +255,14 @@ class Course:
             self._lost = True
             self.forgive()  # what the store answered once may have been wrong
             raise
+
+    def _begin_look(self, due_s: float) -> bool:
+        """Note a look, the next of which is due after `due_s`; whether this one should list."""
+        now = time.monotonic()
+        self._left_out = {key: out for key, out in self._left_out.items() if now < out[0]}
+        self._look_due_s = now + due_s
+        self._looks += 1
+        return self._looks % _LIST_EVERY == 0
 
     def _is_lost(self, have: Version, newest: Version) -> bool:
         """Whether the store went back to before a version, by a backup: nothing in it can come after that version then.
@@ -320,19 +329,30 @@ class Course:
             self._note(stored.record.base)
         return stored.record.base
 
-    def _to_number(self, have: Version | None, number: int) -> list[Stored]:
-        newest = self._find_newest(listed=False)
-        if newest is None or number > newest.version:
+    def _to_pin(self, have: Version | None, pin: Pin, due_s: float | None) -> list[Stored]:
+        """The way to where a pin points now, in each look held to what the channel has; `due_s` is None between looks."""
+        listed = due_s is not None and self._begin_look(due_s)
+        if due_s is None and have is not None and have.version == pin.version:
+            return []
+        newest = self._find_newest(listed)
+        if not listed and due_s is not None and (newest is None or pin.of(newest.version) > newest.version):
             newest = self._find_newest(listed=True)
-        if newest is None:
-            raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
-        if not 1 <= number <= newest.version:
+        number = 0 if newest is None else pin.of(newest.version)
+        if newest is None or not number:
+            self._look_due_s = 0.0
+            raise NotPublishedError(
+                f"{self.reader.store.url} holds no version yet{'' if newest is None else f' for {pin}'}."
+            )
+        if number > newest.version:
+            self._look_due_s = 0.0
             raise MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
+        self._note(newest)
+        self._check_age()
+        if due_s is None and have is not None and have.version == number:
+            return []
         target = newest if number == newest.version else self.reader.numbered(number).version
         backward = have is not None and have.version >= target.version and have != target
-        way = self._find_way(None if backward else have, target)
-        self._rest, self._lost = [], True
-        return way
+        return self._find_way(None if backward else have, target)
 
     def _batch(self, way: Sequence[Stored], have: Version | None) -> list[Stored]:
         """The first hops of a way that are worth one commit; the rest is remembered.

@@ -20,6 +20,7 @@ from deltasync.config import ReaderSettings, whole_number
 from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, NotPublishedError
 from deltasync.follow.course import Course
 from deltasync.follow.follower import Follower
+from deltasync.follow.pin import NEWEST, Pin
 from deltasync.follow.poll import Poll
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.stores import ObjectInfo, Store, open_store
@@ -93,8 +94,7 @@ class Replica:
             NotPublishedError: the channel has no version yet.
             ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
         """
-        if version is not None:
-            version = whole_number("version", version, least=1)
+        pin = NEWEST if version is None else Pin(whole_number("version", version, least=1))
         self._course.forgive()
         deadline = time.monotonic() + timeout_s
         changed = threading.Event()
@@ -103,7 +103,7 @@ class Replica:
             while True:
                 left_s = deadline - time.monotonic()
                 try:
-                    self._advance(version)
+                    self._advance(pin)
                     assert self.version is not None
                     return self.version
                 except (NotPublishedError, MissingVersionError):
@@ -114,20 +114,24 @@ class Replica:
                 changed.wait(min(left_s, poll.delay_s(moved=False)))
                 changed.clear()
 
-    def poll(self, known: ObjectInfo | None = None) -> int:
+    def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
         """Take what follows, if there is something, by the one request that a replica makes over and over.
 
         Otherwise as `sync`, but it may miss, for seconds, a newest version to which that request does not lead.
 
         Args:
             known: What an event told of a new record.
+            pin: Which versions to take.
+
+        Raises:
+            NotPublishedError: the channel has no version yet, or none that the pin allows.
         """
-        self._advance(None, known=known, look=False)
+        self._advance(pin, known=known, look=False)
         assert self.version is not None
         return self.version
 
-    def _advance(self, number: int | None, *, known: ObjectInfo | None = None, look: bool = True) -> None:
-        """Take every step to a version. What fails is left out where there is another way."""
+    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> None:
+        """Take every step to where the pin points. What fails is left out where there is another way."""
         detours, looked = 0, not look
         while True:
             if self._follower is not None and not self._follower.settled:
@@ -136,9 +140,9 @@ class Replica:
                 if before is not None and self.identity is None:
                     self._course.acquit()
             now = look and self._course.stuck
-            way = self._course.next(self.identity, number=number, known=known, now=now)
-            if not way and not looked and number is None:
-                looked, way = True, self._course.next(self.identity, now=True)
+            way = self._course.next(self.identity, pin=pin, known=known, now=now)
+            if not way and not looked:
+                looked, way = True, self._course.next(self.identity, pin=pin, now=True)
             if not way:
                 return
             if self._follower is None:

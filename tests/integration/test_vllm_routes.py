@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from deltasync import Publisher
 from deltasync.channel import documents, record, signing
 from deltasync.channel.signing import Signer
+from deltasync.cli import main
 from deltasync.demo.processes import get_json
 from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_model, serving
 
@@ -87,6 +89,29 @@ def test_sync_waits_for_a_version_that_is_published_later(server: Server) -> Non
     waiting.join()
     assert [(status, reply["version"]) for status, reply in replies] == [(200, wanted)]
     server.assert_serves(wanted)
+
+
+def test_a_server_goes_back_to_a_version_and_on_again_by_the_command(server: Server) -> None:
+    older, then = server.status()["version"], server.json("/deltasync/digest")
+    for _ in range(2):
+        server.step()
+        newest = server.publish()
+    server.assert_serves(newest)
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(main, [arguments[0], server.url, *arguments[1:]], env={"DELTASYNC_HTTP_TOKEN": TOKEN})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert run("pin", str(older)) == f"{server.url} serves version {older}\n"
+    assert server.json("/deltasync/digest") == then
+    with server.open("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4}) as reply:
+        assert reply.headers["x-deltasync-versions"] == str(older)
+    assert (server.status()["pin"], server.status()["newest_version"]) == (str(older), newest)
+    assert run("pin", "1 behind") == f"{server.url} serves version {newest - 1}\n"
+    assert json.loads(run("pin", "--json"))["version"] == newest
+    assert run("sync") == f"{server.url} serves version {newest}\n"
+    server.assert_serves(newest)
 
 
 def test_sync_says_when_time_is_up_and_what_is_wrong_with_a_request(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from deltasync import Replica, codec, housekeeping, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta
-from deltasync.channel.reading import ChannelReader
+from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.kernels import cpu
 from deltasync.tensors import TensorSpec, fingerprint
@@ -20,6 +21,7 @@ from tests.conftest import assert_same_bits
 
 SPEC = TensorSpec("w", "int16", (100,))
 KEY = fingerprint.tensor_key("w")
+PATIENCE_S = 60.0
 
 
 def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torch.Tensor:
@@ -91,3 +93,27 @@ def test_blocks_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
     damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "blocks": wrong}})
     with pytest.raises(CorruptDataError):
         list(codec.get("packed").decode(damaged, {"w": SPEC}))
+
+
+def test_closing_what_is_read_ahead_waits_for_no_thread() -> None:
+    """The collector closes what was dropped, maybe where the end of a thread needs a lock that is held: never wait there."""
+    go_on, entered, asked = threading.Event(), threading.Event(), []
+
+    def action(item: int) -> int:
+        asked.append(item)
+        if item:
+            entered.set()
+            go_on.wait(PATIENCE_S)
+        return item
+
+    found = ahead(action, range(10), 1)
+    try:
+        assert next(found) == 0
+        assert entered.wait(PATIENCE_S)
+        closing = threading.Thread(target=found.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive() and not go_on.is_set()
+    finally:
+        go_on.set()
+    assert asked == [0, 1]

@@ -1,0 +1,64 @@
+"""Which of a channel's versions a replica goes to: the newest, or another one for evaluation or as a canary."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Self
+
+from deltasync.config import PIN
+from deltasync.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """Where a replica stays, or which versions it passes over.
+
+    Attributes:
+        version: The one that it stays at; None to go on with the channel.
+        every: Take only versions whose number is a multiple of this.
+        behind: Stay so many versions behind the newest.
+    """
+
+    version: int | None = None
+    every: int = 1
+    behind: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `newest`, a version's number, `every K` or `K behind`.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        found = re.fullmatch(PIN, text.strip())
+        if found is None:
+            raise ConfigError(f"A pin is newest, a version, `every K` or `K behind`, not {text!r}.")
+        return cls(**{name: int(number) for name, number in found.groupdict().items() if number is not None})
+
+    def of(self, newest: int) -> int:
+        """The number to go to, 0 for none yet."""
+        if self.version is not None:
+            return self.version
+        return max(0, newest - self.behind) // self.every * self.every
+
+    def is_near(self, served: int, newest: int, within: int) -> bool:
+        """Whether what is served is what the pin points to, or, where it moves, at most so many versions before it.
+
+        Args:
+            served: The version served.
+            newest: The channel's newest.
+            within: Versions; where only each k-th is taken, one of those counts as near in any case.
+        """
+        if self.version is not None:
+            return served == self.version
+        return 0 <= self.of(newest) - served <= max(within, self.every)
+
+    def __str__(self) -> str:
+        if self.version is not None:
+            return str(self.version)
+        return f"every {self.every}" if self.every > 1 else f"{self.behind} behind" if self.behind else "newest"
+
+
+NEWEST = Pin()
+"""Follow the channel."""

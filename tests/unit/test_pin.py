@@ -1,0 +1,198 @@
+"""Which versions a replica takes: by itself, in a replica on the host, in the driver, in what trainers wait for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from deltasync.channel import heartbeat
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
+from deltasync.config import ReplicaSettings
+from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError, NotPublishedError
+from deltasync.follow import NEWEST, Course, Pin, Replica
+from deltasync.stores import Store, open_store
+from tests import driving
+from tests.channels import made, trained
+from tests.conftest import assert_same_bits
+from tests.driving import Engine, Trainer, following, serving
+from tests.faults import FaultyStore
+
+engine, registry, trainer = driving.engine, driving.registry, driving.trainer  # fixtures
+
+
+@pytest.fixture
+def store(channel_url: str) -> Store:
+    return open_store(channel_url)
+
+
+@pytest.mark.parametrize(
+    ("text", "of_25"),
+    [("newest", 25), ("7", 7), ("99", 99), ("every 10", 20), ("every 30", 0), ("2 behind", 23), ("30 behind", 0)],
+)
+def test_a_pin_is_read_and_said(text: str, of_25: int) -> None:
+    pin = Pin.parse(text)
+    assert (str(pin), pin.of(25)) == (text, of_25)
+    assert ReplicaSettings(pin=text).pin == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "every", "every 0", "7 ahead", "every 10 and more", "1" * 19, "\N{FULLWIDTH DIGIT SEVEN}"]
+)
+def test_what_is_no_pin_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match="newest, a version, `every K` or `K behind`"):
+        Pin.parse(text)
+    with pytest.raises(ConfigError, match="newest, a version, `every K` or `K behind`"):
+        ReplicaSettings(pin=text)
+
+
+def test_near_is_what_the_pin_points_to() -> None:
+    assert NEWEST.is_near(17, 25, 8) and not NEWEST.is_near(16, 25, 8)
+    assert Pin(7).is_near(7, 25, 8) and not Pin(7).is_near(8, 25, 8)
+    every = Pin(every=10)
+    assert every.is_near(10, 25, 0) and not every.is_near(0, 25, 0) and not every.is_near(21, 25, 0)
+    assert Pin(behind=2).is_near(23, 25, 0) and not Pin(behind=2).is_near(24, 25, 8)
+
+
+def _settled(replica: Replica, pin: Pin) -> int:
+    """The version at which polls find nothing more to take."""
+    version = None
+    while version != replica.poll(pin=pin):
+        version = replica.version
+    assert version is not None
+    return version
+
+
+def test_a_replica_takes_only_the_versions_that_its_pin_allows(store: Store) -> None:
+    channel = made(store, 2)
+    every, behind = Replica(store), Replica(store)
+    with pytest.raises(NotPublishedError, match="no version yet for every 3"):
+        every.poll(pin=Pin(every=3))
+    taken = []
+    for number in range(3, 11):
+        assert channel.tip is not None
+        channel.delta(trained(channel.bits[channel.tip.sha256], number))
+        channel.head()
+        taken.append((_settled(every, Pin(every=3)), _settled(behind, Pin(behind=2))))
+        for replica in (every, behind):
+            assert_same_bits(replica.state_dict(), channel.bits[replica.digest or ""])
+    assert taken == [(number // 3 * 3, number - 2) for number in range(3, 11)]
+
+
+def test_a_replica_goes_back_and_on_again(store: Store) -> None:
+    channel = made(store, 6)
+    replica = Replica(store)
+    assert _settled(replica, NEWEST) == 6
+    for pin, number in ((Pin(3), 3), (Pin(behind=1), 5), (Pin(every=4), 4), (NEWEST, 6), (Pin(1), 1), (NEWEST, 6)):
+        assert _settled(replica, pin) == number
+        assert_same_bits(replica.state_dict(), channel.bits[replica.digest or ""])
+    with pytest.raises(MissingVersionError, match="Version 7 is not published; the newest is version 6"):
+        replica.poll(pin=Pin(7))
+    assert replica.version == 6
+    assert channel.tip is not None
+    channel.delta(trained(channel.bits[channel.tip.sha256], 7))
+    channel.head()
+    assert replica.poll(pin=Pin(7)) == 7  # at once, although it was not there before
+
+
+def test_staying_at_a_version_costs_no_requests_between_looks(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    made(store, 4)
+    course, pin = Course(ChannelReader(store)), Pin(2)
+    have = course.next(None, pin=pin)[-1].version  # full weights, first
+    have = course.next(have, pin=pin)[-1].version
+    assert have.version == 2
+    before = len(store.calls)
+    for _ in range(10):
+        assert course.next(have, pin=pin) == []
+    assert len(store.calls) == before
+    assert course.next(have, pin=pin, now=True) == [] and len(store.calls) > before
+
+
+def test_another_version_of_the_pinned_number_is_noticed(store: Store) -> None:
+    """As after a restored backup: version 3 was served, and is now another one."""
+    channel = made(store, 2)
+    base = channel.tip
+    assert base is not None
+    channel.delta(trained(channel.bits[base.sha256], 7))
+    replica = Replica(store)
+    assert replica.sync(3) == 3
+    lost = replica.identity
+    assert lost is not None
+    store.delete(lost.key)
+    channel.tip, channel.epoch = base, "000002-0000000a"
+    channel.delta(trained(channel.bits[base.sha256], 8))
+    another = channel.tip
+    channel.delta(trained(channel.bits[another.sha256], 9))
+    channel.head()
+    assert replica.sync(3) == 3
+    assert replica.identity == another != lost
+    assert_same_bits(replica.state_dict(), channel.bits[another.sha256])
+
+
+def test_a_server_is_pinned_while_it_follows(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
+    async def body() -> None:
+        bits = {}
+        for _ in range(4):
+            version = trainer.publish()
+            bits[version] = trainer.weights["w"].clone()
+        async with following(engine, memory_url, registry, pin="2") as driver:
+            assert await driver.reach(2) == 2
+            assert torch.equal(engine.model.w, bits[2])
+            assert (driver.not_ready, driver.status(0).pin, engine.weight_version) == (None, "2", "2")
+            for where, version in (("4", 4), ("1", 1), ("1 behind", 3), ("newest", 4)):
+                driver.pin = Pin.parse(where)
+                await driver.reach(None)
+                assert (driver.version, engine.weight_version) == (version, str(version))
+                assert torch.equal(engine.model.w, bits[version]) and driver.not_ready is None
+            assert driver.status(0).pin is None
+
+    asyncio.run(body())
+
+
+def test_the_route_pins_and_answers_when_it_is_served(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        trainer.publish()
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        assert client.post("/deltasync/sync").json()["version"] == 3
+        assert client.post("/deltasync/pin", json={"pin": "1"}).json()["version"] == 1
+        assert client.get("/deltasync/status").json()["pin"] == "1"
+        late = client.post("/deltasync/sync", json={"version": 3, "timeout_s": 0.2})
+        assert late.status_code == 504
+        assert late.json()["error"] == (
+            "Version 3 is not served after 0.2 s: this replica serves version 1, the newest is version 3, "
+            "and it is serving, pinned: 1."
+        )
+        for body in ({"pin": "7 ahead"}, {"pin": 1}, {}, {"pin": "1", "version": 2}):
+            assert client.post("/deltasync/pin", json=body).status_code == 422
+        assert client.post("/deltasync/pin", json={"pin": "newest"}).json()["version"] == 3
+        assert client.get("/deltasync/status").json()["pin"] is None
+
+
+def test_nobody_waits_for_a_pinned_replica(store: Store) -> None:
+    channel = made(store, 3)
+    assert channel.tip is not None
+    run_id, tip = ChannelReader(store).run_id or "", channel.tip
+    published = {tip.version: tip.sha256}
+
+    def beat(name: str, version: int, pin: str | None) -> None:
+        heartbeat.write(
+            store,
+            Heartbeat(
+                replica_id=name, run_id=run_id, version=version, epoch=tip.epoch, sha256=tip.sha256, state="serving", pin=pin
+            ),
+        )
+
+    beat("evaluation", 1, "1")
+    with pytest.raises(AckTimeoutError, match=r"no replica is live\. Last heard of: evaluation \(\d+ s ago, pinned: 1\)"):
+        heartbeat.wait_for(store, run_id, tip.version, published, "all", 0.0)
+    beat("serving", tip.version, None)
+    (found,) = heartbeat.wait_for(store, run_id, tip.version, published, "all", 5.0)
+    assert found.replica_id == "serving"
