@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import struct
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -28,6 +30,7 @@ from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_mode
 pytestmark = pytest.mark.vllm
 
 TOKEN = "token-of-this-test"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,25 @@ def test_a_server_goes_back_to_a_version_and_on_again_by_the_command(server: Ser
     assert run("pin", "1 behind") == f"{server.url} serves version {newest - 1}\n"
     assert json.loads(run("pin", "--json"))["version"] == newest
     assert run("sync") == f"{server.url} serves version {newest}\n"
+    server.assert_serves(newest)
+
+
+def test_versions_are_evaluated_in_turn_by_the_example(server: Server) -> None:
+    first = server.status()["version"]
+    for _ in range(2):
+        server.step(size=1e-2)
+        newest = server.publish()
+    server.assert_serves(newest)
+    versions = [str(version) for version in (newest, first, newest - 1, first)]
+    command = [sys.executable, ROOT / "examples" / "evaluate.py", server.url, *versions]
+    environ = os.environ | {"DELTASYNC_HTTP_TOKEN": TOKEN}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True)
+    scores = dict.fromkeys(versions, "")
+    for line in done.stdout.splitlines():
+        version, said = line.removeprefix("version ").split(": ")
+        assert scores[version] in ("", said), "the same version, another score"
+        scores[version] = said
+    assert len(set(scores.values())) == 3
     server.assert_serves(newest)
 
 
