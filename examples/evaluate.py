@@ -28,6 +28,7 @@ def score(server: httpx.Client, version: int) -> float:
 
 
 def main() -> None:
+    """Pin, ask, and let the server go on in any case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="its URL")
     parser.add_argument("versions", type=int, nargs="+")
