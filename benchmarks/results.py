@@ -314,6 +314,27 @@ def faults() -> Iterator[str]:
         yield from _table(("fault", "times", "noticed by", "what is said", "comes back by", "in"), rows)
 
 
+def chaos() -> Iterator[str]:
+    """Of `python -m tests.soak --vllm --chaos`: what was done to it, and what came of it."""
+    found = load("chaos")["result"]
+    served, counted = found["replicas"], found["acks"]
+    total = {what: sum(replica[what] for replica in served) for what in ("checked", "wrong", "unknown", "starts")}
+    yield from _table(("", "in all"), [
+        ("minutes", f"{found['seconds'] / 60:.0f}"),
+        *((what, count) for what, count in found["troubles"].items()),
+        ("starts of servers", total["starts"]),
+        ("last version", found["publisher"]["version"]),
+        ("served versions whose bits were compared", total["checked"]),
+        ("of them wrong", total["wrong"]),
+        ("served, but in no channel any more to compare with", total["unknown"]),
+        ("acknowledgements", counted["counted"]),
+        ("of them false", counted["false"]),
+        ("servers that served the last version at the end", f"{len(served)} of {len(served)}"),
+        ("problems of the channel at the end, all data read", len(found["problems"])),
+    ])  # fmt: skip
+    yield from _source("chaos")
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-sizes": lambda: _codec_sizes(["codec"]),
     "codec-real": lambda: _codec_sizes(["codec_real"]),
@@ -330,6 +351,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "demo": demo,
     "hosts": lambda: _as_written("hosts"),
     "soak": lambda: _as_written("soak"),
+    "chaos": chaos,
     "wordle": lambda: _as_written("wordle"),
     "faults": faults,
 }

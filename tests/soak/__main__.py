@@ -9,18 +9,16 @@ import tempfile
 from pathlib import Path
 
 import tests.soak
+from benchmarks.common import document, say
 from deltasync.demo.processes import interrupt_on_sigterm
 from tests.soak import run, servers
 from tests.soak.settings import Soak
 
-
-def say(text: str) -> None:
-    """At once, also into a file."""
-    print(text, flush=True)
+_ALL_MINUTES = 10  # in which every trouble must have come about
 
 
 def main() -> None:
-    """Run one; exit code 1 if something is not as it should be."""
+    """Run one, and print what came of it as a result file; exit code 1 if something is not as it should be."""
     parser = argparse.ArgumentParser(description=tests.soak.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--versions", type=int, default=0)
@@ -45,8 +43,14 @@ def main() -> None:
             trouble_s=4.0 if given.chaos else 20.0,
         )
         result = servers.run(soak, say) if given.vllm else run.run(soak, say)
-    say(json.dumps(result, indent=2))
+    print(json.dumps(document(result), indent=2))
     found = run.failures(result, given.versions)
+    if given.chaos and given.minutes >= _ALL_MINUTES:
+        found += [
+            f"it never happened in {given.minutes:g} minutes: {name}"
+            for name, count in result["troubles"].items()
+            if not count
+        ]
     flat = "all flat" if result["summary"] else "too short to tell what is flat"
     say("\n".join(found) or f"all bits right, {flat}")
     sys.exit(bool(found))
