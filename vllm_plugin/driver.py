@@ -248,8 +248,10 @@ class Driver:
             self._report("failed", f"{type(error).__name__}: {error}")
         except Exception as error:  # the server goes on with the weights it has, and says why
             self._metrics.failed(error)
-            self._report("failed", printable(f"Unexpected {type(error).__name__}: {error}"))
-            logger.exception("deltasync failed unexpectedly")
+            told = printable(f"Unexpected {type(error).__name__}: {error}")
+            if told != self._error:
+                logger.exception("deltasync failed unexpectedly")
+            self._report("failed", told)
         self._metrics.looked(self.version, self._newest, self._last_look_s_ago)
         self._looked.set()
         self._looked = asyncio.Event()

@@ -164,8 +164,9 @@ class Replica:
 
     def _take(self, follower: Follower, way: list[Stored]) -> None:
         staged = follower.stage(way)
-        committed = follower.commit(staged)
-        version = follower.confirm(committed)
+        with self._undisturbed():
+            committed = follower.commit(staged)
+            version = follower.confirm(committed)
         logger.info(
             "committed version=%d digest=%.12s anchor=%s steps=%d changed=%d stage_s=%.3f scatter_s=%.4f",
             version.version,
@@ -176,6 +177,10 @@ class Replica:
             staged.stage_s,
             committed.report.scatter_s,
         )
+
+    def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """While nobody else reads the weights."""
+        return contextlib.nullcontext()
 
     def load(self, directory: str | Path) -> int | None:
         """Take the weights of a checkpoint directory, so that `sync` fetches only what came after them.

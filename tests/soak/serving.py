@@ -28,8 +28,7 @@ def _patch_driver() -> None:
         if version is not None:
             from tests.soak.settings import digest_of, note
 
-            (reply,) = await self._workers.call("digest")
-            note(served, [version.sha256, digest_of(reply["sha256"])])
+            note(served, [version.sha256, digest_of(await self._workers.digest())])
         await announce(self, version)
 
     driver._announce = noting

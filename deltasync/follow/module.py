@@ -1,0 +1,489 @@
+"""A replica whose weights are a `torch.nn.Module`'s own: they change in place, between two forward calls.
+
+    with deltasync.follow(module, "s3://bucket/run") as following:
+        following.wait(7)
+        with following.hold():             # one version from here
+            module.generate(...)           # transformers
+
+A thread looks for versions and stages them while the module computes. `_Gate` keeps commits and forward calls apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from deltasync.channel import heartbeat
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.reading import ChannelReader
+from deltasync.config import ReplicaSettings
+from deltasync.errors import (
+    AckTimeoutError,
+    ApplyError,
+    ConfigError,
+    DeltaSyncError,
+    ModelMismatchError,
+    NotPublishedError,
+    StoreError,
+    printable,
+)
+from deltasync.follow.follower import Follower
+from deltasync.follow.pin import NEWEST, Pin
+from deltasync.follow.poll import Poll
+from deltasync.follow.replica import Replica
+from deltasync.live import LiveMemory, Segment, model_fingerprint
+from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import dtype_name, int_view
+
+logger = logging.getLogger(__name__)
+
+Names = Callable[[str], str | Sequence[str] | None]
+"""What a name of a module's state_dict is called in the channel: one tensor, several that lie one after the other along the
+first dimension, or None for one that the channel does not have."""
+
+_WRAPPERS = ("_orig_mod.", "base_model.model.")  # torch.compile's, peft's
+_AROUND_BASE = ".base_layer."  # peft's
+
+
+def plain_name(name: str) -> str | None:
+    """The checkpoint's name of a tensor in a module that torch.compile or peft has wrapped; None for an adapter's own."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return None if ".lora_" in name else name.replace(_AROUND_BASE, ".")
+
+
+class _Gate:
+    """Forward calls, of which many may run, and commits, which run alone; a waiting commit comes before the next forward."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._waiting = self._committing = False
+        self._mine = threading.local()
+        self.problem: str | None = None  # why no forward call may begin
+
+    def enter(self) -> None:
+        """Begin a forward call, or a hold. One that is inside already, or beside another that is, does not wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._committing and (self._inside > 0 or not self._waiting))
+            if self.problem is not None:
+                raise ApplyError(self.problem)
+            self._inside += 1
+        self._mine.depth = self.depth + 1
+
+    def leave(self) -> None:
+        """End it."""
+        self._mine.depth -= 1
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    @property
+    def depth(self) -> int:
+        """How often this thread is inside."""
+        found: int = getattr(self._mine, "depth", 0)
+        return found
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody is inside. A thread that is would wait for itself."""
+        assert not self.depth
+        with self._changed:
+            self._waiting = True
+            self._changed.wait_for(lambda: self._inside == 0)
+            self._waiting, self._committing = False, True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._committing = False
+                self._changed.notify_all()
+
+
+class _ModuleReplica(Replica):
+    """A replica over the memory of a module."""
+
+    def __init__(self, module: torch.nn.Module, reader: ChannelReader, names: Names, gate: _Gate) -> None:
+        super().__init__(reader)
+        self._module, self._names, self._gate = module, names, gate
+        self._ties: dict[str, str] = {}
+        self._served = False  # a version of the channel, at some time
+        self._broken: str | None = None
+
+    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> None:
+        try:
+            if self._follower is None:
+                self._open()
+            super()._advance(pin, known=known, look=look)
+        finally:
+            self._gate.problem = self._problem()
+
+    def _open(self) -> None:
+        """Find the channel's tensors in the module, and which version they are, if any.
+
+        Raises:
+            NotPublishedError: there is no channel yet, or it has no version.
+            ModelMismatchError: the module is not the channel's model.
+        """
+        self._tensors, self._ties = places(self._module, self._reader.specs, self._names)
+        segments = {name: [_segment(tensor)] for name, tensor in self._tensors.items()}
+        memory = LiveMemory(self._reader.specs, segments)
+        memory.warm_up()
+        memory.audit()
+        found = self._course.identify(model_fingerprint(memory.fingerprints))
+        self._follower = Follower(self._reader, memory)
+        self._follower.identified(found)
+        self._served = found is not None
+
+    def _problem(self) -> str | None:
+        """Why nothing must be computed with the weights, None if nothing is wrong."""
+        follower = self._follower
+        if self._broken is not None or follower is None:
+            return self._broken
+        if follower.settled and (follower.version is not None or not self._served):
+            return None
+        return "It is not known what the weights are, until a look at the channel has found out or loaded them anew."
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        with self._gate.alone():
+            for device in {tensor.device for tensor in self._tensors.values() if tensor.device.type != "cpu"}:
+                torch.accelerator.synchronize(device)  # what forward calls have launched
+            self._served = True
+            yield
+            for name, other in self._ties.items():
+                if not torch.equal(int_view(self._tensors[name]), int_view(self._tensors[other])):
+                    self._broken = f"{name} and {other} are one tensor in the module, and differ in version {self.version}."
+                    raise ModelMismatchError(self._broken)
+
+
+def places(
+    module: torch.nn.Module, specs: Mapping[str, TensorSpec], names: Names
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Where the channel's tensors lie in a module.
+
+    Args:
+        module: Whose `state_dict` is looked at; its tensors are not copied.
+        specs: The channel's tensor table.
+        names: What the module's names are called there.
+
+    Returns:
+        For each tensor a view of live memory with its shape and dtype. One that shares its memory with another one is a copy
+        instead, and named with that other one in the second mapping.
+
+    Raises:
+        ModelMismatchError: a tensor is on one side only, or has another shape or dtype there.
+    """
+    found: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    owners: dict[tuple[int, int, torch.device], str] = {}  # of memory
+    strange: dict[str, torch.Tensor] = {}
+    for own, tensor in module.state_dict(keep_vars=True).items():
+        told = names(own)
+        if told is None or not isinstance(tensor, torch.Tensor):
+            continue
+        if not any(name in specs for name in ([told] if isinstance(told, str) else told)):
+            strange[own] = tensor
+            continue
+        for name, part in _parts(own, tensor, told, specs):
+            other = owners.setdefault(_memory(part), name)
+            if other != name:
+                ties[name], part = other, part.detach().clone()
+            elif name in found:
+                raise ModelMismatchError(f"Two tensors of the module are {name}, the second of them {own}.")
+            found[name] = part
+    unknown = [own for own, tensor in strange.items() if _memory(tensor) not in owners]
+    lacking = specs.keys() - found.keys()
+    if unknown or lacking:
+        sides = ((lacking, "is in the channel and not in the module"), (unknown, "is in the module and not in the channel"))
+        told = "; ".join(f"{min(side)} (and {len(side) - 1} more) {where}" for side, where in sides if side)
+        raise ModelMismatchError(f"{told}. Map the names of the module to the channel's by `names`.")
+    return found, ties
+
+
+def _parts(
+    own: str, tensor: torch.Tensor, told: str | Sequence[str], specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The channel's tensors that lie in one of the module's, each held to its spec."""
+    if tensor.is_meta:
+        raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
+    first = 0
+    for name in [told] if isinstance(told, str) else told:
+        spec = specs.get(name)
+        rows = 0 if spec is None or isinstance(told, str) or not spec.shape else spec.shape[0]
+        part = tensor if isinstance(told, str) else tensor.detach()[first : first + rows]
+        if spec is None or (dtype_name(part.dtype), tuple(part.shape)) != (spec.dtype, spec.shape):
+            wanted = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
+            raise ModelMismatchError(
+                f"{own} is {dtype_name(part.dtype)} of shape {list(part.shape)} where {name} should lie, which is {wanted} "
+                "in the channel."
+            )
+        first += rows
+        yield name, part
+    if first not in (0, tensor.shape[0] if tensor.ndim else 0):
+        raise ModelMismatchError(f"{own} has {tensor.shape[0]} rows, and what lies in it {first}.")
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.device]:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.device
+
+
+def _segment(tensor: torch.Tensor) -> Segment:
+    """The place of a whole tensor, whatever its strides."""
+    live = tensor.detach()
+    if live.is_contiguous():
+        return Segment(int_view(live), (1,), 0)
+    strides = torch.empty(live.shape, device="meta").stride()
+    return Segment(live.view(int_view(live[:0]).dtype), strides, 0)
+
+
+class Following:
+    """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it.
+
+    Attributes:
+        error: What is wrong, in one sentence; None if nothing is.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, store: Store, settings: ReplicaSettings, names: Names, background: bool
+    ) -> None:
+        self._store, self._settings = store, settings
+        self._gate, self._pin = _Gate(), Pin.parse(settings.pin)
+        reader = ChannelReader(store, settings.trusted_keys)
+        self._replica = _ModuleReplica(module, reader, names, self._gate)
+        self._module = module
+        self._busy = threading.Lock()
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._told: ObjectInfo | None = None
+        self._moved = threading.Condition()
+        self.error: str | None = None
+        self._mine = threading.local()
+        self._hooks = [
+            module.register_forward_pre_hook(self._before_forward),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        self._thread = threading.Thread(target=self._run, name="deltasync-follow", daemon=True)
+        try:
+            with contextlib.suppress(NotPublishedError):
+                self.sync()
+        except BaseException:
+            self.close()
+            raise
+        if background:
+            self._thread.start()
+
+    @property
+    def version(self) -> int | None:
+        """The number of the version that the weights are, None before the first."""
+        return self._replica.version
+
+    @property
+    def digest(self) -> str | None:
+        """The sha256 of its record."""
+        return self._replica.digest
+
+    @property
+    def pin(self) -> str:
+        """Which versions it takes: `newest`, a number to stay at, `every 10`, `2 behind`. May be set at any time."""
+        return str(self._pin)
+
+    @pin.setter
+    def pin(self, text: str | int) -> None:
+        self._pin = Pin.parse(str(text))
+        self._wake.set()
+
+    def sync(self) -> int:
+        """Look now, and take what there is.
+
+        Returns:
+            The number of the version that the weights are.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            DeltaSyncError: it could not be taken, and why; the version before stays.
+        """
+        self._refuse_inside()
+        with self._busy:
+            return self._look(lambda: self._replica._advance(self._pin))
+
+    def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
+        """Wait until the weights are this version or a later one, or the first.
+
+        Raises:
+            AckTimeoutError: they are not, after these seconds, and why.
+        """
+        wanted = 1 if version is None else version
+        with self._moved:
+            if not self._moved.wait_for(lambda: (self.version or 0) >= wanted, timeout_s):
+                told = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
+                raise AckTimeoutError(told if self.error is None else f"{told} {self.error}")
+            assert self.version is not None
+            return self.version
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[int | None]:
+        """While nothing changes: all forward calls inside see one version, whose number this gives."""
+        self._gate.enter()
+        try:
+            yield self.version
+        finally:
+            self._gate.leave()
+
+    def close(self) -> None:
+        """Stop following. The module keeps its weights."""
+        self._refuse_inside()
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for hook in self._hooks:
+            hook.remove()
+        if self._replica.identity is not None:
+            self._beat(heartbeat.STOPPED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        self._calls.append(False)
+        if torch.is_grad_enabled() and not self._gate.depth and any(each.requires_grad for each in module.parameters()):
+            raise ConfigError(
+                "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
+                "call into torch.no_grad()."
+            )
+        self._gate.enter()
+        self._calls[-1] = True
+
+    def _after_forward(self, *_: object) -> None:
+        if self._calls and self._calls.pop():  # it is also called where a call was refused before it began
+            self._gate.leave()
+
+    @property
+    def _calls(self) -> list[bool]:
+        """Forward calls of this thread that go on, and whether each is inside the gate."""
+        found: list[bool] = self._mine.__dict__.setdefault("calls", [])
+        return found
+
+    def _refuse_inside(self) -> None:
+        if self._gate.depth:
+            raise ConfigError("Weights cannot change while this thread holds them, or inside a forward call.")
+
+    def _look(self, advance: Callable[[], object]) -> int:
+        before = self._replica.identity
+        try:
+            advance()
+            self.error = None
+        except DeltaSyncError as error:
+            self.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if self._replica.identity != before:
+                with self._moved:
+                    self._moved.notify_all()
+        assert self.version is not None
+        return self.version
+
+    def _run(self) -> None:
+        said, beat_s = self.error, -math.inf
+
+        def on_change(info: ObjectInfo | None) -> None:
+            self._told = info
+            self._wake.set()
+
+        with Poll(self._store, self._settings.poll_interval_s, on_change) as poll:
+            while not self._ended.is_set():
+                self._wake.clear()
+                before = self._replica.identity
+                self._poll()
+                if self.error is not None and self.error != said:
+                    logger.warning("deltasync: %s", self.error)
+                moved, now_s = self._replica.identity != before, time.monotonic()
+                if moved or self.error != said or now_s - beat_s >= self._settings.heartbeat_interval_s:
+                    self._beat("serving" if self.error is None else "failed")
+                    beat_s = now_s
+                said = self.error
+                self._wake.wait(poll.delay_s(moved, settled=self.error is None))
+
+    def _poll(self) -> None:
+        """Take one step, if there is one; an error is kept, and the next time tries again."""
+        known, self._told = self._told, None
+        try:
+            with self._busy:
+                self._look(lambda: self._replica.poll(known, self._pin))
+        except DeltaSyncError:
+            pass
+        except Exception as error:  # the module keeps the weights it has, and says why
+            self.error = printable(f"Unexpected {type(error).__name__}: {error}")
+            logger.exception("deltasync failed unexpectedly")
+
+    def _beat(self, state: str) -> None:
+        serving, reader = self._replica.identity, self._replica._reader
+        document = Heartbeat(
+            replica_id=self._settings.replica_id,
+            run_id=reader.run_id,
+            version=None if serving is None else serving.version,
+            epoch=None if serving is None else serving.epoch,
+            sha256=None if serving is None else serving.sha256,
+            state=state if serving is not None or state == "failed" else "waiting",
+            pin=None if self._pin == NEWEST else str(self._pin),
+            error=self.error,
+        )
+        try:
+            heartbeat.write(self._store, document)
+        except StoreError as error:
+            logger.warning("deltasync: heartbeat not written: %s", error)
+
+
+def follow(
+    module: torch.nn.Module,
+    channel: str | os.PathLike[str] | Store,
+    *,
+    names: Names | Mapping[str, str | Sequence[str] | None] = plain_name,
+    background: bool = True,
+    **settings: Any,
+) -> Following:
+    """Patch a module's weights in place with the versions of a channel, between its forward calls.
+
+    Returns once the module has the newest version; where there is none yet, at once. `module`'s parameters and buffers are
+    mutated, nothing else of it; hooks on it keep commits and forward calls apart until `close`. Its submodules must not be
+    called by themselves meanwhile, but in `hold()`.
+
+    Args:
+        module: On any device. Tensors have the channel's dtypes and shapes.
+        channel: Its URL, or an opened store.
+        names: What the tensors of the module's `state_dict` are called in the channel: a function, or a mapping in which
+            names that are the same may be left out. Several names are tensors that lie one after the other along the first
+            dimension, None is a tensor that the channel does not have. By default the same names, without what torch.compile
+            and peft put around them, and without adapters.
+        background: Follow in a thread. If not, `sync` takes what there is when it is called.
+        **settings: Fields of `ReplicaSettings`, such as `pin`, `trusted_keys` or `replica_id`.
+
+    Raises:
+        ModelMismatchError: the module is not the channel's model.
+        DeltaSyncError: the newest version cannot be taken, and why.
+
+    Examples:
+        >>> with deltasync.follow(module, "s3://bucket/run") as following:
+        ...     with following.hold() as version:
+        ...         module.generate(**inputs)
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"follow() takes a torch.nn.Module, not {module!r:.100}.")
+    named = names if callable(names) else lambda own: names.get(own, plain_name(own))
+    chosen = ReplicaSettings.from_env(**settings)
+    if "replica_id" not in settings:
+        chosen = dataclasses.replace(chosen, replica_id=f"{chosen.replica_id[:80]}-{os.getpid()}")
+    return Following(module, open_store(channel), chosen, named, background)

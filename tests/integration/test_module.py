@@ -1,0 +1,359 @@
+"""A module that follows a channel in place: transformers' generate, wrapped and renamed modules, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deltasync import Publisher, Replica, open_store
+from deltasync.channel import heartbeat
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, ModelMismatchError
+from deltasync.follow.module import Following, follow
+from deltasync.tensors.bits import int_view
+from tests.conftest import assert_same_bits
+
+PATIENCE_S = 60.0
+
+Weights = dict[str, torch.Tensor]
+
+
+def llama(tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+class Trainer:
+    """Publishes a model, and random steps of it; remembers the bits of each version."""
+
+    def __init__(self, url: str, weights: Weights) -> None:
+        self.weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        self.published: dict[int, Weights] = {}
+        self.publisher = Publisher(url, retention=None)
+        self._source = torch.Generator().manual_seed(1)
+
+    def publish(self) -> int:
+        if self.published:
+            for tensor in self.weights.values():
+                chosen = torch.rand(tensor.shape, generator=self._source) < 0.2
+                tensor[chosen] *= 1.05
+        version = self.publisher.publish(self.weights.items()).wait(PATIENCE_S).version
+        self.published[version] = {name: tensor.clone() for name, tensor in self.weights.items()}
+        return version
+
+
+@contextlib.contextmanager
+def training(url: str, weights: Weights) -> Iterator[Trainer]:
+    trainer = Trainer(url, weights)
+    with trainer.publisher:
+        yield trainer
+
+
+def untied(model: torch.nn.Module) -> Weights:
+    """As checkpoints have it: shared memory once."""
+    found: Weights = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            found[name] = tensor
+        seen.add(tensor.data_ptr())
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_forward_call_sees_one_version_while_weights_change_under_generate(memory_url: str, tied: bool) -> None:
+    model = llama(tied)
+    names = list(untied(model))
+    seen: list[tuple[int | None, Weights]] = []
+    with training(memory_url, untied(llama(tied, seed=1))) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            assert following.version == 1
+
+            def look(*_: object) -> None:
+                held = model.state_dict()
+                seen.append((following.version, {name: held[name].clone() for name in names}))
+
+            ended = threading.Event()
+
+            def generate() -> None:
+                while not ended.is_set():
+                    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False)
+
+            hooks = [model.model.register_forward_pre_hook(look), model.lm_head.register_forward_hook(look)]
+            thread = threading.Thread(target=generate)
+            thread.start()
+            for _ in range(5):
+                following.wait(trainer.publish(), PATIENCE_S)
+            ended.set()
+            thread.join()
+            for hook in hooks:
+                hook.remove()
+            assert following.error is None
+            newest = following.version
+    assert newest == 6 and len({version for version, _ in seen}) > 2
+    for version, bits in seen:
+        assert version is not None
+        wanted = trainer.published[version]
+        assert all(torch.equal(int_view(bits[name]), int_view(wanted[name])) for name in names)
+    fresh = llama(tied, seed=2)
+    fresh.load_state_dict(trainer.published[6], strict=not tied)
+    prompt = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(torch.tensor([[5, 6]]), **prompt), fresh.generate(torch.tensor([[5, 6]]), **prompt))
+
+
+def test_a_hold_keeps_one_version_and_the_next_one_comes_behind_it(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            with following.hold() as version:
+                assert version == 1
+                assert trainer.publish() == 2
+                for _ in range(3):
+                    model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+                    time.sleep(0.05)
+                    assert following.version == 1
+                    assert_same_bits(model.state_dict(), trainer.published[1])
+                with pytest.raises(ConfigError, match="while this thread holds them"):
+                    following.sync()
+                with pytest.raises(ConfigError, match="while this thread holds them"):
+                    following.close()
+            assert following.wait(2, PATIENCE_S) == 2
+            assert_same_bits(model.state_dict(), trainer.published[2])
+
+
+def test_without_a_thread_it_moves_when_it_is_told_and_where_it_is_pinned(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, llama(seed=1).state_dict()) as trainer:  # noqa: SIM117 - read more easily
+        with follow(model, memory_url, background=False) as following:
+            assert following.version is None
+            with pytest.raises(AckTimeoutError, match="the weights are version None, not 1"):
+                following.wait(timeout_s=0)
+            for version in (1, 2, 3):
+                assert trainer.publish() == version == following.sync()
+                assert_same_bits(model.state_dict(), trainer.published[version])
+            for pin, version in (("1", 1), ("1 behind", 2), (3, 3)):
+                following.pin = pin
+                assert following.sync() == version
+                assert_same_bits(model.state_dict(), trainer.published[version])
+            with pytest.raises(ConfigError, match="every K"):
+                following.pin = "yesterday"
+    assert not any(thread.name == "deltasync-follow" for thread in threading.enumerate())
+
+
+def test_a_module_that_is_a_version_already_is_known_without_loading_anything(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        trainer.publish()
+        with torch.no_grad():
+            model.load_state_dict(trainer.published[2])
+        before = [tensor.data_ptr() for tensor in model.state_dict().values()]
+        with follow(model, memory_url, background=False) as following:
+            assert following.version == 2
+            assert trainer.publish() == following.sync()
+        assert before == [tensor.data_ptr() for tensor in model.state_dict().values()]
+
+
+def test_others_see_it_by_its_heartbeat(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        version = trainer.publish()
+        store, run_id = open_store(memory_url), str(trainer.publisher.run_id)
+        with follow(model, memory_url, replica_id="notebook"):
+            published = trainer.publisher.published
+            (found,) = heartbeat.wait_for(store, run_id, version, published, "all", PATIENCE_S)
+            assert (found.replica_id, found.version) == ("notebook", version)
+        assert [beat.state for beat in heartbeat.read_all(store, run_id)] == [heartbeat.STOPPED]
+
+
+class Fused(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 12, bias=False)
+        self.out = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("scratch", torch.zeros(3))
+        self.transposed = torch.nn.Parameter(torch.zeros(8, 5).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) * self.scale
+
+
+def test_renamed_fused_transposed_and_private_tensors(memory_url: str) -> None:
+    source = torch.Generator().manual_seed(3)
+    shapes = {"q": (4, 8), "k": (4, 8), "v": (4, 8), "o.weight": (8, 8), "o.bias": (8,), "scale": (), "t": (5, 8)}
+    weights = {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
+    module = Fused()
+    names = {
+        "qkv.weight": ["q", "k", "v"],
+        "out.weight": "o.weight",
+        "out.bias": "o.bias",
+        "scratch": None,
+        "transposed": "t",
+    }
+    publisher = Publisher(memory_url, dtype="keep")
+    with publisher, follow(module, memory_url, names=names, background=False) as following:
+        for _ in range(3):
+            publisher.publish(weights.items()).wait(PATIENCE_S)
+            following.sync()
+            held = module.state_dict()
+            found = dict(zip("qkv", held["qkv.weight"].split(4), strict=True))
+            found |= {
+                "o.weight": held["out.weight"],
+                "o.bias": held["out.bias"],
+                "scale": held["scale"],
+                "t": held["transposed"],
+            }
+            assert_same_bits(found, weights)
+            assert not held["scratch"].any() and not module.transposed.is_contiguous()
+            weights = {name: tensor + 1e-3 * torch.randn(tensor.shape, generator=source) for name, tensor in weights.items()}
+
+
+def test_the_base_of_an_adapter_and_what_torch_compile_wraps(memory_url: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = llama()
+    with training(memory_url, llama(seed=1).state_dict()) as trainer:
+        trainer.publish()
+        adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+        before = {name: tensor.clone() for name, tensor in adapted.state_dict().items() if "lora_" in name}
+        with follow(adapted, memory_url, background=False):
+            held = adapted.state_dict()
+            assert all(torch.equal(held[name], tensor) for name, tensor in before.items()) and before
+            merged = adapted.unload().state_dict()
+            assert_same_bits(merged, trainer.published[1])
+        compiled = torch.compile(llama(seed=4), backend="eager")
+        with follow(compiled, memory_url, background=False):
+            assert_same_bits(compiled._orig_mod.state_dict(), trainer.published[1])
+
+
+def test_both_names_of_tied_weights_may_be_in_the_channel_while_they_are_equal(memory_url: str) -> None:
+    model = llama(tied=True)
+    weights = {name: tensor.clone() for name, tensor in llama(tied=True, seed=1).state_dict().items()}
+    publisher = Publisher(memory_url)
+    with publisher, follow(model, memory_url, background=False) as following:
+        publisher.publish(weights.items()).wait(PATIENCE_S)
+        following.sync()
+        assert_same_bits(model.state_dict(), weights)
+        weights["lm_head.weight"][0, 0] += 1
+        publisher.publish(weights.items()).wait(PATIENCE_S)
+        with pytest.raises(ModelMismatchError, match="are one tensor in the module, and differ in version 2"):
+            following.sync()
+        with torch.no_grad(), pytest.raises(ApplyError, match="differ in version 2"):
+            model(torch.tensor([[1]]))
+
+
+def _meta() -> torch.nn.Module:
+    return llama().to("meta")
+
+
+def _larger() -> torch.nn.Module:
+    model = llama()
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16))
+    return model
+
+
+def _with_more() -> torch.nn.Module:
+    model = llama()
+    model.register_buffer("mine", torch.zeros(1))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (_meta, "is on the meta device"),
+        (
+            _larger,
+            r"model.norm.weight is bfloat16 of shape \[33\] where model.norm.weight should lie, which is bfloat16 of shape",
+        ),
+        (lambda: llama().float(), r"is float32 of shape .* which is bfloat16"),
+        (_with_more, r"mine \(and 0 more\) is in the module and not in the channel\. Map the names"),
+        (
+            lambda: llama().model,
+            r"\(and \d+ more\) is in the channel and not in the module; .* is in the module and not in the",
+        ),
+    ],
+    ids=["meta", "shape", "dtype", "more", "names"],
+)
+def test_another_model_is_refused_in_one_sentence_and_not_touched(
+    memory_url: str, make: Callable[[], torch.nn.Module], sentence: str
+) -> None:
+    module = make()
+    before = {} if module.state_dict()[next(iter(module.state_dict()))].is_meta else _copied(module)
+    with training(memory_url, llama(seed=1).state_dict()) as trainer:
+        trainer.publish()
+        with pytest.raises(ModelMismatchError, match=sentence):
+            follow(module, memory_url)
+    assert_same_bits({name: tensor for name, tensor in module.state_dict().items() if before}, before)
+    assert not module._forward_pre_hooks and not module._forward_hooks
+
+
+def _copied(module: torch.nn.Module) -> Weights:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_gradients_want_a_hold(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            with pytest.raises(ConfigError, match="needs the same weights until its backward"):
+                model(torch.tensor([[1, 2]]))
+            with following.hold():
+                trainer.publish()
+                model(torch.tensor([[1, 2]])).logits.sum().backward()
+            following.wait(2, PATIENCE_S)
+            assert_same_bits(model.state_dict(), trainer.published[2])
+
+
+def test_weights_that_somebody_else_wrote_are_loaded_anew_and_nothing_is_computed_before(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            with torch.no_grad():
+                model.model.norm.weight[0] = 17
+            trainer.publish()
+            assert following.sync() == 2
+            assert_same_bits(model.state_dict(), trainer.published[2])
+            assert _computes(following, model)
+
+
+def _computes(following: Following, model: Any) -> bool:
+    with torch.no_grad():
+        model(torch.tensor([[1]]))
+    return following.error is None
+
+
+def test_the_channel_that_comes_later_is_followed_then(memory_url: str) -> None:
+    model = llama()
+    with follow(model, memory_url, poll_interval_s=0.02) as following:
+        assert following.version is None
+        assert _computes(following, model) or following.error is not None  # with its own weights
+        with training(memory_url, llama(seed=1).state_dict()) as trainer:
+            trainer.publish()
+            following.wait(timeout_s=PATIENCE_S)
+            assert_same_bits(model.state_dict(), trainer.published[1])
+            assert Replica(ChannelReader(open_store(memory_url))).sync() == following.version
