@@ -24,7 +24,7 @@ from benchmarks import common
 from benchmarks.common import table
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Follower
+from deltasync.replicas import Follower
 
 TENSOR = 8_000_000  # elements of one; about as many tensors of a layer have
 

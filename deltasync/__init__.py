@@ -6,6 +6,9 @@
     replica = Replica("file:///data/run")         # anywhere else
     replica.sync()
 
+    with follow(model, "file:///data/run"):       # or in any torch.nn.Module
+        model.generate(...)
+
 The names below are imported on first use, so that `import deltasync`, the command line and vLLM's plugin loader stay quick.
 """
 
@@ -17,21 +20,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync import errors
     from deltasync.config import Retention
-    from deltasync.follow import Replica
     from deltasync.publish import Publisher, Receipt
+    from deltasync.replicas import Following, Replica, follow
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Following": "deltasync.replicas",
     "Publisher": "deltasync.publish",
     "Receipt": "deltasync.publish",
-    "Replica": "deltasync.follow",
+    "Replica": "deltasync.replicas",
     "Retention": "deltasync.config",
+    "follow": "deltasync.replicas",
     "open_store": "deltasync.stores",
 }
 
-__all__ = ["Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "open_store"]
+__all__ = ["Following", "Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "follow", "open_store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ PLACEMENTS = ("auto", "device", "host")
 COMPRESSIONS = ("none", "zstd")
 KV_CACHE = ("keep", "recompute")
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
-"""How a setting says which versions a replica takes (`deltasync.follow.Pin`)."""
+"""How a setting says which versions a replica takes (`deltasync.replicas.Pin`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""A transformers model that follows a run while it generates: `python examples/follow_module.py s3://bucket/run Qwen/Qwen3-0.6B`
+"""A transformers model that follows a run while it generates; any `torch.nn.Module` does.
 
-Any `torch.nn.Module` does; weights change in place between two forward calls.
+python examples/follow_module.py s3://bucket/run Qwen/Qwen3-0.6B
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     prompt = tokenizer("The answer is", return_tensors="pt")
     with deltasync.follow(model, channel) as following:
-        version = following.wait(timeout_s=3600)
+        newest = following.wait(timeout_s=3600)
         while True:
             with following.hold() as version:  # without it, each token is made with the newest weights
                 tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)
             print(f"version {version}: {tokenizer.decode(tokens[0])!r}", flush=True)
-            following.wait(version + 1, timeout_s=3600)
+            newest = following.wait(newest + 1, timeout_s=3600)
 
 
 if __name__ == "__main__":

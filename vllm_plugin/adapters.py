@@ -32,9 +32,9 @@ from deltasync.errors import (
     MissingVersionError,
     SleepingError,
 )
-from deltasync.follow import Course, Follower, Pin
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.replicas import Course, Follower, Pin
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin.background import Scout

@@ -33,7 +33,7 @@ from deltasync.errors import (
     SleepingError,
     printable,
 )
-from deltasync.follow import NEWEST, Course, Pin, Poll
+from deltasync.replicas import NEWEST, Course, Pin, Poll
 from deltasync.stores import ObjectInfo, open_store
 from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin.background import Beats, Scout

@@ -30,7 +30,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, redacted
-from deltasync.follow import Pin
+from deltasync.replicas import Pin
 from vllm_plugin import compat
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.engine import is_salted

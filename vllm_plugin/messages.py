@@ -194,7 +194,7 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`; `pin` as `deltasync.follow.Pin.parse` takes it."""
+    """Body of `POST /deltasync/pin`; `pin` as `deltasync.replicas.Pin.parse` takes it."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0

@@ -28,9 +28,9 @@ from deltasync.errors import (
     ModelMismatchError,
     SleepingError,
 )
-from deltasync.follow.follower import CommittedVersion, Follower, StagedVersion
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
+from deltasync.replicas.follower import CommittedVersion, Follower, StagedVersion
 from deltasync.stores import Store, open_store
 from deltasync.stores.cache import behind_cache
 from vllm_plugin.load import copies, fallback, plan, proof

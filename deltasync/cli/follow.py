@@ -30,7 +30,7 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
-    from deltasync.follow import NEWEST, Pin, Poll, Replica
+    from deltasync.replicas import NEWEST, Pin, Poll, Replica
 
     settings = ReplicaSettings.from_env(pin=where)
     pin = Pin.parse(settings.pin)

@@ -24,8 +24,8 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
 )
-from deltasync.follow import Replica
 from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, in_parallel, quiet, survey
+from deltasync.replicas import Replica
 from deltasync.stores.base import ObjectInfo, Store
 
 

@@ -26,7 +26,7 @@ from deltasync.housekeeping.retention import References
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
-    from deltasync.follow import CommittedVersion
+    from deltasync.replicas import CommittedVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,8 +287,8 @@ class _Replay:
     """Weights in host memory that every record, anchor and fold of a channel is applied to, version by version."""
 
     def __init__(self, examined: Examined) -> None:
-        from deltasync.follow import Follower  # which needs torch, as nothing else here does
         from deltasync.live import LiveMemory
+        from deltasync.replicas import Follower  # which needs torch, as nothing else here does
 
         memory, _ = LiveMemory.on_host(examined.reader.specs)
         memory.audit()

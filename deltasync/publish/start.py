@@ -22,7 +22,6 @@ from deltasync.errors import (
     ModelMismatchError,
     UnsupportedFormatError,
 )
-from deltasync.follow import Replica
 from deltasync.publish import put
 from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel
@@ -30,6 +29,7 @@ from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Since
 from deltasync.ranks.peers import Peers, Range, attempt
+from deltasync.replicas import Replica
 from deltasync.stores import Store
 from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
 

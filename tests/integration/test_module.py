@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltasync import Publisher, Replica, open_store
+from deltasync import Following, Publisher, Replica, follow, open_store
 from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, ModelMismatchError
-from deltasync.follow.module import Following, follow
 from deltasync.tensors.bits import int_view
 from tests.conftest import assert_same_bits
 

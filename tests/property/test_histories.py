@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.errors import DeltaSyncError
-from deltasync.follow import Replica
+from deltasync.replicas import Replica
 from deltasync.stores import open_store
 from tests.channels import Made, made, trained
 from tests.conftest import assert_same_bits

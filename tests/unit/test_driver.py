@@ -100,7 +100,7 @@ def test_reach_makes_the_driver_look_at_once(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltasync.follow.poll._FIRST_S", 1000.0)
+    monkeypatch.setattr("deltasync.replicas.poll._FIRST_S", 1000.0)
 
     async def body() -> None:
         trainer.publish()

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import torch
 
-from deltasync import Publisher, Receipt, Replica
+from deltasync import Publisher, Receipt, Replica, follow
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 
 
@@ -29,11 +29,21 @@ def serve(url: str) -> dict[str, torch.Tensor]:
     return replica.state_dict()
 
 
+def evaluate(model: torch.nn.Module, url: str) -> int | None:
+    with follow(model, url, pin="every 10", names={"head": "lm_head"}) as following, following.hold() as version:
+        return version if version == following.version else None
+
+
 callback = DeltaSyncCallback("file:///data/run", publish_steps=10)
 """
 
 
-WRONG = {"Replica(7)": "arg-type", "Publisher('file:///run', codec=3)": "arg-type", "Replica('x').synk()": "attr-defined"}
+WRONG = {
+    "Replica(7)": "arg-type",
+    "Publisher('file:///run', codec=3)": "arg-type",
+    "Replica('x').synk()": "attr-defined",
+    "follow('x', 'y')": "arg-type",
+}
 
 
 def test_a_strict_script_passes_and_mistakes_in_it_are_found(tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ from deltasync.errors import (
     StoreError,
     printable,
 )
-from deltasync.follow.follower import Follower
-from deltasync.follow.pin import NEWEST, Pin
-from deltasync.follow.poll import Poll
-from deltasync.follow.replica import Replica
 from deltasync.live import LiveMemory, Segment, model_fingerprint
+from deltasync.replicas.follower import Follower
+from deltasync.replicas.pin import NEWEST, Pin
+from deltasync.replicas.poll import Poll
+from deltasync.replicas.replica import Replica
 from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
