@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -125,6 +126,18 @@ class DeltaWeightTransfer:
         )
         if self.ack != "none":
             self._pace = Pace(self._wait_for, self.max_behind)
+        self._say_where()
+
+    def _say_where(self) -> None:
+        """One line on stderr of the main process: trainers show what is logged as INFO to nobody."""
+        assert self.publisher is not None
+        if not self._together or dist.get_rank() == 0:
+            url, newest = self._store.url, self.publisher.version
+            begins = f"goes on after version {newest}" if newest else "begins with version 1"
+            sys.stderr.write(
+                f"deltasync: publishing to {url}, which {begins}, by codec {self.publisher.settings.codec}. "
+                f"To see versions and replicas: deltasync watch {url}\n"
+            )
 
     def _holds_our_run(self) -> bool:
         if self.run_id is None:

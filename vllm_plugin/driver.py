@@ -184,7 +184,11 @@ class Driver:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        logger.info("deltasync follows %s as %s", self._reader.store.url, self._settings.replica_id)
+        url = self._reader.store.url
+        logger.info(
+            "deltasync follows %s (%s) as %s; to see versions and replicas: deltasync watch %s",
+            *(url, self.pin, self._settings.replica_id, url),
+        )
         loop = asyncio.get_running_loop()
 
         def on_change(info: ObjectInfo | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import threading
@@ -48,11 +49,15 @@ from trl_callback.saved_form import shards_as_saved
 
 
 @pytest.mark.parametrize("make_model", [tiny_model, lambda: tiny_model(tied=False), tiny_moe], ids=["tied", "untied", "moe"])
-def test_every_step_is_published_bit_for_bit(make_model: Callable[[], Any], tmp_path: Path) -> None:
+def test_every_step_is_published_bit_for_bit(
+    make_model: Callable[[], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     url = f"file://{tmp_path}/channel"
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
     trainer = make_trainer(make_model(), tmp_path / "out", sync, recorder)
     trainer.train()
+    said = f"deltasync: publishing to {url}, which begins with version 1, by codec packed."
+    assert f"{said} To see versions and replicas: deltasync watch {url}\n" in capfd.readouterr().err
 
     # Versions whose upload had not begun joined the next one, so not every step has a version.
     steps = [record.step for record in sync.history]
@@ -263,6 +268,13 @@ class Integration(TrainerCallback):
         self.logs.append(dict(logs))
 
 
+def _documented_metrics() -> set[str]:
+    """What the table of the guide names."""
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "trl.md").read_text()
+    table = guide.split("| `delta_sync/...` | |\n")[1].split("\n\n")[0]
+    return {name for row in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
 @pytest.mark.parametrize("added", ["to the constructor", "later"])
 def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str) -> None:
     from transformers.integrations import integration_utils
@@ -301,7 +313,8 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     # A look is taken in the background, so it is in the logs of the next step.
     assert [line["delta_sync/replicas"] for line in logs[1:]] == [2, 2, 3]
     assert [line["delta_sync/served_lag"] for line in logs[1:]] == [2, 3, 5]
-    assert len([name for name in logs[-1] if name.startswith("delta_sync/")]) == 10
+    names = {name.removeprefix("delta_sync/") for name in logs[-1] if name.startswith("delta_sync/")}
+    assert len(names) == 10 and names | {"ack_s", "served_version"} == _documented_metrics()
     assert trainer.state.log_history[0].keys() >= logs[0].keys()
 
 
