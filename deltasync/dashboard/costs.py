@@ -134,7 +134,7 @@ class Costs:
 def estimate(
     url: str,
     stored: Collection[Stored],
-    held: Iterable[ObjectInfo],
+    held: Collection[ObjectInfo],
     versions: int,
     beats: Iterable[Heartbeat],
     created_s: float,
@@ -193,7 +193,6 @@ def estimate(
         add("looks for a record", looks, [(looks, rates.look)], 0, 0, S3_GET_USD)
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], 0, 0, S3_PUT_USD)
 
-    held = list(held)
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
     gb_months = byte_s / 1e9 / 3600 / _HOURS_PER_MONTH
     down_gb = sum(row.down_bytes for row in rows) / 1e9

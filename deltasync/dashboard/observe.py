@@ -49,7 +49,7 @@ class Observer:
         self._sizes: dict[str, int] = {}
         self._line: dict[int, Slot] = {}  # versions by number, ascending
         self._numbers: set[int] = set()  # of all slots that are there
-        self._held: dict[str, ObjectInfo] = {}  # payload that was listed last
+        self._held: dict[str, ObjectInfo] = {}  # records, folds and files that were listed last
         self._problems: dict[str, str] = {}
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
@@ -139,9 +139,7 @@ class Observer:
             created_s = self._document(beat.version).created_s
             if created_s > self._since_s[beat.replica_id]:
                 lag_s = round(max(0.0, beat.time_s - created_s), 3)
-                self._lags.append(
-                    LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=lag_s)
-                )
+                self._lags.append(LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=lag_s))
         if before is None:
             self._since_s[beat.replica_id] = beat.time_s
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version

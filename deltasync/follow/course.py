@@ -135,7 +135,8 @@ class Course:
         counts from when it was made.
         """
         last = way[-1]
-        is_news = last.record.created_s > self.follows_s and last.record.slot.newness > self._served
+        # Documents tell milliseconds.
+        is_news = last.record.created_s > self.follows_s - 0.001 and last.record.slot.newness > self._served
         self._served = max(self._served, last.record.slot.newness)
         return time.time() - last.record.created_s if is_news else None
 
