@@ -75,12 +75,11 @@ def command(reader: ChannelReader, last: int | None, as_json: bool) -> None:
             echo_json(each)
         return
     from rich.console import Console
-    from rich.text import Text
 
     days = {each["created_at"][:10] for each in rows}
     time = slice(11, 19) if len(days) < 2 else slice(5, 16)  # of a day's, or with the day
     run = f"run {reader.channel().run_id[:12]}  newest version {newest}  {max(days, default='')}"
-    title = Text("\n").join([cell(reader.store.url), cell(run)])
+    title = cell(reader.store.url).append("\n").append_text(cell(run))
     shown = table(_COLUMNS, title=title, caption=_totals(rows), box=None, padding=(0, 1, 0, 0))
     for each in rows:
         is_fold, is_version = each["kind"] == "fold", each["kind"] in ("delta", "anchor")

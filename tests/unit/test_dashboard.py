@@ -433,6 +433,7 @@ def test_watch_tells_only_what_is_new(publisher: Publisher, store: RangeStore, w
     assert list(watch.changes(first, observer.look())) == []
     beat(store, publisher.run_id, "a", 2)
     publish(publisher, weights, 1)
+    settle(publisher, store)
     second = observer.look()
     assert [change["event"] for change in watch.changes(first, second)] == ["version", "replica"]
     beat(store, publisher.run_id, "a", 2)  # a later heartbeat that says the same
