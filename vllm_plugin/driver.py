@@ -246,6 +246,7 @@ class Driver:
         except NotPublishedError as error:
             self._report("waiting", f"Waiting for the first version: {error}")
         except SleepingError as error:
+            self._course.follows_s = time.time()
             self._report("sleeping", str(error))
         except DeltaSyncError as error:
             self._metrics.failed(error)
@@ -381,7 +382,7 @@ class Driver:
             pause_s=pause_s,
             scatter_s=done.scatter_s,
             reload_s=done.reload_s,
-            lag_s=served_at - way[-1].record.created_s,
+            lag_s=self._course.lag_s(way),
             tokens_during_sync=tokens,
             running_requests=running,
             served_at=served_at,
@@ -391,7 +392,7 @@ class Driver:
         self._metrics.committed(commit, "anchor" if commit.anchor else "fold" if fold else "delta")
         logger.info(
             "deltasync serves version=%d digest=%.12s changed=%d stage_s=%.3f pause_s=%.4f scatter_s=%.4f reload_s=%.3f "
-            "lag_s=%.3f",
+            "lag_s=%s",
             commit.version,
             commit.sha256,
             commit.changed,
@@ -399,7 +400,7 @@ class Driver:
             commit.pause_s,
             commit.scatter_s,
             commit.reload_s,
-            commit.lag_s,
+            "-" if commit.lag_s is None else f"{commit.lag_s:.3f}",
         )
 
     def _report(self, state: str, error: str | None) -> None:

@@ -125,7 +125,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         pause_s: From asking vLLM to pause until it had resumed.
         scatter_s: The share of that for writing live weights, or the mirror of those that take the fallback.
         reload_s: The share of that for loading the layers of those again.
-        lag_s: From the publisher's clock at encoding until the version was served.
+        lag_s: From the publisher's clock at encoding until the version was served; None for what `Course.lag_s` leaves out.
         tokens_during_sync: Tokens that the server generated between the start of staging and the resume.
         running_requests: Requests in flight when generation was paused.
         served_at: Seconds since the epoch.
@@ -140,7 +140,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float
     scatter_s: float
     reload_s: float
-    lag_s: float
+    lag_s: float | None
     tokens_during_sync: int
     running_requests: int
     served_at: float

@@ -42,7 +42,7 @@ class Metrics:
         )
         self._lag = histogram(
             "deltasync_lag_seconds",
-            "From encoding a version, by the publisher's clock, until it was served.",
+            "From encoding a version, by the publisher's clock, until it was served; without catching up after a start.",
             buckets=_LONG_S,
         )
         self._stage = histogram(
@@ -71,7 +71,8 @@ class Metrics:
         self._commits.labels(kind).inc()
         self._payload.inc(commit.payload_bytes)
         self._stage.observe(commit.stage_s)
-        self._lag.observe(commit.lag_s)
+        if commit.lag_s is not None:
+            self._lag.observe(commit.lag_s)
 
     def failed(self, error: Exception) -> None:
         """After a look at the channel that ended with an error."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal as size_of
 
 from deltasync.cli.options import channel_command
 from deltasync.cli.output import cell, echo, echo_json, table, with_bars
@@ -23,11 +24,11 @@ _COLUMNS = (
     ("digest", "left"),
     ("kind", "left"),
     ("step", "right"),
-    ("created", "left"),
+    ("time", "left"),
     ("changed", "right"),
-    ("delta bytes", "right"),
-    ("bits/changed", "right"),
-    ("anchor bytes", "right"),
+    ("delta", "right"),
+    ("bits", "right"),
+    ("anchor", "right"),
 )
 
 
@@ -75,20 +76,23 @@ def command(reader: ChannelReader, last: int | None, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    title = f"{reader.store.url}  run {reader.channel().run_id[:12]}  newest version {newest}"
-    shown = table(_COLUMNS, title=cell(title), caption=_totals(rows))
+    days = {each["created_at"][:10] for each in rows}
+    time = slice(11, 19) if len(days) < 2 else slice(5, 16)  # of a day's, or with the day
+    run = f"run {reader.channel().run_id[:12]}  newest version {newest}  {max(days, default='')}"
+    title = cell(reader.store.url).append("\n").append_text(cell(run))
+    shown = table(_COLUMNS, title=title, caption=_totals(rows), box=None, padding=(0, 1, 0, 0))
     for each in rows:
-        span = f"{each['base_version']}-{each['version']}" if each["kind"] == "fold" else str(each["version"])
+        is_fold, is_version = each["kind"] == "fold", each["kind"] in ("delta", "anchor")
         shown.add_row(
-            span,
-            (each["sha256"] or "")[:12] if each["kind"] in ("delta", "anchor") else "",
-            "reference" if each["reference"] else each["kind"],
+            f"{each['base_version']}-{each['version']}" if is_fold else str(each["version"]),
+            (each["sha256"] or "")[:12] if is_version else "",
+            each["kind"] if is_version or is_fold else "anchor",
             _text(each["step"]),
-            cell(each["created_at"][:19].replace("T", " ")),
-            "" if each["kind"] == "announced" else f"{each['changed_fraction']:.4%}",
-            _text(each["delta_bytes"], ","),
+            cell(each["created_at"][time].replace("T", " ")),
+            "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",
+            _size(each["delta_bytes"]),
             _text(each["bits_per_changed"], ".2f"),
-            _text(each["anchor_bytes"], ","),
+            "reference" if each["reference"] else _size(each["anchor_bytes"]),
         )
     # Not to a terminal: nothing is cut off.
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
@@ -130,6 +134,10 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
         if each["anchor_bytes"] is not None:
             sizes["anchors"].append(each["anchor_bytes"])
     return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
+
+
+def _size(size: int | None) -> str:
+    return "" if size is None else size_of(size)
 
 
 def _text(value: Any, form: str = "") -> str:

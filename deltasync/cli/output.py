@@ -44,12 +44,16 @@ def cell(text: object, style: str = "") -> Text:
 
 
 def table(columns: Iterable[tuple[str, str]], **options: Any) -> Table:
-    """A table for rich, with its title and its caption on the left. The options are those of `rich.table.Table`."""
+    """A table for rich, with its title and its caption on the left. The options are those of `rich.table.Table`.
+
+    Where the terminal is too narrow, digests give way first, and errors go on in the next line.
+    """
     from rich.table import Table
 
     found = Table(title_justify="left", caption_justify="left", **options)
     for name, justify in columns:
-        found.add_column(name, justify=justify, overflow="fold" if name == "error" else "ellipsis")  # type: ignore[arg-type]
+        overflow, keep = "fold" if name == "error" else "ellipsis", name not in ("digest", "error")
+        found.add_column(name, justify=justify, overflow=overflow, no_wrap=keep)  # type: ignore[arg-type]
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
 from deltasync.channel.heartbeat import Heartbeat
+from deltasync.stores.base import ObjectInfo
 
 HEARTBEATS_PER_HOUR = 360
 S3_PUT_USD, S3_GET_USD = 0.005 / 1000, 0.0004 / 1000
@@ -82,21 +83,17 @@ _LOCAL = Rates(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """What one record, fold or announced anchor put into the channel.
+    """What one record, fold or announced anchor put into the channel, held still or not.
 
     Attributes:
         kind: `delta`, `anchor` or `fold`.
         objects: How many, besides a version's record.
-        age_s: Since it was stored.
-        held: Whether it is there still.
     """
 
     kind: str
     version: int
     payload_bytes: int
     objects: int
-    age_s: float
-    held: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +113,7 @@ class Costs:
     """So far.
 
     Attributes:
-        stored_bytes: Payload that the channel holds now.
+        stored_bytes: What the channel holds now, without its small documents.
         storage_usd: For what it holds, since it was stored.
         traffic_usd: For what replicas downloaded, if they are outside the bucket's region.
         notes: What is assumed, in sentences.
@@ -135,16 +132,25 @@ class Costs:
 
 
 def estimate(
-    url: str, stored: Collection[Stored], versions: int, beats: Iterable[Heartbeat], created_s: float, unseen: int = 0
+    url: str,
+    stored: Collection[Stored],
+    held: Collection[ObjectInfo],
+    versions: int,
+    beats: Iterable[Heartbeat],
+    created_s: float,
+    now_s: float,
+    unseen: int = 0,
 ) -> Costs:
     """Add up.
 
     Args:
         url: The channel's.
-        stored: What was seen to be published, held still or not.
+        stored: What was seen to be published.
+        held: The records, folds and files that the channel holds, also those that were not read.
         versions: How many versions these are of.
         beats: Each replica's last heartbeat.
-        created_s: When the channel was created, by the epoch.
+        created_s: When the channel was created, by the epoch; also taken for an object of which the store does not tell.
+        now_s: The time now, by the epoch.
         unseen: How many versions there were besides; they are not counted.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
@@ -187,12 +193,12 @@ def estimate(
         add("looks for a record", looks, [(looks, rates.look)], 0, 0, S3_GET_USD)
         add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], 0, 0, S3_PUT_USD)
 
-    held = [part for part in stored if part.held]
-    gb_months = sum(part.payload_bytes * part.age_s for part in held) / 1e9 / 3600 / _HOURS_PER_MONTH
+    byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
+    gb_months = byte_s / 1e9 / 3600 / _HOURS_PER_MONTH
     down_gb = sum(row.down_bytes for row in rows) / 1e9
     return Costs(
         rows=rows,
-        stored_bytes=sum(part.payload_bytes for part in held),
+        stored_bytes=sum(info.bytes for info in held),
         storage_usd=gb_months * S3_GB_MONTH_USD if priced else None,
         traffic_usd=down_gb * S3_TRAFFIC_GB_USD if priced else None,
         notes=_notes(rates is not _LOCAL, priced, unseen),

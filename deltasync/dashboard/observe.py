@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from deltasync.channel import heartbeat
+from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import File, Record, Version
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot
@@ -49,10 +49,11 @@ class Observer:
         self._sizes: dict[str, int] = {}
         self._line: dict[int, Slot] = {}  # versions by number, ascending
         self._numbers: set[int] = set()  # of all slots that are there
-        self._held: set[str] = set()  # keys that were listed last
+        self._held: dict[str, ObjectInfo] = {}  # records, folds and files that were listed last
         self._problems: dict[str, str] = {}
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
+        self._since_s: dict[str, float] = {}  # when a replica was first seen to serve something
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
         self._unread_headers: set[int] = set()
@@ -84,9 +85,11 @@ class Observer:
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
         recent = {slot: info for slot, info in slots.items() if slot.version > last - self._last - 1}
-        folds = {info.key: info for span, info in self._reader.folds() if span.version > last - self._last - 1}
-        self._held = {info.key for info in slots.values()} | folds.keys()
-        self._read([*recent.values(), *folds.values()], progress)
+        folds = self._reader.folds()
+        files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
+        self._held = {info.key: info for info in (*slots.values(), *(info for _, info in folds), *files)}
+        recent_folds = [info for span, info in folds if span.version > last - self._last - 1]
+        self._read([*recent.values(), *recent_folds], progress)
         versions = [slot for slot in slots if (found := self._documents.get(slot.key)) is not None and found.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
@@ -127,14 +130,19 @@ class Observer:
         return self._documents[self._line[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
-        """Only a change that happened while we looked tells when the replica began to serve the version."""
-        known = beat.replica_id in self._served
-        if known and beat.version != self._served[beat.replica_id] and beat.version in self._line:
-            lag_s = max(0.0, beat.time_s - self._document(beat.version).created_s)
-            self._lags.append(
-                LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=round(lag_s, 3))
-            )
-        self._served[beat.replica_id] = beat.version
+        """Only a change that happened while we looked tells when the replica began to serve the version.
+
+        To catch up with what was encoded before the replica was there is no lag, and to go back is none.
+        """
+        before = self._served.get(beat.replica_id)
+        if beat.version is not None and before is not None and beat.version > before and beat.version in self._line:
+            created_s = self._document(beat.version).created_s
+            if created_s > self._since_s[beat.replica_id]:
+                lag_s = round(max(0.0, beat.time_s - created_s), 3)
+                self._lags.append(LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=lag_s))
+        if before is None:
+            self._since_s[beat.replica_id] = beat.time_s
+        self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
     def read_headers(self, limit: int, progress: Progress = quiet) -> int:
         """Read the headers of the newest `limit` versions whose headers are still to be read. Returns how many are left.
@@ -228,7 +236,7 @@ class Observer:
 
     def _costs(self, now_s: float, created_s: float, newest: int) -> Costs:
         stored, versions = [], 0
-        for key, record in self._documents.items():
+        for record in self._documents.values():
             if record.next_epoch is not None:
                 continue
             versions += record.is_version
@@ -239,11 +247,10 @@ class Observer:
                     version=record.version,
                     payload_bytes=0 if record.reference is not None else record.payload_bytes,
                     objects=len(record.files) + (record.kind == "fold"),
-                    age_s=max(0.0, now_s - record.created_s),
-                    held=key in self._held,
                 )
             )
-        return estimate(self._reader.store.url, stored, versions, self._beats, created_s, unseen=newest - versions)
+        held = self._held.values()
+        return estimate(self._reader.store.url, stored, held, versions, self._beats, created_s, now_s, newest - versions)
 
     def _replica_row(self, beat: Heartbeat, newest: int, now_s: float) -> ReplicaRow:
         live, served = heartbeat.is_live(beat), beat.version

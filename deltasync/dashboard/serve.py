@@ -16,6 +16,7 @@ from deltasync.errors import ConfigError, DeltaSyncError, get_logger, printable_
 logger = get_logger(__name__)
 
 _HEADERS_AT_ONCE = 16
+_PARTS = "page.css", "charts.js", "page.js"
 _PLACE = b'<script type="application/json" id="data">null</script>'
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -25,7 +26,10 @@ _POLICY = (
 
 def page(snapshot: Snapshot | None = None) -> bytes:
     """The page, self-contained; without a snapshot it fetches `data.json` beside it, again and again."""
-    template = importlib.resources.files("deltasync.dashboard").joinpath("page.html").read_bytes()
+    folder = importlib.resources.files("deltasync.dashboard")
+    template = folder.joinpath("page.html").read_bytes()
+    for name in _PARTS:
+        template = template.replace(b"{{%s}}" % name.encode(), folder.joinpath(name).read_bytes())
     if snapshot is None:
         return template
     # Inside a script element: no name in it can end the element.

@@ -48,7 +48,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     pause_ms = [1e3 * commit["pause_s"] for commit in commits]
-    lag_s = [commit["lag_s"] for commit in commits]
+    lag_s = [commit["lag_s"] for commit in _lagged(commits)]
     return {
         "versions_published": len(published),
         "versions_committed": len(commits),
@@ -69,6 +69,11 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
         "wall_s": round(wall_s, 1),
         "versions": versions,
     }
+
+
+def _lagged(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that did not catch up with what was there before."""
+    return [commit for commit in commits if commit["lag_s"] is not None]
 
 
 def _mean(values: list[float]) -> float:
@@ -110,12 +115,12 @@ def plot(out: Path, status: dict[str, Any], target: Path) -> None:
     metrics = list(read_lines(out / "metrics.jsonl"))
     deltas = published[1:]
     commits = status["commits"]
-    served = [commit["version"] for commit in commits]
+    served, lagged = [commit["version"] for commit in commits], _lagged(commits)
     panels = (
         # The step after version v was sampled by version v at the earliest: step s made version s + 1.
         ("reward", [line["step"] + 1 for line in metrics], [line["reward"] for line in metrics]),
         ("delta payload (kB)", [line["version"] for line in deltas], [line["payload_bytes"] / 1e3 for line in deltas]),
-        ("lag, encoded to served (s)", served, [commit["lag_s"] for commit in commits]),
+        ("lag, encoded to served (s)", [commit["version"] for commit in lagged], [commit["lag_s"] for commit in lagged]),
         ("generation pause (ms)", served, [1e3 * commit["pause_s"] for commit in commits]),
     )
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")

@@ -184,9 +184,10 @@ def _watch(steps: int, out: Path, url: str, server: Child, trainer: Child, say: 
         lines = list(report.read_lines(out / "metrics.jsonl"))
         if len(lines) >= said + 5 and status["commits"]:
             said, last, commit = len(lines), lines[-1], status["commits"][-1]
+            lag = "-" if commit["lag_s"] is None else f"{commit['lag_s']:.2f} s"
             say(
                 f"step {last['step']} of {steps}  reward {last['reward']:.3f}  served version {version}  "
-                f"payload {commit['payload_bytes'] / 1e3:.0f} kB  lag {commit['lag_s']:.2f} s  "
+                f"payload {commit['payload_bytes'] / 1e3:.0f} kB  lag {lag}  "
                 f"pause {1e3 * commit['pause_s']:.0f} ms"
             )
     trainer.check()

@@ -52,6 +52,7 @@ class Course:
         newest: The newest version that is known.
         problem: What is wrong with the next version, None if nothing is.
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
+        follows_s: Since when this replica can take what is published, seconds since the epoch.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
@@ -59,6 +60,8 @@ class Course:
         self.newest: Version | None = None
         self.problem: str | None = None
         self.looked_s: float | None = None
+        self.follows_s = time.time()
+        self._served: tuple[str, int] = "", 0  # the newest version that was, as `Slot.newness`
         self._max_age_s = max_age_s
         self._newest_created_s: float | None = None
         self._next_epoch: str | None = None  # that a seal named
@@ -129,6 +132,18 @@ class Course:
         if self._found_at_once > 1 and len(way) == 1:
             self._look_due_s = 0.0  # it lags behind: several versions at once are cheaper
         return self._batch(way, have)
+
+    def lag_s(self, way: Sequence[Stored]) -> float | None:
+        """Seconds from encoding what is served from now on until now, by two machines' clocks.
+
+        None where that is no lag: to catch up with what was encoded before this replica followed, and to go back. A fold
+        counts from when it was made.
+        """
+        last = way[-1]
+        # Documents tell milliseconds.
+        is_news = last.record.created_s > self.follows_s - 0.001 and last.record.slot.newness > self._served
+        self._served = max(self._served, last.record.slot.newness)
+        return time.time() - last.record.created_s if is_news else None
 
     @property
     def stuck(self) -> bool:

@@ -50,7 +50,7 @@ def summarize(
     deltas = published[1:]
     trained = {line["version"]: line["sha256"] for line in published}
     pauses_ms = [1e3 * commit["pause_s"] for commit in everything]
-    lags_s = [commit["lag_s"] for commit in everything]
+    lags_s = [commit["lag_s"] for commit in everything if commit["lag_s"] is not None]
     return checks | {
         "versions_published": len(published),
         "versions_committed": {host: len(commits[host]) for host in REPLICAS},

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import socket
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deltasync import Publisher
+from deltasync import Publisher, open_store
 from deltasync.cli import main
+from tests.channels import filled, states_of
 
 
 def run(*arguments: str, timeout_s: float = 120, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +60,29 @@ def test_log_lists_versions(channel: str) -> None:
     assert rows[1]["changed_fraction"] == pytest.approx(1 / 1100)
     assert "version" in invoke("log", channel).stdout
     assert len(invoke("log", channel, "--last", "1", "--json").stdout.splitlines()) == 1
+
+
+def test_log_takes_a_line_of_80_columns_for_each_row(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    filled(open_store(url), states_of(1_000_000, 12), anchors=(7,), folds=((2, 10), (9, 12)))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    done = subprocess.run([sys.executable, "-m", "deltasync.cli", "log", url], stdout=theirs, env=os.environ, timeout=120)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody holds any more
+        while found := os.read(ours, 65536):
+            shown += found
+    os.close(ours)
+    lines = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", shown.decode()).splitlines()]
+    heads = ["version", "digest", "kind", "step", "time", "changed", "delta", "bits", "anchor"]
+    assert done.returncode == 0 and heads in [line.split() for line in lines]
+    rows = lines[[line.split() for line in lines].index(heads) + 1 :]
+    kinds = [line.split()[2 if re.match(r"\d+ +[0-9a-f]{12} ", line) else 1] for line in rows[:15]]
+    assert kinds == ["anchor", *["delta"] * 6, "anchor", *["delta"] * 3, "fold", *["delta"] * 2, "fold"]
+    assert len(rows) == 15 + 1 and rows[15].startswith("11 deltas ")
+    assert max(map(len, lines)) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+    assert all(re.search(r" \d\d:\d\d:\d\d ", line + " ") for line in rows[:15])
 
 
 def test_show_tells_one_version(channel: str) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from deltasync.channel import documents, record, signing
 from deltasync.channel.signing import Signer
 from deltasync.cli import main
 from deltasync.demo.processes import get_json
+from tests.browser import browse, needs_browser
 from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_model, serving
 
 pytestmark = pytest.mark.vllm
@@ -242,23 +242,18 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
     assert set(re.findall(r"\w+://[^\"'`\s]*", page)) == {"http://www.w3.org/2000/svg"}
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)")
+@needs_browser
 def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, tmp_path: Path) -> None:
     address = server.url.replace("://", f"://anyone:{TOKEN}@")
 
-    def browse(what: str, *arguments: str) -> str:
-        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-        flags += " --disable-component-update --disable-sync --window-size=1000,900 --virtual-time-budget=3000"
-        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / what}", *arguments, f"{address}/deltasync/"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def look(what: str, *arguments: str) -> str:
+        return browse(f"{address}/deltasync/", tmp_path / what, *arguments, width=1000, height=900)
 
     def shown(page: str) -> dict[str, str]:
         return dict(re.findall(r'id="(state|version|head|count|replica|error)"[^>]*>([^<]*)<', page))
 
     status = server.status()
-    page, commits = browse("serving", "--dump-dom"), status["commits"]
+    page, commits = look("serving", "--dump-dom"), status["commits"]
     assert shown(page) == {
         "state": "serving",
         "version": str(status["version"]),
@@ -280,10 +275,10 @@ def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, t
     with server.publishing_as(of_another_format) as repair:
         version = server.publish()
     server.wait(lambda status: status["error"] is not None)
-    page = browse("damaged", "--dump-dom")
+    page = look("damaged", "--dump-dom")
     assert shown(page)["state"] == "serving"
     assert "has format '&lt;b&gt;another&lt;/b&gt;'" in shown(page)["error"]
-    browse("picture", f"--screenshot={tmp_path}/page.png")
+    look("picture", f"--screenshot={tmp_path}/page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
     repair()
     server.assert_serves(version)

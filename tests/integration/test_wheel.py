@@ -76,7 +76,10 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     assert {name for name in top if not name.endswith(".dist-info")} == {"deltasync", "vllm_plugin", "trl_callback"}
     assert {"deltasync/deploy/spaces/vllm/Dockerfile", "deltasync/deploy/haproxy/replicas.lua"} <= set(names)
     assert {"deltasync/py.typed", "vllm_plugin/py.typed", "trl_callback/py.typed"} <= set(names)
-    assert {"deltasync/dashboard/page.html", "vllm_plugin/page.html"} <= set(names)
+    assert {
+        "vllm_plugin/page.html",
+        *(f"deltasync/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),
+    } <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 
 

@@ -252,13 +252,35 @@ def test_lag_is_known_for_what_happened_while_somebody_looked(
     run = publisher.run_id
     observer = Observer(store)
     created = {row.version: row.created_s for row in observer.look().versions}
-    beat(store, run, "a", 1, time_s=created[1] + 7)
+    beat(store, run, "a", 1, time_s=created[3] + 0.001)
     assert observer.look().lags == []  # it may have served it for long
-    beat(store, run, "a", 1, time_s=created[1] + 9)
+    beat(store, run, "a", 1, time_s=time.time())
     assert observer.look().lags == []
-    beat(store, run, "a", 2, time_s=created[2] + 3.5)
+    publish(publisher, weights, 1)
+    settle(publisher, store)
+    created = {row.version: row.created_s for row in observer.look().versions}
+    beat(store, run, "a", 4, time_s=created[4] + 3.5)
     (lag,) = observer.look().lags
-    assert (lag.replica_id, lag.version, lag.lag_s) == ("a", 2, pytest.approx(3.5, abs=2e-3))
+    assert (lag.replica_id, lag.version, lag.lag_s) == ("a", 4, pytest.approx(3.5, abs=2e-3))
+
+
+def test_to_catch_up_and_to_go_back_are_no_lag(
+    publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]
+) -> None:
+    publish(publisher, weights, 4)
+    settle(publisher, store)
+    run, late_s = publisher.run_id, time.time() + 5810
+    observer = Observer(store)
+    for version, state in (
+        (None, "waiting"),
+        (2, "serving"),
+        (4, "serving"),
+        (3, "serving"),
+        (4, "stopped"),
+        (4, "serving"),
+    ):
+        beat(store, run, "a", version, state, time_s=late_s)
+        assert observer.look().lags == []
 
 
 def test_damage_is_told_and_the_rest_shown(
@@ -325,18 +347,16 @@ def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: di
 def test_costs_add_up() -> None:
     hour_ago = time.time() - 3600
     gigabyte = 10**9
-    stored = [
-        Stored(kind="delta", version=version, payload_bytes=gigabyte, objects=1, age_s=3600.0, held=version > 1)
-        for version in (1, 2, 3)
-    ]
+    stored = [Stored(kind="delta", version=version, payload_bytes=gigabyte, objects=1) for version in (1, 2, 3)]
     stored[0] = dataclasses.replace(stored[0], objects=0)  # in its record
-    stored.append(Stored(kind="anchor", version=1, payload_bytes=10 * gigabyte, objects=2, age_s=3600.0, held=True))
-    stored.append(Stored(kind="fold", version=3, payload_bytes=2 * gigabyte, objects=1, age_s=3600.0, held=True))
+    stored.append(Stored(kind="anchor", version=1, payload_bytes=10 * gigabyte, objects=2))
+    stored.append(Stored(kind="fold", version=3, payload_bytes=2 * gigabyte, objects=1))
+    held = [ObjectInfo("a", 13 * gigabyte, hour_ago), ObjectInfo("b", gigabyte)]  # of the last the store tells no time
     beats = [
         Heartbeat(replica_id=name, run_id="r", version=version, state="serving", time_s=hour_ago + 3600)
         for name, version in (("a", 3), ("b", 1))
     ]
-    costs = estimate("s3://bucket/run", stored, 3, beats, hour_ago)
+    costs = estimate("s3://bucket/run", stored, held, 3, beats, hour_ago, hour_ago + 3600)
     rows = {row.what: row for row in costs.rows}
     assert {what: (row.times, row.requests) for what, row in rows.items()} == {
         "deltas, upload": (3, 2),
@@ -355,8 +375,18 @@ def test_costs_add_up() -> None:
     requests_usd = (2 + 2 + 1 + 9 + 720) * 0.005 / 1000 + (6 + 7280) * 0.0004 / 1000
     assert costs.usd == pytest.approx(requests_usd + 14 * 0.023 / 730)
     for url in ("file:///run", "hf://buckets/a/b/run", "s3://bucket/run?endpoint=http://localhost:1"):
-        assert estimate(url, stored, 3, beats, hour_ago).usd is None
-    assert sum(row.requests for row in estimate("file:///run", stored, 3, beats, hour_ago).rows) == 0
+        assert estimate(url, stored, held, 3, beats, hour_ago, hour_ago + 3600).usd is None
+    costs = estimate("file:///run", stored, held, 3, beats, hour_ago, hour_ago + 3600)
+    assert sum(row.requests for row in costs.rows) == 0
+
+
+def test_what_is_stored_counts_what_was_not_read_too(store: RangeStore) -> None:
+    filled(store.inner, states_of(50, 6), parts=(3, 6), anchors=(4,), folds=((2, 5),))
+    payload = ("versions/", "folds/", "parts/", "anchors/")
+    held = sum(info.bytes for info in store.inner.list("") if info.key.startswith(payload))
+    found = Observer(store, last=2).look()
+    assert found.unread == 4 and found.costs is not None
+    assert found.costs.stored_bytes == held
 
 
 def test_a_version_takes_as_many_requests_as_costs_say(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
@@ -403,6 +433,7 @@ def test_watch_tells_only_what_is_new(publisher: Publisher, store: RangeStore, w
     assert list(watch.changes(first, observer.look())) == []
     beat(store, publisher.run_id, "a", 2)
     publish(publisher, weights, 1)
+    settle(publisher, store)
     second = observer.look()
     assert [change["event"] for change in watch.changes(first, second)] == ["version", "replica"]
     beat(store, publisher.run_id, "a", 2)  # a later heartbeat that says the same

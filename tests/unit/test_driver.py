@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,48 @@ def test_metrics_count_what_was_committed(
         total = sum(getattr(commit, f"{name}_s") for commit in commits)
         assert value(registry, f"deltasync_{name}_seconds_sum") == pytest.approx(total)
     assert value(registry, "deltasync_rollbacks_total") == 0
+
+
+def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry) -> None:
+    async def body() -> list[Commit]:
+        trainer.publish()
+        trainer.publish()
+        time.sleep(0.01)
+        async with following(engine, memory_url, registry) as driver:
+            await driver.reach(2)
+            assert trainer.publish() == await driver.reach(3)
+            engine.worker._deltasync_replica.fall_asleep()
+            trainer.publish()
+            await driver.look()
+            assert driver.status().state == "sleeping"
+            time.sleep(0.01)
+            await driver.look()
+            engine.worker._deltasync_replica.wake_up()
+            await driver.reach(4)
+            return driver.status().commits
+
+    commits = asyncio.run(body())
+    lags_s = {commit.version: commit.lag_s for commit in commits}
+    assert lags_s[2] is lags_s[4] is None and lags_s[3] is not None
+    assert value(registry, "deltasync_lag_seconds_count") == 1
+    assert value(registry, "deltasync_lag_seconds_sum") == pytest.approx(lags_s[3])
+    assert value(registry, "deltasync_stage_seconds_count") == len(commits)
+
+
+def test_to_go_back_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry) -> None:
+    async def body() -> list[Commit]:
+        driver = Driver(engine, ReplicaSettings(channel=memory_url, replica_id="unit"), Metrics(registry))
+        for _ in range(3):
+            trainer.publish()
+            await driver.look_until_done()
+        await driver.look_until_done(2)
+        await driver.look_until_done()
+        trainer.publish()
+        await driver.look_until_done()
+        return driver.status().commits
+
+    told = [(commit.version, commit.lag_s is None) for commit in asyncio.run(body())]
+    assert told == [(1, False), (2, False), (3, False), (2, True), (3, True), (4, False)]
 
 
 def test_a_rollback_is_counted_and_keeps_the_version(
