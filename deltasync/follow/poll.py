@@ -25,7 +25,8 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
     """How long to wait between two requests: from 20 ms, because the next version may follow soon, up to an interval.
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
-    time between two versions, and shorter the nearer that time is. Where the store tells of new objects it is only asked rarely, while that works.
+    time between two versions, and shorter the nearer that time is. Where the store tells of new objects it is only asked
+    rarely, while that works.
 
     Args:
         store: The channel's.
