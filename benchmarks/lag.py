@@ -1,6 +1,6 @@
 """From the beginning of a publish to live bits elsewhere, over long lines, and the requests that it takes.
 
-    .venv/bin/python -m benchmarks.lag [small] [large] [idle] [--versions 20] [--json]
+    python -m benchmarks.lag [small] [large] [idle] [--versions 20] [--json]
 
 from the root of the repository, with the development dependencies. The store is S3 (moto). A publisher and a host replica
 reach it by a line each (`tests.servers.line`); all run in processes of their own, and requests are counted at the server's
@@ -13,14 +13,11 @@ idle    what a replica asks while nothing is published
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections import Counter
@@ -31,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import common
 from deltasync import Publisher, Replica
 from deltasync.config import ReplicaSettings
 from deltasync.errors import NotPublishedError
@@ -293,8 +291,8 @@ def idle() -> dict[str, Any]:
 # --- what came out ------------------------------------------------------------------------------------------------------
 
 
-def lines(name: str, case: Case, found: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+def summary(name: str, case: Case, found: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, with `lag_s` and, in the unit of the bar, `units`: p50 and p95."""
     rows, line = found["versions"], case.line
     lags = [row["lag_s"] for row in rows]
     if name == "small":
@@ -304,45 +302,50 @@ def lines(name: str, case: Case, found: dict[str, Any]) -> Iterator[str]:
         one_s = 8 * found["payload_bytes"] / line.bits_per_s + 2 * line.round_trip_s
         units = [lag_s / one_s for lag_s in lags]
         unit = f"times {one_s:.2f} s, one transfer and two round trips"
-    yield f"{name}: {found['payload_bytes']:,} bytes, {len(rows)} versions, bits {'equal' if found['equal'] else 'WRONG'}"
-    yield f"  lag p50 {statistics.median(lags):.3f} s, p95 {np.percentile(lags, 95):.3f} s"
-    met = statistics.median(units) <= BARS[name]
-    yield (
-        f"  p50 {statistics.median(units):.2f}, p95 {np.percentile(units, 95):.2f} {unit}; "
-        f"bar {BARS[name]} {'met' if met else 'MISSED'}"
-    )
-    yield (
-        f"  encode p50 {statistics.median(row['encode_s'] for row in rows):.3f} s, "
-        f"trainer held p50 {statistics.median(row['held_s'] for row in rows):.3f} s; "
-        f"records put on a new connection: {found['cold_puts']}"
-    )
-    for end, counts in found["requests"].items():
-        yield f"  {end}, for a version: " + ", ".join(f"{count:g} {what}" for what, count in counts.items())
+    spans = {"lag_s": _span(lags), "units": _span(units)}
+    return {"unit": unit, "bar": BARS[name], "met": spans["units"]["p50"] <= BARS[name], **spans, **found}
+
+
+def _span(values: Sequence[float]) -> dict[str, float]:
+    return {"p50": round(statistics.median(values), 4), "p95": round(float(np.percentile(values, 95)), 4)}
+
+
+def lines(result: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """For people."""
+    for name, found in result.items():
+        if name == "idle":
+            yield f"idle: {found}"
+            continue
+        rows, lag_s, units = found["versions"], found["lag_s"], found["units"]
+        right = "equal" if found["equal"] else "WRONG"
+        yield f"{name}: {found['payload_bytes']:,} bytes, {len(rows)} versions, bits {right}"
+        yield f"  lag p50 {lag_s['p50']:.3f} s, p95 {lag_s['p95']:.3f} s"
+        met = "met" if found["met"] else "MISSED"
+        yield f"  p50 {units['p50']:.2f}, p95 {units['p95']:.2f} {found['unit']}; bar {found['bar']} {met}"
+        yield (
+            f"  encode p50 {statistics.median(row['encode_s'] for row in rows):.3f} s, "
+            f"trainer held p50 {statistics.median(row['held_s'] for row in rows):.3f} s; "
+            f"records put on a new connection: {found['cold_puts']}"
+        )
+        for end, counts in found["requests"].items():
+            yield f"  {end}, for a version: " + ", ".join(f"{count:g} {what}" for what, count in counts.items())
 
 
 def main() -> None:
     """Measure what is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("what", nargs="*", choices=["small", "large", "idle", []], help="default: small and idle")
     parser.add_argument("--versions", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     os.environ.update(KEYS)
     os.environ["AWS_REGION"] = REGION
-    result: dict[str, Any] = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    result["load"] = os.getloadavg()[0]
+    result: dict[str, dict[str, Any]] = {}
     known = cases(given.versions)
     for name in given.what or ["small", "idle"]:
-        result[name] = idle() if name == "idle" else measure(known[name])
-        if not given.json and name != "idle":
-            print("\n".join(lines(name, known[name], result[name])), flush=True)
-        elif not given.json:
-            print(f"idle: {result[name]}", flush=True)
-    if given.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(f"{result['cores']} cores, load {result['load']:.1f}, Python {result['python']}, torch {result['torch']}")
+        common.say(f"Measuring {name}")
+        result[name] = idle() if name == "idle" else summary(name, known[name], measure(known[name]))
+    common.emit(given.json, result, lines(result))
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -221,6 +221,8 @@ class Course:
                 return []  # the next look may find a way around it
             try:
                 stored = self._slot(slot, known)
+                while stored is None and self._prefetch is not None and self._prefetch.look(slot):
+                    stored = self._slot(slot, known)
             except FormatError as error:
                 self.problem = str(error)
                 self._leave_out(slot.key, error)
@@ -228,8 +230,6 @@ class Course:
             self.looked_s = time.monotonic()
             if stored is None:
                 self._absent = slot.key, time.time()
-                if self._prefetch is not None:
-                    self._prefetch.look(slot)
                 self._check_age()
                 return []
             if stored.record.base != have:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,13 +18,15 @@ _GROWTH = 1.5
 _LIVE_S = 30.0
 _EARLIEST, _LATEST = 0.75, 1.5  # times the shortest and the longest of the last times between two versions
 _LOOKS_APART = 0.03  # of the longest
+_LOOKS_CLOSE = 0.2  # of the time until or since their mean, where that is less
 
 
 class Poll(contextlib.AbstractContextManager["Poll"]):
     """How long to wait between two requests: from 20 ms, because the next version may follow soon, up to an interval.
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
-    time between two versions. Where the store tells of new objects it is only asked rarely, while that works.
+    time between two versions, and shorter the nearer that time is. Where the store tells of new objects it is only asked
+    rarely, while that works.
 
     Args:
         store: The channel's.
@@ -69,7 +72,9 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
         since_s, longest_s = now_s - self._moved_s, max(self._between_s)
         if since_s > _LATEST * longest_s:
             return math.inf
-        return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, _LOOKS_APART * longest_s)
+        off_s = abs(statistics.fmean(self._between_s) - since_s)
+        apart_s = min(_LOOKS_APART * longest_s, _LOOKS_CLOSE * off_s)
+        return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
 
     def close(self) -> None:
         """Stop watching."""

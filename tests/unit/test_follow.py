@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -273,48 +270,6 @@ def test_a_way_starts_from_nothing_where_the_way_from_here_is_gone(store: Store)
     channel.announce(reader.numbered(9).version)
     way = find_way(reader, at_2, tip)
     assert way[0].use_anchor and [stored.record.version for stored in way] == [9, 10, 11, 12]
-
-
-@pytest.mark.parametrize("under_way", [False, True])
-def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool) -> None:
-    store = FaultyStore(open_store(memory_url))
-    channel = made(store, 2)
-    reader = ChannelReader(store)
-    replica = Replica(reader)
-    replica.sync()
-    for seed in (50, 51):  # the next version may have parts if the last one had
-        channel.delta(trained(channel.bits[channel.tip.sha256], seed), parts=2)
-        replica.sync()
-    last = channel.delta(trained(channel.bits[channel.tip.sha256], 52), parts=2)
-    record = store.read(last.key, 1 << 20)
-    store.delete(last.key)
-    parts = [file.key for file in last.record.payload_files]
-    store.calls.clear()
-    gate = store.hold_at("read", parts[-1])
-    if not under_way:
-        gate.opened.set()
-    deadline = time.monotonic() + 10
-    while ("read", parts[-1]) not in store.calls and time.monotonic() < deadline:
-        replica.sync()
-        time.sleep(0.01)
-    assert set(parts) <= reader.held.keys()
-    store.put(last.key, record)
-    threading.Timer(0.2, gate.opened.set).start()
-    assert replica.sync() == 5
-    _holds(replica, channel)
-    assert [store.calls.count(("read", key)) for key in parts] == [1, 1]
-
-
-def test_a_part_that_was_fetched_too_early_is_fetched_again_if_it_is_another(memory_url: str) -> None:
-    store = open_store(memory_url)
-    channel = made(store, 2)
-    reader = ChannelReader(store)
-    last = channel.delta(trained(channel.bits[channel.tip.sha256], 52), parts=1)
-    held = reader.held[last.record.payload_files[0].key] = Future[bytes]()
-    held.set_result(b"left by somebody else")
-    replica = Replica(reader)
-    replica.sync()
-    _holds(replica, channel)
 
 
 def test_a_channel_that_was_not_there_is_found_at_once(store: Store) -> None:

@@ -78,6 +78,7 @@ def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch:
         late_s = [looks_until(4.0 * number)[-1] - 4.0 * number for number in range(1, 8)]
         assert max(late_s[2:]) <= 0.13  # 3 % of the time between two, that between the looks at them included
         assert len(looks_until(4.0 * 8)) < 65
+        assert looks_until(4.0 * 9)[-1] - 4.0 * 9 <= 0.03  # on the beat
         assert len(looks_until(now_s + 100)) < 65 + 100 / 0.9  # the rhythm ended: back to the interval
 
 
