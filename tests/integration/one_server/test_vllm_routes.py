@@ -11,39 +11,17 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltasync import Publisher
-from deltasync.channel import documents, record, signing
+from deltasync.channel import documents, record
 from deltasync.channel.signing import Signer
 from deltasync.demo.processes import get_json
-from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_model, serving
+from tests.integration.vllm_server import PATIENCE_S, Server, digests
 
 pytestmark = pytest.mark.vllm
-
-TOKEN = "token-of-this-test"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vllm")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    """It requires signatures, too."""
-    signing.new_key(folder / "key", "this test")
-    environ = {"DELTASYNC_HTTP_TOKEN": TOKEN, "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
-    with (
-        serving(save_model(folder), token=TOKEN, **environ) as server,
-        Publisher(server.channel, signing_key=folder / "key") as server.publisher,
-    ):
-        server.assert_serves(server.publish())
-        yield server
 
 
 def post(server: Server, path: str, **body: object) -> tuple[int, dict[str, Any]]:
@@ -118,12 +96,12 @@ def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, f
         ("/deltasync/sync", b"{}"),
         ("/request_weight_update", b"{}"),
     ):
-        for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
+        for headers in ({}, {"Authorization": f"Bearer {server.token}x"}):
             with pytest.raises(urllib.error.HTTPError, match="401") as caught:
                 urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE_S)
             assert caught.value.headers["WWW-Authenticate"]
             caught.value.close()
-    assert TOKEN not in (folder / "server.log").read_text(errors="replace")
+    assert server.token is not None and server.token not in (folder / "server.log").read_text(errors="replace")
 
 
 def test_what_is_not_signed_is_refused_and_the_version_stays(server: Server, folder: Path) -> None:
@@ -197,7 +175,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)")
 def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, tmp_path: Path) -> None:
-    address = server.url.replace("://", f"://anyone:{TOKEN}@")
+    address = server.url.replace("://", f"://anyone:{server.token}@")
 
     def browse(what: str, *arguments: str) -> str:
         flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
