@@ -91,8 +91,8 @@ test-radosgw: setup
 # Another version of vLLM that has a build for CPUs, in an environment of its own: the tests of what a replica does.
 VLLM ?= 0.31.0
 test-vllm: .venv-vllm-$(VLLM)/.ready
-	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm.py tests/integration/test_vllm_prefix_cache.py \
-	  tests/integration/test_vllm_routes.py tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm.py tests/integration/one_server \
+	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
 	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
 
 .venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile

@@ -2,7 +2,7 @@
 
     way -> stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
 
-The driver alone polls, looks and plans (`deltasync.follow.Course`), and hands the workers what it has read, so that all of
+The driver alone polls, looks and plans (`deltasync.replicas.Course`), and hands the workers what it has read, so that all of
 them take the same way, and a small version costs one request. Staging happens in the workers while tokens are generated; the
 pause covers the commit only. If staging or the commit fails, the version before stays served, and the next look tries again,
 by another way if the way was at fault. If a commit fails so that nobody knows the bits, generation stays paused until an

@@ -30,7 +30,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def _s3_over_https(certificate: Path) -> Iterator[str]:
     app = DomainDispatcherApplication(create_backend_app)
     server = make_server("127.0.0.1", 0, app, threaded=True, ssl_context=(str(certificate), str(certificate)))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"https://127.0.0.1:{server.port}"
     server.shutdown()

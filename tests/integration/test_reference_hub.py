@@ -82,7 +82,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub() -> Iterator[http.server.HTTPServer]:
     Hub.asked = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()

@@ -35,10 +35,17 @@ REFUSED = {
     "deepseek_v2_fp8": "vLLM computed W_UK_T, W_UV of MLAAttention from weights of other layers, and would not do so again",
 }
 
+# Each is laid out, or refused, as another one here is.
+SLOW = ("gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8")
+
+
+def marked(*cases: str) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in cases]
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    cases = [*RELOADED, *IN_PLACE, *REFUSED]
+    cases = [case for case in (*RELOADED, *IN_PLACE, *REFUSED) if "LONG_TESTS" in os.environ or case not in SLOW]
     command = [sys.executable, "-m", "tests.integration.vllm_layouts", str(tmp_path_factory.mktemp("layouts")), *cases]
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
@@ -47,7 +54,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {line["case"]: line for line in lines}
 
 
-@pytest.mark.parametrize("case", [*IN_PLACE, *RELOADED])
+@pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))
 def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(case: str, told: dict[str, dict[str, Any]]) -> None:
     found = told[case]
     assert (found["first"]["state"], found["first"]["version"], found["first"]["commits"]) == ("serving", 1, [])
@@ -57,7 +64,7 @@ def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(case: str, to
     assert len(found["changed"]) >= 15
 
 
-@pytest.mark.parametrize("case", [*IN_PLACE, *RELOADED])
+@pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))
 def test_the_status_says_which_tensors_take_the_fallback_and_why(case: str, told: dict[str, dict[str, Any]]) -> None:
     status = told[case]["second"]
     expected = RELOADED.get(case, {})
@@ -68,7 +75,7 @@ def test_the_status_says_which_tensors_take_the_fallback_and_why(case: str, told
     assert (status["commits"][0]["reload_s"] > 0) == bool(expected)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", marked(*REFUSED))
 def test_what_can_be_neither_patched_nor_loaded_again_is_refused_and_untouched(
     case: str, told: dict[str, dict[str, Any]]
 ) -> None:

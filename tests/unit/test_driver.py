@@ -1,4 +1,4 @@
-"""The driver and its routes over one real worker in this process; tests/integration/test_vllm_routes.py has a real vLLM."""
+"""The driver and its routes over one real worker in this process; test_vllm_routes.py has a real vLLM."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Replica
+from deltasync.replicas import Replica
 from deltasync.stores import open_store
 from tests.channels import Made, made, trained
 from tests.conftest import assert_same_bits
@@ -60,7 +60,7 @@ def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str
         now_s += seconds
 
     clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr("deltasync.follow.prefetch.time", clock)
+    monkeypatch.setattr("deltasync.replicas.prefetch.time", clock)
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     replica = Replica(store)

@@ -12,43 +12,22 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from deltasync import Publisher
-from deltasync.channel import documents, record, signing
+from deltasync.channel import documents, record
 from deltasync.channel.signing import Signer
 from deltasync.cli import main
 from deltasync.demo.processes import get_json
 from tests.browser import browse, needs_browser
-from tests.integration.vllm_server import PATIENCE_S, Server, digests, save_model, serving
+from tests.integration.vllm_server import PATIENCE_S, Server, digests
 
 pytestmark = pytest.mark.vllm
 
-TOKEN = "token-of-this-test"
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vllm")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    """It requires signatures, too."""
-    signing.new_key(folder / "key", "this test")
-    environ = {"DELTASYNC_HTTP_TOKEN": TOKEN, "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
-    with (
-        serving(save_model(folder), token=TOKEN, **environ) as server,
-        Publisher(server.channel, signing_key=folder / "key") as server.publisher,
-    ):
-        server.assert_serves(server.publish())
-        yield server
+ROOT = Path(__file__).parents[3]
 
 
 def post(server: Server, path: str, **body: object) -> tuple[int, dict[str, Any]]:
@@ -102,7 +81,9 @@ def test_a_server_goes_back_to_a_version_and_on_again_by_the_command(server: Ser
     server.assert_serves(newest)
 
     def run(*arguments: str) -> str:
-        result = CliRunner().invoke(main, [arguments[0], server.url, *arguments[1:]], env={"DELTASYNC_HTTP_TOKEN": TOKEN})
+        result = CliRunner().invoke(
+            main, [arguments[0], server.url, *arguments[1:]], env={"DELTASYNC_HTTP_TOKEN": server.token}
+        )
         assert result.exit_code == 0, result.output
         return result.output
 
@@ -125,7 +106,7 @@ def test_versions_are_evaluated_in_turn_by_the_example(server: Server) -> None:
     server.assert_serves(newest)
     versions = [str(version) for version in (newest, first, newest - 1, first)]
     command = [sys.executable, ROOT / "examples" / "evaluate.py", server.url, *versions]
-    environ = os.environ | {"DELTASYNC_HTTP_TOKEN": TOKEN}
+    environ = os.environ | {"DELTASYNC_HTTP_TOKEN": server.token}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True)
     scores = dict.fromkeys(versions, "")
     for line in done.stdout.splitlines():
@@ -165,12 +146,12 @@ def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, f
         ("/deltasync/sync", b"{}"),
         ("/request_weight_update", b"{}"),
     ):
-        for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
+        for headers in ({}, {"Authorization": f"Bearer {server.token}x"}):
             with pytest.raises(urllib.error.HTTPError, match="401") as caught:
                 urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE_S)
             assert caught.value.headers["WWW-Authenticate"]
             caught.value.close()
-    assert TOKEN not in (folder / "server.log").read_text(errors="replace")
+    assert server.token is not None and server.token not in (folder / "server.log").read_text(errors="replace")
 
 
 def test_what_is_not_signed_is_refused_and_the_version_stays(server: Server, folder: Path) -> None:
@@ -244,7 +225,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
 
 @needs_browser
 def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, tmp_path: Path) -> None:
-    address = server.url.replace("://", f"://anyone:{TOKEN}@")
+    address = server.url.replace("://", f"://anyone:{server.token}@")
 
     def look(what: str, *arguments: str) -> str:
         return browse(f"{address}/deltasync/", tmp_path / what, *arguments, width=1000, height=900)

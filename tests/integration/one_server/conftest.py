@@ -1,0 +1,31 @@
+"""One real vLLM server for all tests of this folder: it takes half a minute to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltasync import Publisher
+from deltasync.channel import signing
+from tests.integration.vllm_server import Server, save_model, serving
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the model, the channel, the signing key and the server's log."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="package")
+def server(folder: Path) -> Iterator[Server]:
+    """A server that wants a token and signatures, serves version 1, and never sees a rollback."""
+    signing.new_key(folder / "key", "this test")
+    environ = {"DELTASYNC_HTTP_TOKEN": "token-of-this-test", "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
+    with (
+        serving(save_model(folder), "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ) as server,
+        Publisher(server.channel, signing_key=folder / "key") as server.publisher,
+    ):
+        server.assert_serves(server.publish())
+        yield server
