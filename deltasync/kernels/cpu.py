@@ -194,7 +194,9 @@ def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, new_K):
         first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, data_K.size)
         # Nothing but loads first: many of them miss the cache, and so they wait together.
         for k in range(first, last):
-            new_K[k] = dest[dest_index_K[k]]
+            if k + _AHEAD < last:
+                _prefetch(dest, np.uint64(dest_index_K[k + _AHEAD]))
+            new_K[k] = dest[np.uint64(dest_index_K[k])]
         for k in range(first, last):
             old = new_K[k]
             new = data_K[k]
