@@ -49,6 +49,7 @@ class CacheFile(IndexDataCacheFile):
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function when it is called first: in parallel, without the GIL, and cached on disk."""
     dispatcher = numba.njit(parallel=True, nogil=True, cache=True)(function)
-    cache = dispatcher._cache
-    cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, _SOURCES)
+    if dispatcher is not function:  # which it is with NUMBA_DISABLE_JIT=1
+        cache = dispatcher._cache
+        cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, _SOURCES)
     return dispatcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,22 @@ def test_processes_that_compile_at_once_and_their_successors_agree(tmp_path: Pat
         printed |= {child.communicate(timeout=300)[0] for child in running}
         assert [child.returncode for child in running] == [0, 0]
     assert len(printed) == 1 and "0x" in printed.pop()
+
+
+def test_payloads_are_decoded_where_kernels_run_as_python() -> None:
+    """Fuzzing runs them so, to see what it covers."""
+    script = """
+from pathlib import Path
+from tests.fuzz.targets import TARGETS
+
+for target in ("raw", "packed", "context"):
+    for path in sorted(Path("tests/fuzz/corpus", target).iterdir())[:5]:
+        TARGETS[target](path.read_bytes())
+        print(path)
+"""
+    environ = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 15
