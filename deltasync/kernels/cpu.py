@@ -101,6 +101,26 @@ def _fingerprint(key, bits_N):
 
 
 @kernel
+def _take(key, bits_N, out_N, mask, largest):
+    """Copies a piece that stays in the cache, then reads that: the fingerprint is of what was written."""
+    total, above = np.uint64(0), np.int64(0)
+    chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
+    for chunk in prange(chunks):
+        part, part_above = np.uint64(0), np.int64(0)
+        end = min((chunk + 1) * _CHUNK, bits_N.size)
+        for first in range(chunk * _CHUNK, end, _SCATTER_CHUNK):
+            last = min(first + _SCATTER_CHUNK, end)
+            out_N[first:last] = bits_N[first:last]
+            for i in range(first, last):
+                bits = np.uint64(out_N[i])
+                part += _cell(key, i, bits)
+                part_above += (bits & mask) > largest
+        total += part
+        above += part_above
+    return total, above
+
+
+@kernel
 def _fingerprint_runs(key, start_R, bits_RL):
     total = np.uint64(0)
     for r in prange(start_R.size):
@@ -283,6 +303,18 @@ def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
     """As `reference.fingerprint`; of consecutive elements from flat index `start` on, what they add to it."""
     with threads(bits_N.size // _CHUNK):
         return int(_fingerprint(_from(key, start), bits_N))
+
+
+def take(key: int, bits_N: np.ndarray, out_N: np.ndarray, bounds: tuple[int, int], start: int = 0) -> tuple[int, bool]:
+    """Copy bits into `out_N`, of the same shape and dtype: a tensor's elements from flat index `start` on.
+
+    Returns:
+        What they add to the fingerprint; whether one is above `bounds`, as `add` has them.
+    """
+    mask, largest = np.array(bounds, np.uint64)
+    with threads(bits_N.size // _CHUNK):
+        added, above = _take(_from(key, start), bits_N, out_N, mask, largest)
+    return int(added), above > 0
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:

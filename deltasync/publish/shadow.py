@@ -22,7 +22,6 @@ from deltasync.tensors.bits import (
     bits_of,
     cast,
     dtype_name,
-    has_nan,
     nan_bounds,
     served_dtype,
     signed_view,
@@ -53,7 +52,13 @@ class Shadow:
         with_nan: Tensors with a NaN among what was taken last.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        ranges: Mapping[str, Range],
+        bits: Mapping[str, np.ndarray],
+        fingerprints: Mapping[str, int] | None = None,
+    ) -> None:
         self.specs = dict(specs)
         self.ranges = dict(ranges)
         self.bits = dict(bits)
@@ -63,7 +68,7 @@ class Shadow:
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
         self._before: dict[str, int] = {}
-        self.fingerprints = {
+        self.fingerprints = dict(fingerprints or {}) or {
             name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0])
             for name, held in self.bits.items()
         }
@@ -78,13 +83,20 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
+        fingerprints: dict[str, int] = {}
+        with_nan: list[str] = []
         tensors, dtype = _tensors(stream, dtype)
         for name, part in _parts(tensors, dtype, rank, specs):
-            held[name], ranges[name] = bits_of(cast(part.held, dtype)).copy(), (part.start, part.stop)
+            bits_N = bits_of(cast(part.held, dtype))
+            held[name], ranges[name] = np.empty_like(bits_N), (part.start, part.stop)
+            key, bounds = fingerprint.tensor_key(name), nan_bounds(specs[name])
+            fingerprints[name], nan = kernels.cpu.take(key, bits_N, held[name], bounds, part.start)
+            if nan:
+                with_nan.append(name)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
-        shadow = cls(specs, ranges, held)
-        shadow.with_nan = [name for name, bits in held.items() if has_nan(bits, specs[name])]
+        shadow = cls(specs, ranges, held, fingerprints)
+        shadow.with_nan = with_nan
         return shadow
 
     @classmethod
@@ -194,7 +206,7 @@ class Shadow:
 
     def snapshot(self) -> Snapshot:
         """The bits as they are now, of a process that has the whole model."""
-        snapshot = Snapshot(self.bits, self.fingerprints, self._lock)
+        snapshot = Snapshot(self.specs, self.bits, self.fingerprints, self._lock)
         with self._lock:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
         return snapshot
@@ -208,11 +220,18 @@ class Shadow:
 class Snapshot:
     """The bits of a shadow at one moment, while it advances: those of now, less the steps taken since.
 
-    Each tensor is read once. `lock` is held while the bits change.
+    Each tensor is read once. `lock` is held while the bits change, and while a tensor is read that changed meanwhile.
     """
 
-    def __init__(self, bits: Mapping[str, np.ndarray], fingerprints: Mapping[str, int], lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        bits: Mapping[str, np.ndarray],
+        fingerprints: Mapping[str, int],
+        lock: threading.Lock,
+    ) -> None:
         self.fingerprints = dict(fingerprints)
+        self._specs = specs
         self._bits = bits
         self._lock = lock
         self._later: dict[str, list[Patch]] = {name: [] for name in bits}
@@ -226,24 +245,32 @@ class Snapshot:
         """The shadow takes a step, and holds the lock."""
         later = self._later.get(patch.name)
         if later is not None:
-            later.append(patch)
-            if len(later) > _MOST_LATER:
-                later[:] = fold_all(later)
+            later = [*later, patch]
+            self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
 
-    def take(self, name: str) -> np.ndarray:
-        """A copy of a tensor's bits, unsigned and flat.
+    def take(self, name: str, out_N: np.ndarray) -> None:
+        """Write a tensor's bits into `out_N`, unsigned and flat.
 
         Raises:
             CorruptDataError: they are not what they were.
         """
+        key, bits_N, bounds = fingerprint.tensor_key(name), self._bits[name], nan_bounds(self._specs[name])
         with self._lock:
-            bits_N, later = self._bits[name].copy(), self._later.pop(name)
+            before = self._later[name]
+        # Without the lock, so that the trainer does not wait for it.
+        found, _ = kernels.cpu.take(key, bits_N, out_N, bounds)
+        with self._lock:
+            later = self._later.pop(name)
+            moved = later is not before  # each step makes another list
+            if moved:
+                np.copyto(out_N, bits_N)
         for patch in later:
             assert patch.index_K is not None
-            bits_N[patch.index_K] -= patch.data
-        if kernels.cpu.fingerprint(fingerprint.tensor_key(name), bits_N) != self.fingerprints[name]:
+            out_N[patch.index_K] -= patch.data
+        if moved or later:
+            found = kernels.cpu.fingerprint(key, out_N)
+        if found != self.fingerprints[name]:
             raise CorruptDataError(f"The bits of {name} in memory are not those that were published.")
-        return bits_N
 
     def close(self) -> None:
         """Read no more, and drop what was kept."""
