@@ -124,8 +124,8 @@ def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[
 def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
     """Tensors of a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not yet compared).
 
-    What is not compressed is a view of `data`, not to be written to. Besides no more than one tensor is in memory, and none
-    that `specs` does not have is decompressed.
+    What is not compressed is a view of `data` where that is aligned, not to be written to. Besides no more than one tensor
+    is in memory, and none that `specs` does not have is decompressed.
 
     Raises:
         CorruptDataError: it cannot be read, or holds anything else.
@@ -141,7 +141,7 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
             entry = torch.from_numpy(byte_B.copy()) if dtype == "U8" else None
             yield name, dense.decompress(entry, planes[name], spec), digests[name]
         elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
-            yield name, byte_B.view(spec.bits_dtype), digests[name]
+            yield name, np.require(byte_B.view(spec.bits_dtype), requirements="A"), digests[name]
         else:
             raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 
 from deltasync import kernels
 from deltasync.channel import payloads
-from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
@@ -22,6 +23,7 @@ from deltasync.tensors.bits import (
     bits_of,
     cast,
     dtype_name,
+    has_nan,
     nan_bounds,
     served_dtype,
     signed_view,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import Stored
     from deltasync.ranks.peers import Range
+
+logger = get_logger(__name__)
 
 _MOST_LATER = 8  # steps of one tensor that a snapshot keeps one by one; they are folded then
 
@@ -48,17 +52,10 @@ class Shadow:
         specs: The whole tensors.
         ranges: What is held of each.
         bits: Unsigned bit patterns of each range.
-        fingerprints: What each range adds to the fingerprint of its tensor.
-        with_nan: Tensors with a NaN among what was taken last.
+        with_nan: Tensors with a NaN among what was taken last, until `tell_of_nan`.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, TensorSpec],
-        ranges: Mapping[str, Range],
-        bits: Mapping[str, np.ndarray],
-        fingerprints: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
         self.specs = dict(specs)
         self.ranges = dict(ranges)
         self.bits = dict(bits)
@@ -67,11 +64,25 @@ class Shadow:
         self._lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
-        self._before: dict[str, int] = {}
-        self.fingerprints = dict(fingerprints or {}) or {
-            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0])
+        self._before: dict[str, int] | None = None
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, int]:
+        """What each range adds to the fingerprint of its tensor; worked out when it is first asked for."""
+        self.with_nan = [name for name, held in self.bits.items() if has_nan(held, self.specs[name])]
+        return {
+            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, self.ranges[name][0])
             for name, held in self.bits.items()
         }
+
+    def tell_of_nan(self, version: int) -> None:
+        """Warn of NaN in what was taken last, once."""
+        nan, self.with_nan = self.with_nan, []
+        if nan:
+            logger.warning(
+                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
+                *(version, len(nan), ", ".join(nan[:5])),
+            )
 
     @classmethod
     def of(cls, stream: Stream, dtype: str, rank: int) -> Shadow:
@@ -83,21 +94,15 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
-        fingerprints: dict[str, int] = {}
-        with_nan: list[str] = []
         tensors, dtype = _tensors(stream, dtype)
         for name, part in _parts(tensors, dtype, rank, specs):
-            bits_N = bits_of(cast(part.held, dtype))
-            held[name], ranges[name] = np.empty_like(bits_N), (part.start, part.stop)
-            key, bounds = fingerprint.tensor_key(name), nan_bounds(specs[name])
-            fingerprints[name], nan = kernels.cpu.take(key, bits_N, held[name], bounds, part.start)
-            if nan:
-                with_nan.append(name)
+            held[name], ranges[name] = np.empty(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
+            copy = TensorSpec(name, specs[name].dtype, tuple(part.held.shape))
+            source = part.held.detach() if part.held.is_cpu else cast(part.held, dtype)  # casts where it is, in all threads
+            tensor_of(held[name], copy).copy_(source)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
-        shadow = cls(specs, ranges, held, fingerprints)
-        shadow.with_nan = with_nan
-        return shadow
+        return cls(specs, ranges, held)
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
@@ -197,12 +202,14 @@ class Shadow:
                 self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
                 for snapshot in self._snapshots:
                     snapshot.note(Patch(name, patch.index_K, np.negative(patch.data), absolute=False))
-        self.fingerprints, self._taken = self._before, {}
+        if self._before is not None:
+            self.fingerprints, self._before = self._before, None
+        self._taken = {}
         self._copies.clear()
 
     def keep(self) -> None:
         """What `advance` took stays."""
-        self._taken = {}
+        self._taken, self._before = {}, None
 
     def snapshot(self) -> Snapshot:
         """The bits as they are now, of a process that has the whole model."""
