@@ -243,13 +243,6 @@ def recovery() -> Iterator[str]:
     yield from _source("recovery")
 
 
-def join() -> Iterator[str]:
-    """Publishing and loading full weights."""
-    from benchmarks import join as bench
-
-    return _command_table("join", bench.lines)
-
-
 def _command_table(name: str, lines: Callable[[Any], Iterator[str]]) -> Iterator[str]:
     """What the command prints for people, without padding."""
     for line in lines(load(name)["result"]):
