@@ -145,14 +145,15 @@ def peak_extra_bytes(action: Callable[[], object]) -> int | None:
     try:
         ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that was freed before is taken again unseen
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
-        before = _status_bytes("VmRSS")
+        before = status_bytes("VmRSS")
         action()
-        return max(_status_bytes("VmHWM") - before, 0)
+        return max(status_bytes("VmHWM") - before, 0)
     except (OSError, KeyError, AttributeError):
         return None
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A size that the kernel tells of this process, as `VmRSS`."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return 1024 * int(fields[field].split()[0])
 

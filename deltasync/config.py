@@ -206,7 +206,7 @@ class PublisherSettings(_Settings):
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _one_of(DTYPES)] = "bfloat16"
     shadow_placement: Annotated[str, _one_of(PLACEMENTS)] = "auto"
-    shard_bytes: _Positive = 1 << 30
+    shard_bytes: _Positive = 1 << 26
     anchor_compression: Annotated[str, _one_of(COMPRESSIONS)] = "none"
     retries: _Natural = 6
     retry_delay_s: _Seconds = 0.25

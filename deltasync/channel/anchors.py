@@ -7,7 +7,7 @@ that shrink, and are no checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from deltasync.channel import keys
 from deltasync.channel.documents import COMPRESSED
 from deltasync.codec import dense
-from deltasync.codec.base import FORMAT, body, load_tensors, read_metadata
+from deltasync.codec.base import FORMAT, body, layout, read_metadata, views
 from deltasync.errors import ConfigError, CorruptDataError
-from deltasync.tensors import TensorSpec, fingerprint
-from deltasync.tensors.bits import bits_of
+from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
+from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
@@ -42,89 +42,111 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 
 def weight_files(
     tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
-) -> Iterator[tuple[str, bytes]]:
+) -> Iterator[tuple[str, bytes | memoryview]]:
     """As `taken_files`, of contiguous host tensors."""
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    return taken_files(sizes, tensors.__getitem__, fingerprints, shard_bytes, compression)
+    specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+
+    def take(name: str, out_N: np.ndarray) -> None:
+        out_N[:] = bits_of(tensors[name])
+
+    return taken_files(specs, take, fingerprints, shard_bytes, compression)
 
 
 def taken_files(
-    sizes: Mapping[str, int],
-    take: Callable[[str], torch.Tensor],
+    specs: Mapping[str, TensorSpec],
+    take: Callable[[str, np.ndarray], None],
     fingerprints: Mapping[str, int],
     shard_bytes: int,
     compression: str | None = None,
-) -> Iterator[tuple[str, bytes]]:
+) -> Iterator[tuple[str, bytes | memoryview]]:
     """Weight files one after the other, (file name, bytes), then the index if there is more than one.
 
     Args:
-        sizes: Bytes of each tensor.
-        take: Gives a tensor, contiguous and on the host; called once for each, when its file is made.
+        specs: The tensors.
+        take: Writes a tensor's unsigned bit patterns into an array of shape N; called once for each, in the order of
+            `specs`, when its file is made.
         fingerprints: Fingerprint of each tensor.
         shard_bytes: Largest file before it is compressed, unless a single tensor is larger.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
     """
     if compression not in (None, COMPRESSED):
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
-    files = shards(sizes, shard_bytes)
+    files = shards(specs, shard_bytes)
     for file_name, names in files.items():
-        entries, planes = dict[str, torch.Tensor](), dict[str, list[int]]()
-        for name in names:
-            entries[name] = take(name)
-            if compression and (found := dense.compress(bits_of(entries[name]))) is not None:
-                planes[name], entries[name] = found
         digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
         metadata = {"format": "pt", _FINGERPRINTS: json.dumps(digests, separators=(",", ":"))}
-        if compression:
-            metadata |= {"format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}
-        data = b"".join(body(entries, metadata))
-        entries.clear()
-        yield file_name, data
-        del data  # before the next one is made
+        held = [specs[name] for name in names]
+        yield file_name, _compressed(held, take, metadata) if compression else _plain(held, take, metadata)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": weight_bytes(specs.values())}, "weight_map": weight_map}
         yield INDEX, json.dumps(index, indent=2).encode()
 
 
-def shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+def _plain(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], None], metadata: Mapping[str, str]) -> memoryview:
+    """A file whose tensors are taken to their places in it, so that there is no other copy of them."""
+    head, order = layout(specs, metadata)
+    file_B = np.empty(len(head) + weight_bytes(specs), np.uint8)
+    file_B[: len(head)] = np.frombuffer(head, np.uint8)
+    places, end = dict[str, np.ndarray](), len(head)
+    for spec in order:
+        start, end = end, end + spec.nbytes
+        places[spec.name] = file_B[start:end].view(spec.bits_dtype)
+    for spec in specs:
+        take(spec.name, places[spec.name])
+    return file_B.data
+
+
+def _compressed(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], None], metadata: Mapping[str, str]) -> bytes:
+    entries, planes = dict[str, torch.Tensor](), dict[str, list[int]]()
+    for spec in specs:
+        bits_N = np.empty(spec.element_count, spec.bits_dtype)
+        take(spec.name, bits_N)
+        entries[spec.name] = tensor_of(bits_N, spec)
+        if (found := dense.compress(bits_N)) is not None:
+            planes[spec.name], entries[spec.name] = found
+    return b"".join(body(entries, {**metadata, "format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}))
+
+
+def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[str]]:
     """Names of the tensors of each weight file of up to `shard_bytes`, in order."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > shard_bytes:
+    for name, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += size
+        filled += spec.nbytes
     return {keys.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
 
 
-def read_weights(data: bytes, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
+def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
     """Tensors of a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not yet compared).
 
-    Besides the file's own tensors no more than one is in memory, and none that `specs` does not have is decompressed.
+    What is not compressed is a view of `data` where that is aligned, not to be written to. Besides no more than one tensor
+    is in memory, and none that `specs` does not have is decompressed.
 
     Raises:
         CorruptDataError: it cannot be read, or holds anything else.
     """
-    digests, planes, tensors = fingerprints(data), _table(data, _PLANES, "{}"), load_tensors(data)
-    if unknown := planes.keys() - tensors.keys():
+    digests, planes, entries = fingerprints(data), _table(data, _PLANES, "{}"), views(data)
+    if unknown := planes.keys() - entries.keys():
         raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
-    for name in list(tensors):
-        spec, tensor = specs.get(name), tensors.pop(name)
+    for name, (dtype, shape, byte_B) in entries.items():
+        spec = specs.get(name)
         if spec is None or name not in digests:
             raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel or its fingerprints lack.")
         if name in planes:
-            yield name, dense.decompress(tensor, planes[name], spec), digests[name]
-        # Not `spec_of`, for which a dtype that no channel carries is the caller's mistake.
-        elif (found := (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))) == (spec.dtype, spec.shape):
-            yield name, bits_of(tensor), digests[name]
+            entry = torch.from_numpy(byte_B.copy()) if dtype == "U8" else None
+            yield name, dense.decompress(entry, planes[name], spec), digests[name]
+        elif (dtype, shape) == (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
+            yield name, np.require(byte_B.view(spec.bits_dtype), requirements="A"), digests[name]
         else:
-            raise CorruptDataError(f"The anchor's weight file holds {name} {found[0]}{list(found[1])} instead of {spec}.")
+            raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
 
 
-def fingerprints(data: bytes) -> dict[str, int]:
+def fingerprints(data: bytes | memoryview) -> dict[str, int]:
     """The fingerprints in the metadata of a weight file."""
     try:
         return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS).items()}
@@ -132,7 +154,7 @@ def fingerprints(data: bytes) -> dict[str, int]:
         raise CorruptDataError(f"The anchor's weight file names no fingerprints: {error!r}.") from error
 
 
-def _table(data: bytes, key: str, default: str = "null") -> dict[str, Any]:
+def _table(data: bytes | memoryview, key: str, default: str = "null") -> dict[str, Any]:
     """A JSON object in the metadata of a weight file."""
     try:
         table = json.loads(read_metadata(data).get(key, default))

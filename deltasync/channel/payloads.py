@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from deltasync import codec
 from deltasync.channel import checkpoint
 from deltasync.channel.anchors import read_weights
@@ -44,13 +46,24 @@ def patches(
     Raises:
         FormatError, MissingVersionError: as `ChannelReader.fetch` and `Codec.decode`.
     """
-    record = stored.record
-    if record.reference is not None:
-        yield from _reference_patches(reader, record.version, record.reference)
-    elif record.anchor is not None:
-        yield from _anchor_patches(reader, stored)
+    if stored.use_anchor:
+        for name, bits_N, expected in weights(reader, stored):
+            yield Patch(name, None, np.require(bits_N, requirements="W"), absolute=True), expected
     else:
         yield from decode(stored, _payloads(reader, stored) if fetched is None else fetched, reader.specs, old, wanted)
+
+
+def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
+    """Full weights, each tensor once: name, unsigned bit patterns of shape N, not to be written to, fingerprint.
+
+    Raises:
+        FormatError, MissingVersionError: as `patches`; also at the end, if a tensor is missing.
+    """
+    record = stored.record
+    if record.reference is not None:
+        yield from _reference_weights(reader, record.version, record.reference)
+    else:
+        yield from _anchor_weights(reader, stored)
 
 
 def decode(
@@ -109,19 +122,19 @@ def _has_payload(data: bytes) -> bool:
         return False
 
 
-def _anchor_patches(reader: ChannelReader, stored: Stored) -> Iterator[tuple[Patch, int]]:
+def _anchor_weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
     missing = dict(reader.specs)
     for file, data in _files(reader, stored, 2):
         with _naming(file.key):
             for name, bits_N, expected in read_weights(data, reader.specs):
                 if missing.pop(name, None) is None:
                     raise CorruptDataError(f"{name} is there twice.")
-                yield Patch(name, None, bits_N, absolute=True), expected
+                yield name, bits_N, expected
     if missing:
         raise CorruptDataError(f"The anchor of version {stored.record.version} lacks {', '.join(sorted(missing)[:5])}.")
 
 
-def _reference_patches(reader: ChannelReader, version: int, reference: Reference) -> Iterator[tuple[Patch, int]]:
+def _reference_weights(reader: ChannelReader, version: int, reference: Reference) -> Iterator[tuple[str, np.ndarray, int]]:
     specs = reader.specs
     if reference.fingerprints.keys() != specs.keys():
         raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
@@ -136,7 +149,7 @@ def _reference_patches(reader: ChannelReader, version: int, reference: Reference
         for name, bits_N in found.read(specs):
             expected = int(reference.fingerprints[name], 16)
             if cpu.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
-                yield Patch(name, None, bits_N, absolute=True), expected
+                yield name, bits_N, expected
             else:
                 wrong.append(name)
     except ModelMismatchError as error:

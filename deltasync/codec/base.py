@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from safetensors import SafetensorError
 
 from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
-from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,8 @@ MOST_HEADER_BYTES = 100_000_000
 
 LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
 """What the safetensors library, or torch for it, raises about files that are none."""
+
+_ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
 
 OldBits = Callable[[str], np.ndarray]
 Wanted = Callable[[str], np.ndarray | None]
@@ -133,22 +136,29 @@ def body(
     Raises:
         ModelMismatchError: an entry has a name that only the format may use, or a dtype that is not supported.
     """
-    from deltasync.tensors.bits import bits_of, dtype_name
+    from deltasync.tensors.bits import bits_of, spec_of
 
-    if clash := arrays.keys() & {"__metadata__", RECORD}:
-        raise ModelMismatchError(f"A tensor cannot be named {clash.pop()!r}.")
+    head, order = layout([spec_of(name, array) for name, array in arrays.items()], metadata, record_bytes)
+    return [memoryview(head), *(bits_of(arrays[spec.name]).view(np.uint8).data for spec in order)]
+
+
+def layout(
+    specs: Iterable[TensorSpec], metadata: Mapping[str, str], record_bytes: int | None = None
+) -> tuple[bytes, list[TensorSpec]]:
+    """What a safetensors file of these tensors begins with, and the order in which their bits follow it; see `body`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    buffers: list[memoryview] = []
+    order = sorted(specs, key=lambda spec: -spec.item_bytes)
     end = 0
-    for name, array in sorted(arrays.items(), key=lambda item: -item[1].element_size()):
-        start, end = end, end + array.nbytes
-        header[name] = _entry(SAFETENSORS_DTYPES[dtype_name(array.dtype)], list(array.shape), start, end)
-        buffers.append(bits_of(array).view(np.uint8).data)
+    for spec in order:
+        if spec.name in ("__metadata__", RECORD):
+            raise ModelMismatchError(f"A tensor cannot be named {spec.name!r}.")
+        start, end = end, end + spec.nbytes
+        header[spec.name] = _entry(SAFETENSORS_DTYPES[spec.dtype], list(spec.shape), start, end)
     if record_bytes is not None:
         header[RECORD] = _entry("U8", [record_bytes], end, end + record_bytes)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return [memoryview(struct.pack("<Q", len(text)) + text), *buffers]
+    return struct.pack("<Q", len(text)) + text, order
 
 
 def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, object]:
@@ -199,17 +209,46 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_metadata(data: bytes) -> dict[str, str]:
+def views(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
+    """The entries of a safetensors file in memory, without a copy: safetensors' dtype, shape, bytes.
+
+    Raises:
+        CorruptDataError: not such a file, or the entries do not follow each other from the header to the end.
+    """
+    try:
+        start, header = _header(data)
+        file_B, end = np.frombuffer(data, np.uint8)[start:], 0
+        found = {}
+        entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+        for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
+            (first, last), shape = entry["data_offsets"], entry["shape"]
+            size = math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
+            if first != end or last - first != size or any(not isinstance(length, int) or length < 0 for length in shape):
+                raise ValueError(f"{name!r} has another place than follows")
+            found[name], end = (entry["dtype"], tuple(shape), file_B[first:last]), last
+        if end != file_B.size:
+            raise ValueError("it does not end where its last entry does")
+    except (struct.error, *LIBRARY_ERRORS, RecursionError, AttributeError, OverflowError) as error:
+        raise CorruptDataError(f"Not a safetensors file: {error!r}.") from error
+    return found
+
+
+def _header(data: bytes | memoryview) -> tuple[int, Any]:
+    """Where the entries begin, and the header as JSON."""
+    (length,) = struct.unpack_from("<Q", data)
+    if length > min(len(data) - 8, MOST_HEADER_BYTES):
+        raise ValueError("header too long")
+    return 8 + length, json.loads(bytes(data[8 : 8 + length]))
+
+
+def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     """The `__metadata__` of a safetensors file in memory; safetensors itself gives it only for files on disk.
 
     Raises:
         CorruptDataError: not such a file, or without metadata.
     """
     try:
-        (length,) = struct.unpack_from("<Q", data)
-        if length > min(len(data) - 8, MOST_HEADER_BYTES):
-            raise ValueError("header too long")
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        metadata = _header(data)[1]["__metadata__"]
     except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"Not a safetensors file with metadata: {error!r}.") from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -192,8 +192,8 @@ def export(
     temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
     try:
         temporary.mkdir(parents=True)
-        for name, data in files.items():
-            _write(temporary / name, data)
+        for name, small in files.items():
+            _write(temporary / name, small)
         weights = anchors.weight_files(replica.state_dict(), replica.fingerprints, shard_bytes)
         for done, (name, data) in enumerate(weights, start=1):
             _write(temporary / name, data)
@@ -207,7 +207,7 @@ def export(
     return replica.identity
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 

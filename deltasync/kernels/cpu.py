@@ -8,15 +8,13 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, get_num_threads, njit, prange, set_num_threads, types
+from numba import carray, get_num_threads, njit, prange, set_num_threads
 from numba import threading_layer as _threading_layer
-from numba.core import cgutils
 from numba.cpython.unsafe.numbers import trailing_zeros
-from numba.extending import intrinsic
 
 from deltasync.kernels import reference
 from deltasync.kernels.compiled import kernel
+from deltasync.kernels.intrinsics import differing_lanes, pointer, prefetch
 from deltasync.tensors import index_dtype
 
 _I = reference.INDEX_STEP
@@ -37,49 +35,6 @@ _kept = threading.local()
 _AHEAD = 64  # elements between asking for a cache line and using it
 
 
-@intrinsic
-def _pointer(_context, address, like):
-    """An address as a pointer to elements of the type of the array `like`."""
-
-    def generate(_context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], _context.get_value_type(signature.return_type))
-
-    return types.CPointer(like.dtype)(types.int64, like), generate
-
-
-@intrinsic
-def _prefetch(_context, array, at):
-    """Ask for the cache line of an element, to write to it."""
-
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        byte = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte.type, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [byte, number(1), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, at), generate
-
-
-@intrinsic
-def _differing_lanes(_context, _left, _right, _at):
-    """Which of the 64 elements of two arrays from `at` on differ, a bit each, the first one's the lowest."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = []
-        for array, type_ in zip(arguments[:2], signature.args[:2], strict=True):
-            data = builder.gep(context.make_array(type_)(context, builder, array).data, [arguments[2]])
-            width = context.get_value_type(type_.dtype)
-            load = builder.load(builder.bitcast(data, ir.VectorType(width, 64).as_pointer()))
-            load.align = width.width // 8
-            lanes.append(load)
-        return builder.bitcast(builder.icmp_unsigned("!=", *lanes), ir.IntType(64))
-
-    return types.uint64(_left, _right, types.int64), generate
-
-
 @njit(inline="always")
 def _cell(key, index, bits):
     z = key + np.uint64(index) * _I + np.uint64(bits) * _V
@@ -98,6 +53,26 @@ def _fingerprint(key, bits_N):
             part += _cell(key, i, bits_N[i])
         total += part
     return total
+
+
+@kernel
+def _take(key, bits_N, out_N, mask, largest):
+    """Copies a piece that stays in the cache, then reads that: the fingerprint is of what was written."""
+    total, above = np.uint64(0), np.int64(0)
+    chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
+    for chunk in prange(chunks):
+        part, part_above = np.uint64(0), np.int64(0)
+        end = min((chunk + 1) * _CHUNK, bits_N.size)
+        for first in range(chunk * _CHUNK, end, _SCATTER_CHUNK):
+            last = min(first + _SCATTER_CHUNK, end)
+            out_N[first:last] = bits_N[first:last]
+            for i in range(first, last):
+                bits = np.uint64(out_N[i])
+                part += _cell(key, i, bits)
+                part_above += (bits & mask) > largest
+        total += part
+        above += part_above
+    return total, above
 
 
 @kernel
@@ -125,7 +100,7 @@ def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
         found = 0
         i = base
         while i + 64 <= last:
-            changed = _differing_lanes(old_N, new_N, i)
+            changed = differing_lanes(old_N, new_N, i)
             for _ in range(2):
                 at = i + np.int64(trailing_zeros(changed) & last_lane)
                 offset_RP[r, found] = at - base
@@ -170,7 +145,7 @@ def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
             first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, step_K.size)
             for k in range(first, last):
                 if k + _AHEAD < last:
-                    _prefetch(bits_N, np.uint64(index_K[k + _AHEAD]))
+                    prefetch(bits_N, np.uint64(index_K[k + _AHEAD]))
                 at = np.uint64(index_K[k])
                 old_C[k - first] = bits_N[at]
                 new_C[k - first] = bits_N[at] + step_K[k]
@@ -221,13 +196,13 @@ def _swap(chunk_CF, bits, index):
     check = np.uint64(0)
     for c in prange(chunk_CF.shape[0]):
         count = chunk_CF[c, 3]
-        dest = carray(_pointer(chunk_CF[c, 0], bits), 1 << 62)
-        at_K = carray(_pointer(chunk_CF[c, 1], index), count)
-        value_K = carray(_pointer(chunk_CF[c, 2], bits), count)
+        dest = carray(pointer(chunk_CF[c, 0], bits), 1 << 62)
+        at_K = carray(pointer(chunk_CF[c, 1], index), count)
+        value_K = carray(pointer(chunk_CF[c, 2], bits), count)
         part = np.uint64(0)
         for k in range(count):
             if k + _AHEAD < count:
-                _prefetch(dest, np.uint64(at_K[k + _AHEAD]))
+                prefetch(dest, np.uint64(at_K[k + _AHEAD]))
             at = np.uint64(at_K[k])
             old = dest[at]
             dest[at] = value_K[k]
@@ -285,6 +260,18 @@ def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
     """As `reference.fingerprint`; of consecutive elements from flat index `start` on, what they add to it."""
     with threads(bits_N.size // _CHUNK):
         return int(_fingerprint(_from(key, start), bits_N))
+
+
+def take(key: int, bits_N: np.ndarray, out_N: np.ndarray, bounds: tuple[int, int], start: int = 0) -> tuple[int, bool]:
+    """Copy bits into `out_N`, of the same shape and dtype: a tensor's elements from flat index `start` on.
+
+    Returns:
+        What they add to the fingerprint; whether one is above `bounds`, as `add` has them.
+    """
+    mask, largest = np.array(bounds, np.uint64)
+    with threads(bits_N.size // _CHUNK):
+        added, above = _take(_from(key, start), bits_N, out_N, mask, largest)
+    return int(added), above > 0
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:

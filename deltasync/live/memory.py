@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync.errors import StageError
+from deltasync import kernels
+from deltasync.errors import FingerprintMismatchError, StageError
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, undo
-from deltasync.live.segments import Parts, Segment, combine
+from deltasync.live.segments import Parts, Segment, combine, unsigned
 from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
 from deltasync.tensors import Patch, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import int_view, signed_view, tensor_of
@@ -195,6 +196,25 @@ class LiveMemory:
             elif staging.differs(device, segment, flat_N):
                 return True
         return False
+
+    def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
+        """Write full weights into host memory that holds no version, whole tensors, without a second copy of any.
+
+        Mutates the live weights and `parts`; if it raises, some of them are written, and `parts` may be incomplete.
+
+        Args:
+            weights: Name, unsigned bit patterns of shape N and fingerprint of each tensor.
+
+        Raises:
+            FingerprintMismatchError: a tensor has another one.
+            FormatError, StoreError: from fetching them.
+        """
+        for name, bits_N, expected in weights:
+            (segment,) = self._place(name)
+            found, _ = kernels.cpu.take(self._keys[name], bits_N, unsigned(segment.flat()), (0, 0))
+            self.parts[name] = (found,)
+            if found != expected:
+                raise FingerprintMismatchError(f"{name} does not have the published bits.")
 
     def stage(self, patches: Iterable[tuple[Patch, int]]) -> Staged:
         """Translate decoded patches into writes and put them on the device.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from deltasync.config import PublisherSettings
 from deltasync.publish.shadow import Shadow
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import tensor_of
 
-Files = Iterator[tuple[str, bytes]]
+_MOST_BESIDE_BYTES = 1 << 27
+"""A larger file is stored before the next one is made."""
+
+Files = Iterator[tuple[str, bytes | memoryview]]
 
 
 class Weights:
@@ -35,8 +38,10 @@ class Weights:
         snapshot = shadow.snapshot()
         return cls(_files(shadow.specs, snapshot.take, snapshot.fingerprints, settings), snapshot.close)
 
-    def put(self, put_file: Callable[[str, str, bytes], File], folder: str, companions: Mapping[str, bytes]) -> Anchor:
-        """Store all files.
+    def put(
+        self, put_file: Callable[[str, str, bytes | memoryview], File], folder: str, companions: Mapping[str, bytes]
+    ) -> Anchor:
+        """Store all files, each while the next one is made.
 
         Args:
             put_file: Stores a file in a folder.
@@ -48,10 +53,18 @@ class Weights:
             StoreError, OSError: as `put_file`, or the local disk failed.
         """
         beside = [put_file(folder, name, data) for name, data in companions.items()]
-        weights: list[File] = []
-        for name, data in self.files:
-            (beside if name == anchors.INDEX else weights).append(put_file(folder, name, data))
-            del data  # before the next one is made
+        stored: list[Future[File]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="deltasync-anchor") as pool:
+            for name, data in self.files:
+                if stored:
+                    stored[-1].result()  # so that no more than two are in memory
+                stored.append(pool.submit(put_file, folder, name, data))
+                if len(data) > _MOST_BESIDE_BYTES:
+                    stored[-1].result()
+                del data  # before the next one is made
+        weights = [future.result() for future in stored]
+        if weights[-1].key.endswith(anchors.INDEX):
+            beside.append(weights.pop())
         return Anchor(directory=folder, files=weights, companions=beside)
 
 
@@ -87,7 +100,7 @@ def collect_weights(
         return peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
 
     if peers.rank:
-        for names in anchors.shards(_sizes(specs), settings.shard_bytes).values():
+        for names in anchors.shards(specs, settings.shard_bytes).values():
             for name in names:
                 collect(name)
         peers.agree(None)
@@ -96,7 +109,8 @@ def collect_weights(
     paths: list[Path] = []
     problem: Exception | None = None
     try:
-        for name, data in _files(specs, collect, fingerprints, settings):  # to the end: the others go on sending
+        files = _files(specs, lambda name, out_N: np.copyto(out_N, collect(name)), fingerprints, settings)
+        for name, data in files:  # to the end: the others go on sending
             if problem is None:
                 try:
                     paths.append(Path(folder.name, name))
@@ -112,15 +126,9 @@ def collect_weights(
 
 def _files(
     specs: Mapping[str, TensorSpec],
-    take: Callable[[str], np.ndarray],
+    take: Callable[[str, np.ndarray], None],
     fingerprints: Mapping[str, int],
     settings: PublisherSettings,
 ) -> Files:
     compression = None if settings.anchor_compression == "none" else settings.anchor_compression
-    return anchors.taken_files(
-        _sizes(specs), lambda name: tensor_of(take(name), specs[name]), fingerprints, settings.shard_bytes, compression
-    )
-
-
-def _sizes(specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    return {name: spec.nbytes for name, spec in specs.items()}
+    return anchors.taken_files(specs, take, fingerprints, settings.shard_bytes, compression)

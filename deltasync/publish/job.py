@@ -41,7 +41,8 @@ class Job:
         coalesced: Publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
         patches: Steps against the version before, which later ones are folded into while it waits.
-        fingerprints: Those of the whole tensors at this version; complete once all groups are there.
+        fingerprints: Those of the whole tensors at this version; complete once all groups are there. Empty where the
+            uploader is to work them out.
         reference: What it refers to instead of holding the weights.
         weights: A sharded trainer's full weights, for its record or for an anchor beside it.
         ended_s: When its stream had been read, or it began if that was later, by `time.perf_counter`.

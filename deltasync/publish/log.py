@@ -145,7 +145,7 @@ class Log:
         """Note that files of a version were given up: whatever is put for it from now on has other keys."""
         self._attempts[version] = self.attempt(version) + 1
 
-    def put_file(self, folder: str, name: str, data: bytes) -> File:
+    def put_file(self, folder: str, name: str, data: bytes | memoryview) -> File:
         """Store a part, or a file of an anchor, in a folder of this epoch and the current `attempt`. After return: durable.
 
         Raises:

@@ -218,11 +218,7 @@ class Publisher:
                 self._uploader.submit(job)
         self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
-        if nan := self._shadow.with_nan:
-            logger.warning(
-                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
-                *(self._version, len(nan), ", ".join(nan[:5])),
-            )
+        self._shadow.tell_of_nan(self._version)
         return self._last
 
     def first(self, action: Callable[[], _Value]) -> _Value:
@@ -364,9 +360,11 @@ class Publisher:
         assert shadow is not None
         patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
         own = sum(patch.changed for patch in patches.values())
-        digests = [0 if problem is not None else shadow.fingerprints[name] for name in self._specs]
+        # Of full weights that nobody else publishes the uploader works them out, so that the trainer does not wait for it.
+        names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
+        digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
         changed, *digests = self._peers.agree(problem, own, *digests)
-        fingerprints = dict(zip(self._specs, digests, strict=True))
+        fingerprints = dict(zip(names, digests, strict=True))
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}

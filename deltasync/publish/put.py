@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltasync.channel.documents import File, sha256_hex
@@ -22,6 +23,7 @@ from deltasync.stores.base import Store
 logger = get_logger(__name__)
 
 _LOOKS = 3
+_LARGE_BYTES = 4 << 20  # hashed while they are stored
 
 _Result = TypeVar("_Result")
 
@@ -43,14 +45,19 @@ def looked(settings: PublisherSettings, action: Callable[[], _Result]) -> _Resul
     return retried(settings, action)
 
 
-def put_file(store: Store, settings: PublisherSettings, key: str, data: bytes) -> File:
+def put_file(store: Store, settings: PublisherSettings, key: str, data: bytes | memoryview) -> File:
     """Store a file that a record will name. No other content was ever put there.
 
     Raises:
         StoreError: the file may be stored, or may be later; whoever gives it up takes another key.
     """
-    retried(settings, lambda: store.put(key, data))
-    return File(key=key, bytes=len(data), sha256=sha256_hex(data))
+    if len(data) < _LARGE_BYTES:
+        retried(settings, lambda: store.put(key, data))
+        return File(key=key, bytes=len(data), sha256=sha256_hex(data))
+    with ThreadPoolExecutor(1, thread_name_prefix="deltasync-sha256") as pool:
+        digest = pool.submit(sha256_hex, data)
+        retried(settings, lambda: store.put(key, data))
+        return File(key=key, bytes=len(data), sha256=digest.result())
 
 
 def create(store: Store, key: str, data: bytes) -> bool:

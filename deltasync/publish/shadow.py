@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 
 from deltasync import kernels
 from deltasync.channel import payloads
-from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
+from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, get_logger
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from deltasync.channel.record import Stored
     from deltasync.ranks.peers import Range
 
+logger = get_logger(__name__)
+
 _MOST_LATER = 8  # steps of one tensor that a snapshot keeps one by one; they are folded then
 
 
@@ -49,8 +52,7 @@ class Shadow:
         specs: The whole tensors.
         ranges: What is held of each.
         bits: Unsigned bit patterns of each range.
-        fingerprints: What each range adds to the fingerprint of its tensor.
-        with_nan: Tensors with a NaN among what was taken last.
+        with_nan: Tensors with a NaN among what was taken last, until `tell_of_nan`.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
@@ -62,11 +64,25 @@ class Shadow:
         self._lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
-        self._before: dict[str, int] = {}
-        self.fingerprints = {
-            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, ranges[name][0])
+        self._before: dict[str, int] | None = None
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, int]:
+        """What each range adds to the fingerprint of its tensor; worked out when it is first asked for."""
+        self.with_nan = [name for name, held in self.bits.items() if has_nan(held, self.specs[name])]
+        return {
+            name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, self.ranges[name][0])
             for name, held in self.bits.items()
         }
+
+    def tell_of_nan(self, version: int) -> None:
+        """Warn of NaN in what was taken last, once."""
+        nan, self.with_nan = self.with_nan, []
+        if nan:
+            logger.warning(
+                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
+                *(version, len(nan), ", ".join(nan[:5])),
+            )
 
     @classmethod
     def of(cls, stream: Stream, dtype: str, rank: int) -> Shadow:
@@ -80,12 +96,13 @@ class Shadow:
         ranges: dict[str, Range] = {}
         tensors, dtype = _tensors(stream, dtype)
         for name, part in _parts(tensors, dtype, rank, specs):
-            held[name], ranges[name] = bits_of(cast(part.held, dtype)).copy(), (part.start, part.stop)
+            held[name], ranges[name] = np.empty(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
+            copy = TensorSpec(name, specs[name].dtype, tuple(part.held.shape))
+            source = part.held.detach() if part.held.is_cpu else cast(part.held, dtype)  # casts where it is, in all threads
+            tensor_of(held[name], copy).copy_(source)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
-        shadow = cls(specs, ranges, held)
-        shadow.with_nan = [name for name, bits in held.items() if has_nan(bits, specs[name])]
-        return shadow
+        return cls(specs, ranges, held)
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
@@ -185,16 +202,18 @@ class Shadow:
                 self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
                 for snapshot in self._snapshots:
                     snapshot.note(Patch(name, patch.index_K, np.negative(patch.data), absolute=False))
-        self.fingerprints, self._taken = self._before, {}
+        if self._before is not None:
+            self.fingerprints, self._before = self._before, None
+        self._taken = {}
         self._copies.clear()
 
     def keep(self) -> None:
         """What `advance` took stays."""
-        self._taken = {}
+        self._taken, self._before = {}, None
 
     def snapshot(self) -> Snapshot:
         """The bits as they are now, of a process that has the whole model."""
-        snapshot = Snapshot(self.bits, self.fingerprints, self._lock)
+        snapshot = Snapshot(self.specs, self.bits, self.fingerprints, self._lock)
         with self._lock:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
         return snapshot
@@ -208,11 +227,18 @@ class Shadow:
 class Snapshot:
     """The bits of a shadow at one moment, while it advances: those of now, less the steps taken since.
 
-    Each tensor is read once. `lock` is held while the bits change.
+    Each tensor is read once. `lock` is held while the bits change, and while a tensor is read that changed meanwhile.
     """
 
-    def __init__(self, bits: Mapping[str, np.ndarray], fingerprints: Mapping[str, int], lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        bits: Mapping[str, np.ndarray],
+        fingerprints: Mapping[str, int],
+        lock: threading.Lock,
+    ) -> None:
         self.fingerprints = dict(fingerprints)
+        self._specs = specs
         self._bits = bits
         self._lock = lock
         self._later: dict[str, list[Patch]] = {name: [] for name in bits}
@@ -226,24 +252,32 @@ class Snapshot:
         """The shadow takes a step, and holds the lock."""
         later = self._later.get(patch.name)
         if later is not None:
-            later.append(patch)
-            if len(later) > _MOST_LATER:
-                later[:] = fold_all(later)
+            later = [*later, patch]
+            self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
 
-    def take(self, name: str) -> np.ndarray:
-        """A copy of a tensor's bits, unsigned and flat.
+    def take(self, name: str, out_N: np.ndarray) -> None:
+        """Write a tensor's bits into `out_N`, unsigned and flat.
 
         Raises:
             CorruptDataError: they are not what they were.
         """
+        key, bits_N, bounds = fingerprint.tensor_key(name), self._bits[name], nan_bounds(self._specs[name])
         with self._lock:
-            bits_N, later = self._bits[name].copy(), self._later.pop(name)
+            before = self._later[name]
+        # Without the lock, so that the trainer does not wait for it.
+        found, _ = kernels.cpu.take(key, bits_N, out_N, bounds)
+        with self._lock:
+            later = self._later.pop(name)
+            moved = later is not before  # each step makes another list
+            if moved:
+                np.copyto(out_N, bits_N)
         for patch in later:
             assert patch.index_K is not None
-            bits_N[patch.index_K] -= patch.data
-        if kernels.cpu.fingerprint(fingerprint.tensor_key(name), bits_N) != self.fingerprints[name]:
+            out_N[patch.index_K] -= patch.data
+        if moved or later:
+            found = kernels.cpu.fingerprint(key, out_N)
+        if found != self.fingerprints[name]:
             raise CorruptDataError(f"The bits of {name} in memory are not those that were published.")
-        return bits_N
 
     def close(self) -> None:
         """Read no more, and drop what was kept."""

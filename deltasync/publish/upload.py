@@ -268,6 +268,9 @@ class Uploader:
     def _store_full(self, job: Job) -> Stored:
         """Weight files, if it is no reference, then the record; otherwise as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
+        if not job.fingerprints:
+            job.fingerprints = dict(job.shadow.fingerprints)
+            job.shadow.tell_of_nan(job.version)
         if job.reference is None:
             requires = requires_of(self.settings)
             job.weights = job.weights or Weights.of(job.shadow, self.settings)

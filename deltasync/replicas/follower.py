@@ -103,6 +103,26 @@ class Follower:
         """Something went wrong that may have left other bits than those of `version`."""
         self._settled = False
 
+    def load(self, stored: Stored) -> Version:
+        """Take full weights into host memory that is of no version, so that nothing needs to be kept to undo it.
+
+        Raises:
+            StoreError, FormatError, MissingVersionError, StageError: the bits are still of no version.
+            FingerprintMismatchError: likewise; the bits are not the published ones.
+        """
+        assert self.version is None
+        self.failed, self._settled = None, False
+        try:
+            with _map_out_of_memory(stored.record.version):
+                self.memory.load(payloads.weights(self.reader, stored))
+        except (MissingVersionError, StageError, CorruptDataError):
+            self.failed = stored.key
+            raise
+        if f"{model_fingerprint(self.memory.fingerprints):016x}" != stored.record.fingerprint:
+            raise FingerprintMismatchError(f"The tensors of version {stored.record.version} are not its model.")
+        self.identified(stored)
+        return stored.version
+
     def stage(self, way: Sequence[Stored]) -> StagedVersion:
         """Fetch, check, decode, merge and translate records that follow each other. Live weights are untouched.
 

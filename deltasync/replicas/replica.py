@@ -147,7 +147,6 @@ class Replica:
                 return
             if self._follower is None:
                 memory, self._tensors = LiveMemory.on_host(self._reader.specs)
-                memory.audit()
                 self._follower = Follower(self._reader, memory)
             follower = self._follower
             try:
@@ -163,6 +162,14 @@ class Replica:
                     return
 
     def _take(self, follower: Follower, way: list[Stored]) -> None:
+        if follower.version is None:
+            before = time.perf_counter()
+            version = follower.load(way[0])
+            load_s = time.perf_counter() - before
+            logger.info("loaded version=%d digest=%.12s load_s=%.3f", version.version, version.sha256, load_s)
+            way = way[1:]
+        if not way:
+            return
         staged = follower.stage(way)
         with self._undisturbed():
             committed = follower.commit(staged)

@@ -74,7 +74,7 @@ class Store(Protocol):
         """
         ...
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         """Store an object over whatever is there. Readers see the old or the new one, never a mixture.
 
         Args:

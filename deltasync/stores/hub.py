@@ -97,7 +97,7 @@ class HubStore:
         """
         raise StoreError(f"{self.url}/{check_key(key)} cannot be created only if it is absent: the Hub has no such request.")
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         """See `Store.put`. Bytes first, then their name: until that is answered, readers see what was there before."""
         path = self._path(key)
         try:

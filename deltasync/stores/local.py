@@ -48,7 +48,7 @@ class LocalStore:
                 raise ObjectExistsError(f"{self.url}/{key} already exists.") from None
             os.fsync(folder)
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         """See `Store.put`: a synced temporary file, renamed over its name. A rename that hangs is not given up."""
         with self._temporary(key, data) as (folder, temporary, name):
             if guard is not None:
@@ -176,7 +176,7 @@ class LocalStore:
         return any(self._root.joinpath(*parts[:number]).is_symlink() for number in range(1, len(parts) + 1))
 
     @contextlib.contextmanager
-    def _temporary(self, key: str, data: bytes) -> Iterator[tuple[int, str, str]]:
+    def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[int, str, str]]:
         """A synced file beside its final place: a descriptor of its folder, its name, and the final one.
 
         After the block the temporary name is gone. Errors of the block pass through.

@@ -66,7 +66,7 @@ class ObstoreStore:
         with self._sending(key, len(data)):
             obstore.put(self.client(len(data)), key, data, mode="create")
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         with self._sending(key, len(data)):
             client = self.client(len(data)) if guard is None else self.once_client()
         if guard is not None:

@@ -31,7 +31,7 @@ class WrappedStore:
     def create(self, key: str, data: bytes) -> None:
         self.ask("create", key, lambda: self.inner.create(key, data))
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         self.ask("put", key, lambda: self.inner.put(key, data, guard=guard))
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:

@@ -71,11 +71,11 @@ class Xet:
         self._tokens: dict[str, Token] = {}
         self._downloads: Any = None
 
-    def upload(self, data: bytes) -> str:
+    def upload(self, data: bytes | memoryview) -> str:
         """Store bytes and return their hash."""
         try:
             with self._session("write").new_upload_commit(**self._connection("write")) as commit:
-                handle = commit.start_upload_bytes(data, sha256=hf_xet.SKIP_SHA256)
+                handle = commit.start_upload_bytes(bytes(data), sha256=hf_xet.SKIP_SHA256)
             info = handle.result().xet_info
         except _ERRORS as error:
             raise self.failed("write", one_line(error)) from error

@@ -51,6 +51,8 @@ def tensor_of(bits_N: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     return signed_view(bits_N).view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
+_PIECE = 1 << 17  # elements that stay in the cache
+
 _LARGEST = {
     "bfloat16": 0x7F80,
     "float16": 0x7C00,
@@ -71,7 +73,8 @@ def nan_bounds(spec: TensorSpec) -> tuple[int, int]:
 def has_nan(bits_N: np.ndarray, spec: TensorSpec) -> bool:
     """Whether one of these bit patterns of a tensor, shape N, is a NaN."""
     mask, largest = (bits_N.dtype.type(bound) for bound in nan_bounds(spec))
-    return bool(((bits_N & mask) > largest).any())
+    pieces = (bits_N[first : first + _PIECE] for first in range(0, bits_N.size if mask != largest else 0, _PIECE))
+    return any(((piece & mask) > largest).any() for piece in pieces)
 
 
 def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, open_store
-from deltasync.channel import anchors, documents, keys
+from deltasync import Publisher, Replica, kernels, open_store
+from deltasync.channel import anchors, documents, keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.blocks import BlockEncoder
 from deltasync.codec.raw import RawEncoder
@@ -204,6 +204,51 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
         np.testing.assert_array_equal(found[name], bits_of(tensor))
     assert [span.version for span, _ in reader.folds()] == [4]  # none was begun while one was under way
     assert_holds(store, 24, versions[-1])
+
+
+@pytest.mark.parametrize("held", ["before", "after"])
+def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_version(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    versions, entered, opened = states(4, elements=3000), threading.Event(), threading.Event()
+    take = kernels.cpu.take
+
+    def gated(*arguments: Any) -> tuple[int, bool]:
+        if not threading.current_thread().name.startswith("deltasync-keep"):
+            return take(*arguments)
+        found = take(*arguments) if held == "after" else None
+        entered.set()
+        assert opened.wait(60)
+        return take(*arguments) if found is None else found
+
+    with Publisher(store, anchor_every=2) as publisher:
+        for weights in versions[:2]:
+            publisher.publish(weights.items()).wait(60)
+        monkeypatch.setattr("deltasync.kernels.cpu.take", gated)
+        publisher.publish(versions[2].items()).wait(60)
+        assert entered.wait(60)
+        publisher.publish(versions[3].items()).wait(60)
+        opened.set()
+    reader = ChannelReader(store)
+    (info,) = [info for span, info in reader.folds() if span.version == 3]
+    found = {name: bits_N for name, bits_N, _ in payloads.weights(reader, reader.stored(info.key))}
+    assert found.keys() == versions[2].keys()
+    for name, tensor in versions[2].items():
+        np.testing.assert_array_equal(found[name], bits_of(tensor))
+
+
+def test_an_anchor_of_which_a_file_is_not_stored_is_not_announced(store: FaultyStore) -> None:
+    versions = states(3)
+    fault = store.fail_at("put", f"{keys.ANCHORS}{3:010d}", error=OSError)
+    gate = store.hold_at("put", f"{keys.ANCHORS}{3:010d}")
+    with Publisher(store, anchor_every=2, shard_bytes=1) as publisher:
+        for weights in versions:
+            publisher.publish(weights.items()).wait(60)
+        assert gate.entered.wait(60)
+        gate.opened.set()
+    assert fault.hits == 1
+    assert not ChannelReader(store).folds()
+    assert_holds(store, 3, versions[-1])
 
 
 def test_an_anchor_that_cannot_be_stored_is_tried_again_with_the_next_version(store: FaultyStore) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from deltasync.channel import anchors
-from deltasync.codec.base import body, load_tensors, read_metadata
+from deltasync.codec.base import body, load_tensors, read_metadata, views
 from deltasync.errors import ConfigError, CorruptDataError
-from deltasync.tensors import bits
+from deltasync.tensors import SAFETENSORS_DTYPES, bits
 
 
 def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:
@@ -62,6 +62,59 @@ def test_compressed_weights_are_smaller_by_what_shrinks_and_deterministic() -> N
     assert dict(anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd"))["model.safetensors"] == small
 
 
+def test_views_are_what_safetensors_reads() -> None:
+    ((_, data),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30)
+    found, expected = views(data), load_tensors(bytes(data))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        dtype, shape, byte_B = found[name]
+        assert (dtype, shape) == (SAFETENSORS_DTYPES[SPECS[name].dtype], tuple(tensor.shape))
+        assert byte_B.tobytes() == bits.bits_of(tensor).tobytes()
+
+
+def test_weights_at_odd_places_are_read() -> None:
+    ((_, data),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30)
+    length = int.from_bytes(data[:8], "little")
+    odd = (length + 1).to_bytes(8, "little") + bytes(data[8 : 8 + length]) + b" " + bytes(data[8 + length :])
+    found = {name: bits_N for name, bits_N, _ in anchors.read_weights(odd, SPECS)}
+    for name, tensor in TENSORS.items():
+        np.testing.assert_array_equal(found[name], bits.bits_of(tensor))
+
+
+ENTRY = {"dtype": "I16", "shape": [2], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"a": ENTRY | {"data_offsets": [0, 2]}},
+        {"a": ENTRY | {"data_offsets": [2, 6]}},
+        {"a": ENTRY | {"data_offsets": [0, 6], "shape": [3]}},
+        {"a": ENTRY | {"data_offsets": [0.0, 4.0]}},
+        {"a": ENTRY | {"data_offsets": [0]}},
+        {"a": ENTRY | {"data_offsets": "04"}},
+        {"a": ENTRY | {"shape": [-1, -2]}},
+        {"a": ENTRY | {"shape": [2.0]}},
+        {"a": ENTRY | {"shape": "2"}},
+        {"a": ENTRY | {"shape": [1 << 70]}},
+        {"a": ENTRY | {"dtype": "I3"}},
+        {"a": ENTRY | {"dtype": []}},
+        {"a": {"dtype": "I16"}},
+        {"a": []},
+        {"a": ENTRY, "b": ENTRY},
+        {"a": ENTRY | {"shape": [1], "data_offsets": [0, 2]}, "b": ENTRY | {"shape": [1], "data_offsets": [1, 3]}},
+        [],
+        "a",
+        None,
+    ],
+)
+def test_entries_that_do_not_cover_a_file_are_corrupt(entries: Any) -> None:
+    header = json.dumps(entries).encode()
+    with pytest.raises(CorruptDataError):
+        views(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 def test_another_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match="lzma"):
         list(anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "lzma"))
@@ -103,7 +156,7 @@ def test_weight_files_that_contradict_themselves_are_corrupt(
     change: Callable[[dict[str, torch.Tensor], dict[str, str]], object],
 ) -> None:
     ((_, data),) = anchors.weight_files(TENSORS, DIGESTS, 1 << 30, "zstd")
-    entries, metadata = load_tensors(data), read_metadata(data)
+    entries, metadata = load_tensors(bytes(data)), read_metadata(data)
     change(entries, metadata)
     with pytest.raises(CorruptDataError):
         list(anchors.read_weights(b"".join(body(entries, metadata)), SPECS))
