@@ -170,7 +170,7 @@ def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, new_K):
         # Nothing but loads first: many of them miss the cache, and so they wait together.
         for k in range(first, last):
             if k + _AHEAD < last:
-                _prefetch(dest, np.uint64(dest_index_K[k + _AHEAD]))
+                prefetch(dest, np.uint64(dest_index_K[k + _AHEAD]))
             new_K[k] = dest[np.uint64(dest_index_K[k])]
         for k in range(first, last):
             old = new_K[k]

@@ -111,7 +111,9 @@ class _Gate:
 
 
 class _ModuleReplica(Replica):
-    """A replica over the memory of a module."""
+    """A replica over the memory of a module, with which somebody may compute at any time."""
+
+    _is_alone = False
 
     def __init__(self, module: torch.nn.Module, reader: ChannelReader, names: Names, gate: _Gate) -> None:
         super().__init__(reader)

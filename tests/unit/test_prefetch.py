@@ -25,8 +25,8 @@ def _holds(replica: Replica, channel: Made) -> None:
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.follow.prefetch._EARLY", 0.0)
-    monkeypatch.setattr("deltasync.follow.prefetch._LATE", math.inf)
+    monkeypatch.setattr("deltasync.replicas.prefetch._EARLY", 0.0)
+    monkeypatch.setattr("deltasync.replicas.prefetch._LATE", math.inf)
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     reader = ChannelReader(store)
