@@ -120,7 +120,7 @@ def test_a_target_that_holds_something_else_is_refused(memory_url: str) -> None:
     assert third.read(stored.key, 100) == b"somebody else's"
 
 
-def test_killed_at_any_time_it_goes_on_and_copies_nothing_again(tmp_path: Path) -> None:
+def test_killed_while_it_follows_it_goes_on_and_copies_nothing_again(tmp_path: Path) -> None:
     source, target = open_store(f"file://{tmp_path}/near"), open_store(f"file://{tmp_path}/far")
     made, _ = filled(source, STATES[:3])
     command = [sys.executable, "-m", "deltasync.cli", "relay", source.url, target.url, "--json"]
