@@ -29,6 +29,7 @@ _COMMANDS = {
     "fold": "Store one delta over several versions.",
     "export": "Write a version as a checkpoint directory.",
     "cp": "Copy a channel to another store.",
+    "relay": "Keep copies of a channel in other stores up to date.",
     "router": "Start HAProxy in front of several replicas.",
     "deploy": "Create Spaces of the Hugging Face Hub that follow a channel.",
     "keygen": "Make a key to sign a channel with.",

@@ -1,4 +1,4 @@
-"""Looking after a channel: `forget` and `prune`, `check` and `repair`, `copy`, `export`, `write_fold`.
+"""Looking after a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_fold`.
 
 Each takes a `ChannelReader` and reports progress through a callback; what takes long reads with a few threads. Names are
 imported on first use, so that what only reads documents needs neither torch nor numba.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync.housekeeping.folds import write_anchor, write_fold
     from deltasync.housekeeping.mend import Repair, Repaired, repair, source_of
+    from deltasync.housekeeping.relay import Relay
     from deltasync.housekeeping.retention import Forgetting, Keep, line
     from deltasync.housekeeping.sweep import GRACE_S, Pruned, forget, prune
     from deltasync.housekeeping.transfer import Copied, copy, export
@@ -25,6 +26,7 @@ _HOME = {
     "Keep": "retention",
     "Progress": "walk",
     "Pruned": "sweep",
+    "Relay": "relay",
     "Repair": "mend",
     "Repaired": "mend",
     "Report": "verify",
@@ -52,6 +54,7 @@ __all__ = [
     "Keep",
     "Progress",
     "Pruned",
+    "Relay",
     "Repair",
     "Repaired",
     "Report",

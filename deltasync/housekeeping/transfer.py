@@ -138,14 +138,14 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
         raise ObjectExistsError(
             f"{target.url} has other bytes at {item.key}. They were left as they are; choose another target, or delete them."
         )
-    data = attempt(lambda: _read(source, item))
+    data = attempt(lambda: read_object(source, item))
     if isinstance(data, DeltaSyncError):
         return data
     target.put(item.key, data)
     return len(data)
 
 
-def _read(source: ChannelReader, item: File) -> bytes:
+def read_object(source: ChannelReader, item: File) -> bytes:
     """An object of the source, checked as far as anything tells what it must be."""
     if keys.slot_of(item.key) or keys.fold_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
