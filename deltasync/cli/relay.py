@@ -31,7 +31,7 @@ def command(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json
     from deltasync import housekeeping
     from deltasync.config import ReplicaSettings
     from deltasync.errors import ChannelInUseError, ConfigError, DeltaSyncError, ObjectExistsError, RunMismatchError
-    from deltasync.follow import Poll
+    from deltasync.replicas import Poll
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

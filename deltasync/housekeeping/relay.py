@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import File, Head, Version, sha256_hex
+from deltasync.channel.documents import File, Head, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
-from deltasync.follow import Course
 from deltasync.housekeeping.transfer import Copied, copy, read_object
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet
+from deltasync.replicas import Course
 from deltasync.stores.base import ObjectInfo, Store
 
 _LOOK_S = 60.0  # between two looks for new folds and anchors
@@ -156,17 +156,20 @@ class Relay:
 
 def _create(target: Store, key: str, data: bytes) -> bool:
     """Store an immutable object unless it is there. Raises ObjectExistsError if it is there with other bytes."""
-    if not target.can_create:
+    if target.can_create:
+        try:
+            target.create(key, data)
+        except ObjectExistsError:
+            pass
+        else:
+            return True
+    try:
+        same = target.read(key, len(data)) == data
+    except ObjectMissingError:
         target.put(key, data)
         return True
-    try:
-        target.create(key, data)
-    except ObjectExistsError:
-        try:
-            same = sha256_hex(target.read(key, len(data))) == sha256_hex(data)
-        except FormatError:  # larger
-            same = False
-        if not same:
-            raise ObjectExistsError(f"{target.url} has other bytes at {key}. They were left as they are.") from None
-        return False
-    return True
+    except FormatError:  # larger
+        same = False
+    if not same:
+        raise ObjectExistsError(f"{target.url} has other bytes at {key}. They were left as they are.")
+    return False
