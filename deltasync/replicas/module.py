@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -147,6 +148,10 @@ class _ModuleReplica(Replica):
         self._follower.identified(found)
         self._served = found is not None
 
+    def _settle(self) -> None:
+        super()._settle()
+        self._gate.problem = self._problem()  # before anything is loaded in their place
+
     def _problem(self) -> str | None:
         """Why nothing must be computed with the weights, None if nothing is wrong."""
         follower = self._follower
@@ -249,6 +254,38 @@ def _segment(tensor: torch.Tensor) -> Segment:
     return Segment(live.view(int_view(live[:0]).dtype), strides, 0)
 
 
+def _entrances(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The module, and those in it that can `generate`: of a wrapped model, that calls the model in the wrapper."""
+    return [each for each in module.modules() if each is module or callable(getattr(type(each), "generate", None))]
+
+
+def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
+    """Let forward calls of a module pass a gate; what undoes it. Not by hooks: an interrupt passes those by."""
+    forward, held = module.forward, "forward" in vars(module)
+
+    @functools.wraps(forward)
+    def gated(*arguments: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in module.parameters()):
+            raise ConfigError(
+                "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
+                "call into torch.no_grad()."
+            )
+        gate.enter()
+        try:
+            return forward(*arguments, **options)
+        finally:
+            gate.leave()
+
+    def unwrap() -> None:
+        if held:
+            module.forward = forward
+        else:
+            del module.forward
+
+    module.forward = gated
+    return unwrap
+
+
 class Following:
     """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it.
 
@@ -269,11 +306,7 @@ class Following:
         self._told: ObjectInfo | None = None
         self._moved = threading.Condition()
         self.error: str | None = None
-        self._mine = threading.local()
-        self._hooks = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._unwrapped = [_gated(each, self._gate) for each in _entrances(module)]
         self._thread = threading.Thread(target=self._run, name="deltasync-follow", daemon=True)
         try:
             with contextlib.suppress(NotPublishedError):
@@ -348,8 +381,8 @@ class Following:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for hook in self._hooks:
-            hook.remove()
+        for unwrap in self._unwrapped:
+            unwrap()
         if self._replica.identity is not None:
             self._beat(heartbeat.STOPPED)
 
@@ -358,26 +391,6 @@ class Following:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        self._calls.append(False)
-        if torch.is_grad_enabled() and not self._gate.depth and any(each.requires_grad for each in module.parameters()):
-            raise ConfigError(
-                "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
-                "call into torch.no_grad()."
-            )
-        self._gate.enter()
-        self._calls[-1] = True
-
-    def _after_forward(self, *_: object) -> None:
-        if self._calls and self._calls.pop():  # it is also called where a call was refused before it began
-            self._gate.leave()
-
-    @property
-    def _calls(self) -> list[bool]:
-        """Forward calls of this thread that go on, and whether each is inside the gate."""
-        found: list[bool] = self._mine.__dict__.setdefault("calls", [])
-        return found
 
     def _refuse_inside(self) -> None:
         if self._gate.depth:
@@ -460,8 +473,8 @@ def follow(
     """Patch a module's weights in place with the versions of a channel, between its forward calls.
 
     Returns once the module has the newest version; where there is none yet, at once. `module`'s parameters and buffers are
-    mutated, nothing else of it; hooks on it keep commits and forward calls apart until `close`. Its submodules must not be
-    called by themselves meanwhile, but in `hold()`.
+    mutated, nothing else of it; its `forward` is wrapped until `close`, to keep commits and forward calls apart. Its
+    submodules must not be called by themselves meanwhile, but in `hold()`.
 
     Args:
         module: On any device. Tensors have the channel's dtypes and shapes.

@@ -237,14 +237,22 @@ def test_the_base_of_an_adapter_and_what_torch_compile_wraps(memory_url: str) ->
         trainer.publish()
         adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
         before = {name: tensor.clone() for name, tensor in adapted.state_dict().items() if "lora_" in name}
-        with follow(adapted, memory_url, background=False):
+        with follow(adapted, memory_url, poll_interval_s=0.02) as following:
+            with following.hold():
+                trainer.publish()
+                adapted.generate(input_ids=torch.tensor([[1, 2]]), max_new_tokens=3)
+                assert following.version == 1
+            following.wait(2, PATIENCE_S)
+            adapted.generate(input_ids=torch.tensor([[1, 2]]), max_new_tokens=3)
             held = adapted.state_dict()
             assert all(torch.equal(held[name], tensor) for name, tensor in before.items()) and before
             merged = adapted.unload().state_dict()
-            assert_same_bits(merged, trainer.published[1])
+            assert_same_bits(merged, trainer.published[2])
         compiled = torch.compile(llama(seed=4), backend="eager")
         with follow(compiled, memory_url, background=False):
-            assert_same_bits(compiled._orig_mod.state_dict(), trainer.published[1])
+            assert_same_bits(compiled._orig_mod.state_dict(), trainer.published[2])
+            with torch.no_grad():
+                compiled(torch.tensor([[1, 2]]))
 
 
 def test_both_names_of_tied_weights_may_be_in_the_channel_while_they_are_equal(memory_url: str) -> None:
@@ -306,7 +314,7 @@ def test_another_model_is_refused_in_one_sentence_and_not_touched(
         with pytest.raises(ModelMismatchError, match=sentence):
             follow(module, memory_url)
     assert_same_bits({name: tensor for name, tensor in module.state_dict().items() if before}, before)
-    assert not module._forward_pre_hooks and not module._forward_hooks
+    assert "forward" not in vars(module)
 
 
 def _copied(module: torch.nn.Module) -> Weights:
@@ -338,6 +346,23 @@ def test_weights_that_somebody_else_wrote_are_loaded_anew_and_nothing_is_compute
             assert following.sync() == 2
             assert_same_bits(model.state_dict(), trainer.published[2])
             assert _computes(following, model)
+
+
+def test_an_interrupt_leaves_the_gate_open(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+
+            def interrupt(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            hook = model.model.layers[1].register_forward_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+            hook.remove()
+            following.wait(trainer.publish(), PATIENCE_S)
+            assert_same_bits(model.state_dict(), trainer.published[2])
 
 
 def _computes(following: Following, model: Any) -> bool:
