@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 import os
 import threading
@@ -35,6 +34,7 @@ from deltasync.errors import (
     ModelMismatchError,
     NotPublishedError,
     StoreError,
+    get_logger,
     printable,
 )
 from deltasync.live import LiveMemory, Segment, model_fingerprint
@@ -46,7 +46,7 @@ from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Names = Callable[[str], str | Sequence[str] | None]
 """What a name of a module's state_dict is called in the channel: one tensor, several that lie one after the other along the

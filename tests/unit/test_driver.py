@@ -21,6 +21,7 @@ from deltasync import open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError
+from deltasync.replicas.pin import Pin
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
@@ -226,7 +227,7 @@ def test_to_go_back_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str,
         for _ in range(3):
             trainer.publish()
             await driver.look_until_done()
-        await driver.look_until_done(2)
+        await driver.look_until_done(Pin(2))
         await driver.look_until_done()
         trainer.publish()
         await driver.look_until_done()

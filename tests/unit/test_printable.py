@@ -61,6 +61,8 @@ COMMANDS = (
     ["prune", "CHANNEL", "--grace", "0", "--dry-run", "--json"],
     ["fold", "CHANNEL", "1", "2"],
     ["fold", "CHANNEL", "1", "2", "--json"],
+    ["relay", "CHANNEL", "COPY", "--once"],
+    ["relay", "CHANNEL", "COPY", "--once", "--json"],
     ["cp", "CHANNEL", "COPY"],
     ["cp", "CHANNEL", "COPY", "--json"],
     ["export", "CHANNEL", "latest", "FOLDER"],
@@ -232,7 +234,15 @@ def test_no_command_shows_a_channels_text_as_it_is(
 def test_every_command_that_reads_a_channel_is_here() -> None:
     help_text = CliRunner().invoke(main, ["--help"]).output
     commands = re.findall(r"^  ([a-z]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
-    assert set(commands) == {command[0] for command in COMMANDS} | {"demo", "deploy", "keygen", "router", "serve"}
+    assert set(commands) == {command[0] for command in COMMANDS} | {
+        "demo",
+        "deploy",
+        "keygen",
+        "pin",
+        "router",
+        "serve",
+        "sync",
+    }
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "export"], ids=" ".join)
