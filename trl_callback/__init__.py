@@ -4,6 +4,13 @@ trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")]
 trainer = Trainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])             # any other trainer
 """
 
+from importlib.util import find_spec
+
+if find_spec("transformers") is None:
+    raise ModuleNotFoundError(
+        "trl_callback needs transformers, and TRL for its trainers. Run: pip install 'deltasync[trl]'."
+    )
+
 from trl_callback.callback import DeltaSyncCallback
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord

@@ -123,7 +123,7 @@ def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server
     versions.show(1)
     port = free_port()
     url = f"http://{HOST}:{port}"
-    command = [sys.executable, "-m", "deltasync.cli", "serve", str(versions.checkpoint), "--channel", versions.channel]
+    command = [sys.executable, "-m", "deltasync", "serve", str(versions.checkpoint), "--channel", versions.channel]
     command += ["--host", HOST, "--port", str(port), "--served-model-name", "bench"]
     command += ["--enforce-eager"] if device == "cpu" else []
     command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "8", "--disable-uvicorn-access-log"]

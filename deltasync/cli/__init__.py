@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+__all__ = ["main"]
+
 _COMMANDS = {
     "demo": "Train a tiny model with TRL while a real vLLM follows it, on this machine.",
     "serve": "Start vLLM as a replica of a channel.",

@@ -134,7 +134,7 @@ def _build_model(model: Path, seed: int, task: str, say: Say) -> str | None:
 
 
 def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Child:
-    command = [sys.executable, "-m", "deltasync.cli", "serve", f"{out}/model", "--channel", channel, "--host", HOST]
+    command = [sys.executable, "-m", "deltasync", "serve", f"{out}/model", "--channel", channel, "--host", HOST]
     command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
     command += ["--disable-uvicorn-access-log"]
     env = {

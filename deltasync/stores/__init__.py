@@ -64,4 +64,5 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         from deltasync.stores.memory import memory_store
 
         return memory_store(name)
-    raise ConfigError(f"Not a channel URL: {url!r}. Use {_FORMS}.")
+    path = "" if not url or "://" in url else f" A path in this directory is written {f'./{url}'!r}."
+    raise ConfigError(f"Not a channel URL: {url!r}. Use {_FORMS}.{path}")

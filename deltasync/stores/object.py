@@ -179,7 +179,9 @@ def translate(error: Exception, place: str) -> StoreError:
     else:
         reason = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
         tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip()  # a query may hold credentials
-        answer = tail + (f" ({reason[1] or 'timed out'})" if reason else "")
+        server = re.search(r"https?://[^/\s]+", message) if "kind: Connect," in internals else None
+        where = f" at {server[0]}" if server else ""
+        answer = tail + (f" ({reason[1] or 'timed out'}{where})" if reason else "")
 
     if name in _NO_BUCKET:
         return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")
@@ -192,7 +194,10 @@ def translate(error: Exception, place: str) -> StoreError:
     if name in _HINTS:
         return StoreError(f"{place}: {answer}. {_HINTS[name]}")
     if "/latest/api/token" in message or "/latest/meta-data" in message:
-        return TransientStoreError(f"{place}: no credentials are set, and this machine's role could not be asked: {answer}.")
+        return TransientStoreError(
+            f"{place}: no credentials are set (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), and this machine's role could not "
+            f"be asked: {answer}."
+        )
     if number in (401, 403):
         return StoreError(f"{place}: {answer}. {_DENIED}")
     certificate = re.search(r"InvalidCertificate\(\s*(\w+)", internals)

@@ -58,7 +58,7 @@ def prepare_router(replicas: Sequence[str], port: int) -> Child:
     if shutil.which("haproxy") is None:  # a job runs as root, in Debian
         for command in (["update", "-qq"], ["install", "-qq", "--no-install-recommends", "haproxy"]):
             subprocess.run(["apt-get", *command], check=True)
-    command = [sys.executable, "-m", "deltasync.cli", "router", *replicas, "--port", str(port)]
+    command = [sys.executable, "-m", "deltasync", "router", *replicas, "--port", str(port)]
     return Child("The router", command, os.environ, log=None)
 
 

@@ -120,7 +120,7 @@ class Services:
         """A vLLM server that follows the channel and knows nobody else."""
         address, port = self._network.place(host)
         certificate = str(self._certificates[host])
-        command = [sys.executable, "-m", "deltasync.cli", "serve", str(self._model), "--channel", self.channel]
+        command = [sys.executable, "-m", "deltasync", "serve", str(self._model), "--channel", self.channel]
         command += ["--host", address, "--port", str(port), "--enforce-eager", "--max-model-len", "512"]
         command += ["--max-num-seqs", "16", "--disable-uvicorn-access-log"]
         command += ["--ssl-certfile", certificate, "--ssl-keyfile", certificate]
@@ -174,7 +174,7 @@ class Services:
 
     def follower(self, number: int) -> Child:
         """A replica in host memory; one JSON line for each version in its log."""
-        command = [sys.executable, "-m", "deltasync.cli", "follow", self.channel, "--json"]
+        command = [sys.executable, "-m", "deltasync", "follow", self.channel, "--json"]
         env = self.store_env(READ) | {"DELTASYNC_POLL_INTERVAL_S": "0.2", "OMP_NUM_THREADS": "1"}
         return self._child("fleet", f"Replica {number} in host memory", command, env, self._serving, f"replica-{number}")
 

@@ -23,7 +23,7 @@ from tests.channels import filled, states_of
 
 
 def run(*arguments: str, timeout_s: float = 120, **environ: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, "-m", "deltasync.cli", *arguments], {**os.environ, **environ}
+    command, env = [sys.executable, "-m", "deltasync", *arguments], {**os.environ, **environ}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
@@ -67,7 +67,7 @@ def test_log_takes_a_line_of_80_columns_for_each_row(tmp_path: Path) -> None:
     filled(open_store(url), states_of(1_000_000, 12), anchors=(7,), folds=((2, 10), (9, 12)))
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    done = subprocess.run([sys.executable, "-m", "deltasync.cli", "log", url], stdout=theirs, env=os.environ, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "deltasync", "log", url], stdout=theirs, env=os.environ, timeout=120)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # the end of a terminal that nobody holds any more

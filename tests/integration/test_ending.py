@@ -63,7 +63,7 @@ def signals(*slow: signal.Signals) -> pytest.MarkDecorator:
 @pytest.mark.trl
 @signals(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 def test_the_demo(number: signal.Signals, tmp_path: Path) -> None:
-    command = ["deltasync.cli", "demo", "--out", str(tmp_path / "demo")]
+    command = ["deltasync", "demo", "--out", str(tmp_path / "demo")]
     leaves_nothing(command, b"EngineCore", number, tmp_path)
 
 

@@ -123,7 +123,7 @@ def test_a_target_that_holds_something_else_is_refused(memory_url: str) -> None:
 def test_killed_while_it_follows_it_goes_on_and_copies_nothing_again(tmp_path: Path) -> None:
     source, target = open_store(f"file://{tmp_path}/near"), open_store(f"file://{tmp_path}/far")
     made, _ = filled(source, STATES[:3])
-    command = [sys.executable, "-m", "deltasync.cli", "relay", source.url, target.url, "--json"]
+    command = [sys.executable, "-m", "deltasync", "relay", source.url, target.url, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["version"]["version"] == 3

@@ -77,11 +77,11 @@ def _offered(room: str) -> list[str]:
 def test_every_room_is_in_the_list_and_nothing_else_is_at_the_root() -> None:
     root = ROOT / "deltasync"
     assert {path.parent.name for path in root.glob("*/__init__.py")} == set(ROOMS)
-    assert {path.stem for path in root.glob("*.py")} == {"__init__", *FOR_ALL}
+    assert {path.stem for path in root.glob("*.py")} == {"__init__", "__main__", *FOR_ALL}
 
 
 def test_imports_point_one_way() -> None:
-    order = [*FOR_ALL, *ROOMS]
+    order = [*FOR_ALL, *ROOMS, "__main__"]
     wrong = [
         f"{module} imports {name}"
         for module, path in _modules("deltasync")
@@ -197,3 +197,17 @@ def test_all_is_what_is_importable() -> None:
 def test_every_name_in_all_exists_and_is_documented(name: str) -> None:
     assert hasattr(deltasync, name)
     assert name == "__version__" or getattr(deltasync, name).__doc__
+
+
+def test_a_missing_library_is_named_with_what_installs_it() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import importlib.util as u; find = u.find_spec\n"
+    code += "u.find_spec = lambda name: None if name == 'transformers' else find(name)\nimport trl_callback"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip().endswith(
+        "ModuleNotFoundError: trl_callback needs transformers, and TRL for its trainers. Run: pip install 'deltasync[trl]'."
+    )
+
+
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "deltasync", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: deltasync [OPTIONS] COMMAND")

@@ -26,6 +26,7 @@ CHANNELS: dict[str, tuple[Any, str]] = {
     "a number": (7, "A channel is a URL, a path or a store, not 7."),
     "a name": ("run", "Not a channel URL: 'run'. Use a path, file:///path"),
     "a relative path without a dot": ("runs/a", "Not a channel URL: 'runs/a'. Use a path, file:///path"),
+    "a path that needs one": ("my run", "A path in this directory is written './my run'."),
     "an empty URL": ("", "Not a channel URL: ''. Use a path"),
     "another scheme": ("https://bucket/run", "Not a channel URL: 'https://bucket/run'. Use a path"),
     "a relative file URL": ("file://run", "A directory is written file:///absolute/path, not 'file://run'."),

@@ -152,7 +152,7 @@ def test_a_server_that_has_just_loaded_the_version_agrees(server: Server, folder
     change_much(server)
     prompt, exported, port = prompt_of(0), folder / "exported", free_port()
     found = answer(server, prompt)
-    subprocess.run([sys.executable, "-m", "deltasync.cli", "export", server.channel, "latest", str(exported)], check=True)
+    subprocess.run([sys.executable, "-m", "deltasync", "export", server.channel, "latest", str(exported)], check=True)
     for file in (folder / "model").iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, exported)
