@@ -215,9 +215,7 @@ class TestEndpoint:
         with pytest.raises(TransientStoreError, match="error sending request"):
             open_store(proxied.url.replace("http:", "https:")).read("a", 1 << 30)
 
-    @pytest.mark.parametrize(
-        ("port", "said"), [(1, r"\(Connection refused at http://127\.0\.0\.1:1\)"), (None, "timed out")]
-    )
+    @pytest.mark.parametrize(("port", "said"), [(1, r"refused at http://127\.0\.0\.1:1\)"), (None, "timed out")])
     def test_a_server_that_does_not_answer_is_told(
         self, s3_env: object, monkeypatch: pytest.MonkeyPatch, port: int | None, said: str
     ) -> None:

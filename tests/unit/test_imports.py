@@ -204,7 +204,7 @@ def test_a_missing_library_is_named_with_what_installs_it() -> None:
     code += "u.find_spec = lambda name: None if name == 'transformers' else find(name)\nimport trl_callback"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr.strip().endswith(
-        "ModuleNotFoundError: trl_callback needs transformers, and TRL for its trainers. Run: pip install 'deltasync[trl]'."
+        "ModuleNotFoundError: trl_callback needs transformers, and TRL for its trainers: pip install 'deltasync[trl]'."
     )
 
 
