@@ -95,7 +95,7 @@ def _events(found: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]
     for fold in found.folds:
         yield ("fold", fold.base_version, fold.version), {"event": "fold", **dataclasses.asdict(fold)}
     for replica in found.replicas:
-        state = (replica.version, replica.sha256, replica.state, replica.live, replica.error)
+        state = (replica.version, replica.sha256, replica.state, replica.live, replica.pin, replica.error)
         yield ("replica", replica.replica_id, *state), {"event": "replica", **dataclasses.asdict(replica)}
     for problem in found.problems:
         yield ("problem", problem), {"event": "problem", "problem": problem}
@@ -139,7 +139,8 @@ def _replica(change: dict[str, Any]) -> str:
     behind = f", {change['behind']} behind" if change["behind"] else ""
     serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
     strange = ", which is another than the channel's" if change["strange"] else ""
-    return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{live}{error}"
+    pin = "" if change["pin"] is None else f", pinned to {change['pin']}"
+    return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{pin}{live}{error}"
 
 
 def _forgotten(change: dict[str, Any]) -> str:
@@ -205,7 +206,7 @@ def _replicas(found: Snapshot) -> RenderableType:
         state = row.state if row.live or row.state == "stopped" else "silent"
         shown.add_row(
             cell(row.replica_id),
-            cell(state, _COLOURS.get(state, "yellow")),
+            cell(state if row.pin is None else f"{state}, pinned to {row.pin}", _COLOURS.get(state, "yellow")),
             "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
             "" if row.behind is None else str(row.behind),
             "" if row.lag_s is None else duration(row.lag_s),

@@ -132,10 +132,11 @@ class Observer:
     def _observe(self, beat: Heartbeat) -> None:
         """Only a change that happened while we looked tells when the replica began to serve the version.
 
-        To catch up with what was encoded before the replica was there is no lag, and to go back is none.
+        To catch up with what was encoded before the replica was there is no lag, nor is to go back, or to go where a pin points.
         """
         before = self._served.get(beat.replica_id)
-        if beat.version is not None and before is not None and beat.version > before and beat.version in self._line:
+        moved = beat.version is not None and before is not None and beat.version > before
+        if moved and beat.pin is None and beat.version in self._line:
             created_s = self._document(beat.version).created_s
             if created_s > self._since_s[beat.replica_id]:
                 lag_s = round(max(0.0, beat.time_s - created_s), 3)
@@ -256,7 +257,7 @@ class Observer:
         live, served = heartbeat.is_live(beat), beat.version
         behind = None if served is None else max(0, newest - served)
         lag_s = None
-        if live and served is not None:
+        if live and served is not None and beat.pin is None:
             missed = min((number for number in self._line if number > served), default=None)
             lag_s = 0.0 if missed is None else max(0.0, now_s - self._document(missed).created_s)
         here = None if served is None else self._line.get(served)
@@ -270,6 +271,7 @@ class Observer:
             behind=behind,
             lag_s=lag_s,
             age_s=max(0.0, now_s - beat.time_s),
+            pin=beat.pin,
             error=beat.error,
         )
 

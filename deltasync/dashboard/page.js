@@ -49,7 +49,7 @@ function showReplicas(found) {
   show("noreplicas", !rows.length); show("replicas", rows.length); show("lags", rows.length);
   table("replicas", [["replica", ""], ["state", ""], ["version", "n"], ["behind", "n"], ["", "bars"], ["lag", "n"], ["heard of", "n"]], rows.map(row => Object.assign([
     cell => { element(cell, "span", undefined, "swatch").style.background = colour(row.replica_id); cell.append(row.replica_id); },
-    cell => { const told = row.live || row.state === "stopped"; cell.textContent = told ? row.state : `silent (${row.state})`; cell.dataset.state = told ? row.state : "silent"; },
+    cell => { const told = row.live || row.state === "stopped"; cell.textContent = (told ? row.state : `silent (${row.state})`) + (row.pin === null ? "" : `, pinned to ${row.pin}`); cell.dataset.state = told ? row.state : "silent"; },
     cell => { link(cell, row.version); if (row.strange) cell.append(" (another)"); if (row.sha256) cell.title = row.sha256; },
     row.behind === null ? "–" : many(row.behind),
     cell => { if (row.behind) element(cell, "span", undefined, "bar").style.width = `${6 * row.behind / most}rem`; },
@@ -98,10 +98,11 @@ function showTiles(found, cost) {
     say("changed", percent(delta.changed / Math.max(found.element_count, 1)));
     say("bits", delta.changed ? `${(8 * delta.delta_bytes / delta.changed).toFixed(2)} bits each` : "");
   }
-  const live = found.replicas.filter(row => row.live), there = live.filter(row => row.behind === 0 && !row.strange && row.state !== "failed" && row.state !== "stale");
+  const live = found.replicas.filter(row => row.live && row.pin === null), there = live.filter(row => row.behind === 0 && !row.strange && row.state !== "failed" && row.state !== "stale");
+  const pinned = found.replicas.filter(row => row.live && row.pin !== null).length;
   say("fleet", found.replicas.length ? live.length ? `${there.length} of ${live.length}` : "none live" : "none");
   const silent = found.replicas.filter(row => !row.live && row.state !== "stopped").length, failed = live.filter(row => row.state === "failed").length, stale = live.filter(row => row.state === "stale").length;
-  say("lagging", [failed && `${failed} failed`, stale && `${stale} stale`, silent && `${silent} silent`].filter(Boolean).join(", "));
+  say("lagging", [failed && `${failed} failed`, stale && `${stale} stale`, silent && `${silent} silent`, pinned && `${pinned} pinned`].filter(Boolean).join(", "));
   if (found.costs) say("stored", bytes(found.costs.stored_bytes));
   say("cost", cost ? `${cost} so far, without traffic` : `${plural(found.versions.length + found.unread, "version")}, ${plural(found.folds.length, "fold")}`);
 }

@@ -60,7 +60,8 @@ class ReplicaRow:
         sha256: Digest of what it serves.
         strange: It serves another version under this number than the channel has.
         behind: Versions between the one it serves and the newest, None if it serves none.
-        lag_s: Since the first version that it does not serve was encoded, 0 at the newest; None if it is not live.
+        lag_s: Since the first version that it does not serve was encoded, 0 at the newest; None if not live, or pinned.
+        pin: Which versions it takes, None for the newest.
         age_s: Age of the heartbeat.
     """
 
@@ -73,6 +74,7 @@ class ReplicaRow:
     behind: int | None
     lag_s: float | None
     age_s: float
+    pin: str | None
     error: str | None
 
 

@@ -52,7 +52,7 @@ class Course:
         newest: The newest version that is known.
         problem: What is wrong with the next version, None if nothing is.
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
-        follows_s: Since when this replica can take what is published, seconds since the epoch.
+        follows_s: Since when this replica can take what is published, seconds since the epoch; infinite while it is pinned.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
@@ -104,6 +104,7 @@ class Course:
         """
         if pin != self._pin:
             self._pin, self._lost, self._look_due_s = pin, True, 0.0
+            self.follows_s = time.time() if pin == NEWEST else math.inf
         elif self._rest and self._rest[0].base == have:
             return self._batch(self._rest, have)
         self._rest = []
@@ -136,8 +137,8 @@ class Course:
     def lag_s(self, way: Sequence[Stored]) -> float | None:
         """Seconds from encoding what is served from now on until now, by two machines' clocks.
 
-        None where that is no lag: to catch up with what was encoded before this replica followed, and to go back. A fold
-        counts from when it was made.
+        None where that is no lag: to catch up with what was encoded before this replica followed, to go back, and to go
+        where a pin points. A fold counts from when it was made.
         """
         last = way[-1]
         # Documents tell milliseconds.

@@ -97,15 +97,16 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         train(publisher, new_weights(), 60)
         run = publisher.run_id
     store = open_store(url)
-    for name, version, state, error, age_s in (
-        ("gpu-east-0", 60, "serving", None, 0),
-        ("gpu-east-1", 60, "serving", None, 0),
-        ("gpu-west-0", 55, "staging", None, 0),
-        ("gpu-west-1", 41, "failed", ERROR, 0),
-        ("gone", 23, "serving", None, 4000),
+    for name, version, state, error, age_s, pin in (
+        ("gpu-east-0", 60, "serving", None, 0, None),
+        ("gpu-east-1", 60, "serving", None, 0, None),
+        ("gpu-west-0", 55, "staging", None, 0, None),
+        ("gpu-west-1", 41, "failed", ERROR, 0, None),
+        ("evaluation", 30, "serving", None, 0, "every 30"),
+        ("gone", 23, "serving", None, 4000, None),
     ):
         time_s = time.time() - age_s
-        beat = Heartbeat(replica_id=name, run_id=run, version=version, state=state, error=error, time_s=time_s)
+        beat = Heartbeat(replica_id=name, run_id=run, version=version, state=state, error=error, time_s=time_s, pin=pin)
         heartbeat.write(store, beat)
     yield url
 
@@ -129,7 +130,7 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
             "head": "60",
             "step": "step 240",
             "fleet": "2 of 4",
-            "lagging": "1 failed, 1 silent",
+            "lagging": "1 failed, 1 silent, 1 pinned",
             "error": "\N{EN DASH}",  # hidden
             "waiting": "",
         }
@@ -137,6 +138,7 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
         rows = {row[0]: row[1:] for row in found["replicas"]}
         assert rows["gpu-west-0"][:3] == ["staging", "55", "5"]
         assert rows["gpu-west-1"][:3] == ["failed", "41", "19"] and rows[ERROR] == []
+        assert rows["evaluation"][:3] == ["serving, pinned to every 30", "30", "30"]
         assert rows["gone"][:3] == ["silent (serving)", "23", "37"]
 
 

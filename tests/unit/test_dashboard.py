@@ -226,6 +226,7 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
     beat(store, run, "new", None, "waiting")
     beat(store, run, "silent", 1, time_s=time.time() - 2 * heartbeat.LIVE_S)
     beat(store, run, "stopped", 2, "stopped")
+    beat(store, run, "pinned", 1, pin="1")
     beat(store, "another", "elsewhere", 5)
     observer = Observer(store)
     rows = {row.replica_id: row for row in observer.look().replicas}
@@ -236,7 +237,9 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
         "new": (None, True),
         "silent": (4, False),
         "stopped": (3, False),
+        "pinned": (4, True),
     }
+    assert (rows["pinned"].pin, rows["pinned"].lag_s) == ("1", None)
     assert rows["ahead"].lag_s == 0
     assert rows["silent"].lag_s is rows["stopped"].lag_s is rows["new"].lag_s is None
     created = {row.version: row.created_s for row in observer.snapshot().versions}
@@ -278,8 +281,14 @@ def test_to_catch_up_and_to_go_back_are_no_lag(
         (3, "serving"),
         (4, "stopped"),
         (4, "serving"),
+        (2, "serving"),
     ):
         beat(store, run, "a", version, state, time_s=late_s)
+        assert observer.look().lags == []
+    for version in (1, 5):
+        beat(store, run, "pinned", version, pin=str(version), time_s=late_s)
+        publish(publisher, weights, 1)
+        settle(publisher, store)
         assert observer.look().lags == []
 
 
@@ -450,12 +459,13 @@ def test_the_terminal_shows_versions_replicas_and_cost(
     publisher.close()
     beat(store, publisher.run_id, "far", 2, "failed", error="[red]it broke")
     beat(store, publisher.run_id, "gone", 2, "stopped")
+    beat(store, publisher.run_id, "held", 2, pin="2")
     beat(store, publisher.run_id, "lost", 2, time_s=time.time() - 2 * heartbeat.LIVE_S)
     console = Console(width=120, file=io.StringIO())
     console.print(watch.screen(Observer(store).look()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"version 5 ({records(store)[5].sha256[:12]}, step 50)" in text
-    assert "failed" in text and "[red]it broke" in text
+    assert "serving, pinned to 2" in text and "failed" in text and "[red]it broke" in text
     states = [line.split()[:2] for line in text.splitlines() if line.split()[:1] in (["gone"], ["lost"])]
     assert states == [["gone", "stopped"], ["lost", "silent"]]
     assert "5 versions, 1 with full weights, 1 fold;" in text

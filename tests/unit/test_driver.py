@@ -221,7 +221,9 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
     assert value(registry, "deltasync_stage_seconds_count") == len(commits)
 
 
-def test_to_go_back_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry) -> None:
+def test_to_go_back_and_to_be_pinned_is_no_lag(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
     async def body() -> list[Commit]:
         driver = Driver(engine, ReplicaSettings(channel=memory_url, replica_id="unit"), Metrics(registry))
         for _ in range(3):
@@ -231,10 +233,12 @@ def test_to_go_back_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str,
         await driver.look_until_done()
         trainer.publish()
         await driver.look_until_done()
+        trainer.publish()
+        await driver.look_until_done(Pin(5))
         return driver.status().commits
 
     told = [(commit.version, commit.lag_s is None) for commit in asyncio.run(body())]
-    assert told == [(1, False), (2, False), (3, False), (2, True), (3, True), (4, False)]
+    assert told == [(1, False), (2, False), (3, False), (2, True), (3, True), (4, False), (5, True)]
 
 
 def test_a_rollback_is_counted_and_keeps_the_version(
