@@ -132,7 +132,7 @@ class Observer:
     def _observe(self, beat: Heartbeat) -> None:
         """Only a change that happened while we looked tells when the replica began to serve the version.
 
-        To catch up with what was encoded before the replica was there is no lag, nor is to go back, or to go where a pin points.
+        To catch up with what was encoded before the replica was there is no lag, nor to go back, or where a pin points.
         """
         before = self._served.get(beat.replica_id)
         moved = beat.version is not None and before is not None and beat.version > before
