@@ -1,0 +1,106 @@
+"""Where the tensors of a channel lie in a `torch.nn.Module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from deltasync.errors import ModelMismatchError
+from deltasync.live import Segment
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import dtype_name, int_view
+
+Names = Callable[[str], str | Sequence[str] | None]
+"""What a name of a module's state_dict is called in the channel: one tensor, several that lie one after the other along the
+first dimension, or None for one that the channel does not have."""
+
+_WRAPPERS = ("_orig_mod.", "base_model.model.")  # torch.compile's, peft's
+_AROUND_BASE = ".base_layer."  # peft's
+
+
+def plain_name(name: str) -> str | None:
+    """The checkpoint's name of a tensor in a module that torch.compile or peft has wrapped; None for an adapter's own."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return None if ".lora_" in name else name.replace(_AROUND_BASE, ".")
+
+
+def places(
+    module: torch.nn.Module, specs: Mapping[str, TensorSpec], names: Names
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Where the channel's tensors lie in a module.
+
+    Args:
+        module: Whose `state_dict` is looked at; its tensors are not copied.
+        specs: The channel's tensor table.
+        names: What the module's names are called there.
+
+    Returns:
+        For each tensor a view of live memory with its shape and dtype. One that shares its memory with another one is a copy
+        instead, and named with that other one in the second mapping.
+
+    Raises:
+        ModelMismatchError: a tensor is on one side only, or has another shape or dtype there.
+    """
+    found: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    owners: dict[tuple[int, int, torch.device], str] = {}  # of memory
+    strange: dict[str, torch.Tensor] = {}
+    for own, tensor in module.state_dict(keep_vars=True).items():
+        told = names(own)
+        if told is None or not isinstance(tensor, torch.Tensor):
+            continue
+        if not any(name in specs for name in ([told] if isinstance(told, str) else told)):
+            strange[own] = tensor
+            continue
+        for name, part in _parts(own, tensor, told, specs):
+            other = owners.setdefault(_memory(part), name)
+            if other != name:
+                ties[name], part = other, part.detach().clone()
+            elif name in found:
+                raise ModelMismatchError(f"Two tensors of the module are {name}, the second of them {own}.")
+            found[name] = part
+    unknown = [own for own, tensor in strange.items() if _memory(tensor) not in owners]
+    lacking = specs.keys() - found.keys()
+    if unknown or lacking:
+        sides = ((lacking, "is in the channel and not in the module"), (unknown, "is in the module and not in the channel"))
+        told = "; ".join(f"{min(side)} (and {len(side) - 1} more) {where}" for side, where in sides if side)
+        raise ModelMismatchError(f"{told}. Map the names of the module to the channel's by `names`.")
+    return found, ties
+
+
+def _parts(
+    own: str, tensor: torch.Tensor, told: str | Sequence[str], specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The channel's tensors that lie in one of the module's, each held to its spec."""
+    if tensor.is_meta:
+        raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
+    first = 0
+    for name in [told] if isinstance(told, str) else told:
+        spec = specs.get(name)
+        rows = 0 if spec is None or isinstance(told, str) or not spec.shape else spec.shape[0]
+        part = tensor if isinstance(told, str) else tensor.detach()[first : first + rows]
+        if spec is None or (dtype_name(part.dtype), tuple(part.shape)) != (spec.dtype, spec.shape):
+            wanted = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
+            raise ModelMismatchError(
+                f"{own} is {dtype_name(part.dtype)} of shape {list(part.shape)} where {name} should lie, which is {wanted} "
+                "in the channel."
+            )
+        first += rows
+        yield name, part
+    if first not in (0, tensor.shape[0] if tensor.ndim else 0):
+        raise ModelMismatchError(f"{own} has {tensor.shape[0]} rows, and what lies in it {first}.")
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.device]:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.device
+
+
+def segment(tensor: torch.Tensor) -> Segment:
+    """The place of a whole tensor in its own memory, whatever its strides."""
+    live = tensor.detach()
+    if live.is_contiguous():
+        return Segment(int_view(live), (1,), 0)
+    strides = torch.empty(live.shape, device="meta").stride()
+    return Segment(live.view(int_view(live[:0]).dtype), strides, 0)
