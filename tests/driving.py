@@ -98,13 +98,13 @@ class Trainer:
         self.channel = Made(open_store(store) if isinstance(store, str) else store, signer)
         self.weights = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
 
-    def publish(self, parts: int = 0) -> int:
+    def publish(self, parts: int = 0, step: int | None = None) -> int:
         self.weights["w"].view(torch.int16)[:3] += 1
         if self.channel.tip is None:
             self.channel.create(self.weights)
             stored = self.channel.anchor(self.weights)
         else:
-            stored = self.channel.delta(self.weights, parts)
+            stored = self.channel.delta(self.weights, parts, step)
         self.channel.head()
         return stored.record.version
 

@@ -77,6 +77,7 @@ class Driver:
         self.pauses = Pauses(engine)
         self._beats = Beats(store, settings.heartbeat_interval_s)
         self.identity: Version | None = None
+        self._step: int | None = None  # of its record
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
@@ -159,17 +160,23 @@ class Driver:
             commits=list(self.commits)[-commit_count:] if commit_count else [],
         )
 
-    async def reach(self, version: int | None) -> int:
+    async def reach(self, version: int | None, step: int | None = None) -> int:
         """Look at once, and wait until a version or a later one is served; returns that.
 
-        None is the newest that is published now, or the first if none is.
+        Args:
+            version: Its number; None for the newest that is published now, or the first if none is.
+            step: In place of the number: the trainer's step that it was published with.
         """
         begun = self._begun
         self._scout.is_asked = True
         self._wake.set()
         while True:
             served = self.version
-            if served is not None and (self._caught_up > begun if version is None else served >= version):
+            if step is not None:
+                reached = self._step is not None and self._step >= step
+            else:
+                reached = self._caught_up > begun if version is None else served is not None and served >= version
+            if served is not None and reached:
                 return served
             await self._looked.wait()
 
@@ -289,6 +296,7 @@ class Driver:
         await self._workers.identified(found)
         if found is not None:
             await self._announce(found.version)
+            self._step = found.record.step
             logger.info("deltasync serves version=%d, which the loaded weights already were", found.version.version)
         self._opened = True
 
@@ -371,7 +379,7 @@ class Driver:
 
     def _committed(self, way: Sequence[Stored], done: Committed, tokens: int, running: int, pause_s: float) -> None:
         """Note a commit, in the status, the metrics and the log."""
-        served_at, version = time.time(), way[-1].version
+        served_at, version, self._step = time.time(), way[-1].version, way[-1].record.step
         commit = Commit(
             version=version.version,
             sha256=version.sha256,

@@ -5,7 +5,8 @@ GET  /deltasync/status           version served, lag, errors, and each commit's 
 GET  /deltasync/ready            200 while a version that is new enough is served, otherwise 503; needs no token
 POST /deltasync/sync             look at the channel now, and answer once a version is served
 POST /deltasync/pin              stay at a version, or pass over some, and answer once that is served
-POST /request_weight_update      the same, for trainers that speak PipelineRL's inference contract
+POST /receive_weight_update      as /deltasync/sync, for trainers that speak PipelineRL's inference contract; and
+POST /request_weight_update      by the name of its paper, with POST /init_process_group, which does nothing
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
 With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
@@ -121,20 +122,13 @@ class DeltaSyncEndpoints:
                 raise _Refused(422, str(error)) from None
             return await self._sync(Sync(timeout_s=wanted.timeout_s))
 
-        @app.post("/request_weight_update", dependencies=guarded)
-        async def request_weight_update(request: Request) -> Response:
-            """PipelineRL's trigger, answered like /deltasync/sync; `version`, if given, is the channel's.
-
-            There is no process group and nothing is received here: weights come through the channel, so publish before
-            asking. `/init_process_group` does not exist, and `parameters_info` is ignored.
-            """
-            return await self._sync(await _body(request, WeightUpdate))
-
         if self._settings.digest_route:
 
             @app.get("/deltasync/digest", dependencies=guarded)
             async def digest() -> dict[str, Any]:
                 return await self._running().digest()
+
+        self._attach_pipeline_rl(app)
 
         @app.exception_handler(_Refused)
         async def refused(request: Request, error: _Refused) -> Response:
@@ -150,6 +144,20 @@ class DeltaSyncEndpoints:
             app.add_middleware(versions_header, live_version=lambda: None if self._driver is None else self._driver.version)
         if self._settings.wait_ready:
             app.add_middleware(wait_ready, not_ready=self._not_ready)
+
+    def _attach_pipeline_rl(self, app: FastAPI) -> None:
+        """Add the routes that PipelineRL's trainer calls. Its weights come through the channel: publish, then ask."""
+        guarded = [Depends(self._authorize)]
+
+        @app.post("/receive_weight_update", dependencies=guarded)
+        @app.post("/request_weight_update", dependencies=guarded)
+        async def receive_weight_update(request: Request) -> Response:
+            wanted = await _body(request, WeightUpdate)
+            return await self._sync(Sync(timeout_s=wanted.timeout_s), wanted.version)
+
+        @app.post("/init_process_group", dependencies=guarded)
+        async def init_process_group() -> Response:
+            return _json({"status": "ok", "detail": "No process group is needed: weights come through the channel."})
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -238,17 +246,18 @@ class DeltaSyncEndpoints:
     def _not_ready(self) -> str | None:
         return self._refused if self._driver is None else self._driver.not_ready
 
-    async def _sync(self, wanted: WeightUpdate) -> Response:
+    async def _sync(self, wanted: Sync, step: int | None = None) -> Response:
         driver, before = self._running(), time.monotonic()
         if self._held >= _MOST_HELD:
             raise _Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
         self._held += 1
         try:
             async with asyncio.timeout(wanted.timeout_s):
-                version = await driver.reach(wanted.version)
+                version = await driver.reach(wanted.version, step)
         except TimeoutError:
             status = driver.status(0)
             which = "The newest version" if wanted.version is None else f"Version {wanted.version}"
+            which = which if step is None else f"Step {step}"
             sentence = (
                 f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status.version}, "
                 f"the newest is version {status.newest_version}, and it is {status.state}"

@@ -183,14 +183,21 @@ HeldSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
 class WeightUpdate(msgspec.Struct, kw_only=True):
-    """Body of `POST /request_weight_update`; fields of other trainers are ignored."""
+    """Body of PipelineRL's `POST /receive_weight_update`; its other fields are ignored.
+
+    Attributes:
+        version: As the trainer counts: the `step` that it published with.
+    """
 
     version: Number | None = None
     timeout_s: HeldSeconds = 60.0
 
 
-class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
+class Sync(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /deltasync/sync`, where a field that is not one is a mistake."""
+
+    version: Number | None = None
+    timeout_s: HeldSeconds = 60.0
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

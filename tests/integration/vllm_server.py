@@ -146,10 +146,10 @@ class Server:
         for tensor in self.weights.values():
             tensor += size * torch.randn(tensor.shape, generator=self.rng)
 
-    def publish(self) -> int:
+    def publish(self, step: int | None = None) -> int:
         if self.publisher is None:
             self.publisher = Publisher(self.channel)
-        return self.publisher.publish(self.weights.items()).wait(PATIENCE_S).version
+        return self.publisher.publish(self.weights.items(), step=step).wait(PATIENCE_S).version
 
     @contextlib.contextmanager
     def publishing_a_wrong_fingerprint(self) -> Iterator[None]:

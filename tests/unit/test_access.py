@@ -37,7 +37,7 @@ def routes(client: TestClient) -> list[tuple[str, str]]:
 
 def test_every_route_wants_the_token_and_none_logs_it(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    assert len(routes(client)) == 6
+    assert len(routes(client)) == 8
     wrong = [f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer", f"Digest {TOKEN}", TOKEN, "Basic !", "Bearer \u00e9"]
     for method, path in routes(client):
         for value in wrong:

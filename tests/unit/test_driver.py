@@ -316,15 +316,29 @@ def test_sync_answers_once_the_version_is_served(
         trainer.publish()
         assert client.post("/deltasync/sync", json={"version": 2, "timeout_s": 30}).json()["version"] == 2
         trainer.publish()
-        pipeline_rl = {"kind": "weight_update_request", "version": 3, "parameters_info": [], "timestamp": 0.5}
-        assert client.post("/request_weight_update", json=pipeline_rl).json()["version"] == 3
-        assert client.post("/request_weight_update").json()["version"] == 3
         late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.5})
         assert late.status_code == 504
         assert late.json()["error"] == (
             "Version 9 is not served after 0.5 s: this replica serves version 3, the newest is version 3, and it is serving."
         )
         assert (late.json()["version"], late.json()["cause"]) == (3, None)
+
+
+def test_a_trainer_that_counts_by_itself_waits_for_its_step(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        assert client.post("/init_process_group", json={"world_size": 2}).json()["status"] == "ok"
+        trainer.publish()  # tells no step
+        for route in ("/receive_weight_update", "/request_weight_update"):
+            assert client.post(route).json()["version"] == 1
+        request = {"kind": "weight_update_request", "version": 2048, "parameters_info": [], "timestamp": 0.5}
+        early = client.post("/receive_weight_update", json=request | {"timeout_s": 0.2})
+        assert early.status_code == 504 and early.json()["error"].startswith("Step 2048 is not served after 0.2 s: this ")
+        trainer.publish(step=1024)
+        assert client.post("/receive_weight_update", json=request | {"timeout_s": 0.2}).status_code == 504
+        trainer.publish(step=4096)
+        assert client.post("/receive_weight_update", json=request).json()["version"] == 3
 
 
 @pytest.mark.parametrize(
@@ -356,7 +370,8 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
     good, bad = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer secret"}
     with serving(engine, monkeypatch, CHANNEL=memory_url, HTTP_TOKEN="s3cret", DIGEST_ROUTE="1") as client:
         trainer.publish()
-        guarded = [("POST", "/deltasync/sync"), ("POST", "/request_weight_update")]
+        guarded = [("POST", "/deltasync/sync"), ("POST", "/receive_weight_update"), ("POST", "/request_weight_update")]
+        guarded += [("POST", "/init_process_group")]
         guarded += [("GET", "/deltasync/"), ("GET", "/deltasync"), ("GET", "/deltasync/digest")]
         for method, path in guarded:
             for headers in ({}, bad):

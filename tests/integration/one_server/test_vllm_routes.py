@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,22 @@ def test_sync_says_when_time_is_up_and_what_is_wrong_with_a_request(server: Serv
     assert "version" in reply["error"]
 
 
-def test_a_trainer_of_pipeline_rl_can_ask_for_an_update(server: Server) -> None:
-    server.step()
-    version = server.publish()
+def test_a_trainer_of_pipeline_rl_updates_a_server_that_chats(server: Server) -> None:
+    """By its trainer's own order: it asks, counting samples, and only then sends the weights."""
+    chat = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 400, "ignore_eos": True}
     parameters = [{"name": name, "shape": list(t.shape), "dtype": "torch.bfloat16"} for name, t in server.weights.items()]
-    body = {"kind": "weight_update_request", "version": version, "parameters_info": parameters, "timestamp": 0.0}
-    status, reply = post(server, "/request_weight_update", **body)
-    assert (status, reply["version"]) == (200, version)
+    before = server.status()["version"]
+    with ThreadPoolExecutor() as pool:
+        chatting = pool.submit(lambda: server.open("/v1/chat/completions", chat).headers["x-deltasync-versions"])
+        for samples in (2048, 4096):
+            body = {"kind": "weight_update_request", "version": samples, "parameters_info": parameters, "timestamp": 0.0}
+            asked = pool.submit(post, server, "/receive_weight_update", **body)
+            server.step()
+            version = server.publish(step=samples)
+            status, reply = asked.result()
+            assert (status, reply["version"]) == (200, version)
+        first, last = chatting.result().split("..")
+        assert before <= int(first) <= int(last) <= version
     server.assert_serves(version)
 
 
@@ -144,6 +154,7 @@ def test_without_the_token_there_is_the_state_and_nothing_else(server: Server, f
         ("/deltasync/", None),
         ("/deltasync/digest", None),
         ("/deltasync/sync", b"{}"),
+        ("/deltasync/pin", b"{}"),
         ("/request_weight_update", b"{}"),
     ):
         for headers in ({}, {"Authorization": f"Bearer {server.token}x"}):
