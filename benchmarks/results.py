@@ -45,6 +45,8 @@ _README = {
 }
 """Encodings in the README's table, and what they are called there."""
 
+_FLOORS = {"copy_s": "a copy", "disk_s": "writing to the disk", "sha256_s": "sha256"}
+
 _QWEN3_8B = 8.19e9
 """Parameters of Qwen3-8B."""
 
@@ -319,6 +321,7 @@ def chaos() -> Iterator[str]:
     found = load("chaos")["result"]
     served, counted = found["replicas"], found["acks"]
     total = {what: sum(replica[what] for replica in served) for what in ("checked", "wrong", "unknown", "starts")}
+    at_end = sum(replica["version"] == found["publisher"]["version"] for replica in served)
     yield from _table(("", "in all"), [
         ("minutes", f"{found['seconds'] / 60:.0f}"),
         *((what, count) for what, count in found["troubles"].items()),
@@ -329,10 +332,48 @@ def chaos() -> Iterator[str]:
         ("served, but in no channel any more to compare with", total["unknown"]),
         ("acknowledgements", counted["counted"]),
         ("of them false", counted["false"]),
-        ("servers that served the last version at the end", f"{len(served)} of {len(served)}"),
+        ("servers that served the last version at the end", f"{at_end} of {len(served)}"),
         ("problems of the channel at the end, all data read", len(found["problems"])),
     ])  # fmt: skip
     yield from _source("chaos")
+
+
+def lag() -> Iterator[str]:
+    """Of `python -m benchmarks.lag`: from a publish to live bits over long lines."""
+    lines = {"small": "200 ms per round trip", "large": "50 ms, 100 Mbit/s"}
+    found = load("lag")["result"]
+    rows = [
+        (
+            lines[name],
+            f"{case['payload_bytes'] / 1e6:.2f} MB",
+            f"{case['lag_s']['p50']:.2f} s",
+            f"{case['lag_s']['p95']:.2f} s",
+            f"{case['units']['p50']:.2f} {case['unit']}",
+        )
+        for name, case in found.items()
+        if name in lines
+    ]
+    yield from _table(("line", "a version", "lag, p50", "p95", "that is"), rows)
+    yield from _source("lag")
+
+
+def join() -> Iterator[str]:
+    """Of `python -m benchmarks.join`: full weights, published and fetched."""
+    found = load("join")["result"]
+    floors, publish, joined = found["floors"], found["publish"], found["join"]
+    weights = floors["weight_bytes"]
+    peaks = ("a publisher", publish["peak_bytes"]), ("a late joiner", joined["peak_bytes"])
+
+    def times(seconds: float, floor: str) -> str:
+        return f"{seconds / floors[floor]:.1f} times {_FLOORS[floor]}, {floors[floor]:.2f} s"
+
+    yield from _table((f"{weights / 1e9:.2f} GB of full weights, a directory", "", ""), [
+        ("first publish: the trainer is held", f"{publish['held_s']:.2f} s", times(publish["held_s"], "copy_s")),
+        ("first publish: until it is visible", f"{publish['visible_s']:.2f} s", times(publish["visible_s"], "disk_s")),
+        ("a late joiner, with three deltas", f"{joined['join_s']:.2f} s", times(joined["join_s"], "sha256_s")),
+        *((f"{who}'s peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} times the weights") for who, peak in peaks),
+    ])  # fmt: skip
+    yield from _source("join")
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
@@ -352,6 +393,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "hosts": lambda: _as_written("hosts"),
     "soak": lambda: _as_written("soak"),
     "chaos": chaos,
+    "lag": lag,
+    "join": join,
     "wordle": lambda: _as_written("wordle"),
     "faults": faults,
 }
