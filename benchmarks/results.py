@@ -362,7 +362,7 @@ def join() -> Iterator[str]:
     found = load("join")["result"]
     floors, publish, joined = found["floors"], found["publish"], found["join"]
     weights = floors["weight_bytes"]
-    peaks = ("a publisher", publish["peak_bytes"]), ("a late joiner", joined["peak_bytes"])
+    peaks = ("publisher", publish["peak_bytes"]), ("late joiner", joined["peak_bytes"])
 
     def times(seconds: float, floor: str) -> str:
         return f"{seconds / floors[floor]:.1f} times {_FLOORS[floor]}, {floors[floor]:.2f} s"
@@ -371,7 +371,7 @@ def join() -> Iterator[str]:
         ("first publish: the trainer is held", f"{publish['held_s']:.2f} s", times(publish["held_s"], "copy_s")),
         ("first publish: until it is visible", f"{publish['visible_s']:.2f} s", times(publish["visible_s"], "disk_s")),
         ("a late joiner, with three deltas", f"{joined['join_s']:.2f} s", times(joined["join_s"], "sha256_s")),
-        *((f"{who}'s peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} times the weights") for who, peak in peaks),
+        *((f"{who}: peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} weights") for who, peak in peaks),
     ])  # fmt: skip
     yield from _source("join")
 
