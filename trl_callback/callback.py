@@ -128,6 +128,11 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.bind(model, processing_class)
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
         self._check_taken_over(args, state, model)
+        if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
+            raise ConfigError(
+                "max_token_lag is for AsyncGRPOTrainer by TRL's own rollout worker, which reads the versions of tokens from "
+                f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}; this trainer cannot bound them. Leave it out."
+            )
         if self._trl_gathers(model):
             return  # and opens the channel
         gather.check_publishable(model, self.config.adapter_only)
