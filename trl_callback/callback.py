@@ -29,7 +29,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer` it takes the place of the transfer by NCCL: TRL decides when
     weights are synced, goes on while replicas serve a version that is at most `max_behind` behind, and stamps what they
-    generate with the version that they serve.
+    generate with a version: with `AsyncGRPOTrainer` that of the oldest trained token, else the one that they serve.
 
     With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`) it does so too:
     when TRL pushes weights to the server, they are published, and training goes on once the replicas serve them. Neither

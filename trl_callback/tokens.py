@@ -84,7 +84,7 @@ class TokenAges:
 
     def __init__(self, max_lag: int | None) -> None:
         self.max_lag = max_lag
-        self._bound = max_lag
+        self._bound = 0 if max_lag is None else max_lag
         self._now: Callable[[], int] = lambda: 0
         self._syncs: dict[int, int] = {}  # by version, in order
         self._taken: deque[np.ndarray] = deque()  # versions of the trained tokens of each batch that waits for its step
@@ -112,7 +112,7 @@ class TokenAges:
         clears `completion_mask` of older tokens, and of those of unknown age.
 
         Returns:
-            Whether any token is left to be trained.
+            False if the bound leaves no token to be trained.
         """
         trained = np.asarray(sample.completion_mask, dtype=bool)
         versions = getattr(sample.metrics, "versions", np.full(len(trained), UNKNOWN))
@@ -128,7 +128,7 @@ class TokenAges:
         if (trained & known).any():
             oldest = int(syncs[trained & known].min())
             sample.model_version = oldest if known[trained].all() else min(oldest, sample.model_version)
-        return bool(trained.any())
+        return self.max_lag is None or bool(trained.any())
 
     def take(self, samples: Iterable[Any]) -> None:
         """Note a batch that is made: samples as TRL's collator has them. Batches are trained in the order they are made."""
@@ -154,7 +154,7 @@ class TokenAges:
         unknown, self._unknown = self._unknown, 0
         masked, self._masked = self._masked, 0
         weights, self._weights = self._weights, np.zeros(3)
-        told = lag_metrics(tokens, self._bound or 0)
+        told = lag_metrics(tokens, self._bound)
         if tokens or unknown:
             told["unversioned_token_fraction"] = unknown / (unknown + tokens.total())
         if self.max_lag is not None:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from deltasync.errors import ConfigError
 from tests.unit.test_versions import Engine, drain, request
-from trl_callback import compat
+from trl_callback import DeltaSyncConfig, compat
 from trl_callback.tokens import (
     UNKNOWN,
     TokenAges,
@@ -169,6 +170,7 @@ def test_the_oldest_trained_token_stamps_the_sample() -> None:
         ([11, 14], [0, 1], 4),
         ([15, UNKNOWN], [1, 1], 2),  # TRL's own stamp, which is older
         ([], [1, 1], 2),
+        ([11, 12], [0, 0], 2),  # nothing of it is trained, which is TRL's affair
     ]:
         taken = sample(versions, mask, stamp=2)
         assert ages.admit(taken)
@@ -189,6 +191,12 @@ def test_a_bound_masks_older_tokens_and_drops_samples_without_others(caplog: pyt
         assert not ages.admit(sample([], mask=[1, 1, 1]))
     assert [record.getMessage().count("x-deltasync-spans") for record in caplog.records] == [1]
     assert ages.metrics() == {"delta_sync/masked_tokens": 1 + 2 + 3 + 3}
+
+
+def test_a_bound_below_zero_is_refused() -> None:
+    assert DeltaSyncConfig("memory://x", max_token_lag=0).max_token_lag == 0
+    with pytest.raises(ConfigError, match="max_token_lag must not be negative, not -1"):
+        DeltaSyncConfig("memory://x", max_token_lag=-1)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
