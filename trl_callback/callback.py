@@ -29,7 +29,7 @@ class DeltaSyncCallback(TrainerCallback):
 
     With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer` it takes the place of the transfer by NCCL: TRL decides when
     weights are synced, goes on while replicas serve a version that is at most `max_behind` behind, and stamps what they
-    generate with the version that they serve.
+    generate with a version: with `AsyncGRPOTrainer` that of the oldest trained token, else the one that they serve.
 
     With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`) it does so too:
     when TRL pushes weights to the server, they are published, and training goes on once the replicas serve them. Neither
@@ -128,6 +128,11 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.bind(model, processing_class)
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
         self._check_taken_over(args, state, model)
+        if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
+            raise ConfigError(
+                "max_token_lag is for AsyncGRPOTrainer by TRL's own rollout worker, which reads the versions of tokens from "
+                f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}; this trainer cannot bound them. Leave it out."
+            )
         if self._trl_gathers(model):
             return  # and opens the channel
         gather.check_publishable(model, self.config.adapter_only)

@@ -12,9 +12,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from deltasync.errors import ConfigError
+from trl_callback.rollouts import make_versioned_loop
+from trl_callback.tokens import TokenAges, weight_sums
 
 WITH_WEIGHT_TRANSFER = "1.9 to 1.16"
 WITH_SERVER_CLIENT = "1.11 to 1.16"
+WITH_TOKEN_VERSIONS = "1.11 to 1.16"
 
 
 def generates_on_server(args: Any) -> bool:
@@ -107,6 +110,85 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
         update(model_version, original)
 
     worker.update_model_version = update_model_version
+
+
+def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
+    """Have the running trainer's samples carry the versions of their tokens, and `ages` see them on their way.
+
+    Call it in all processes when training begins, before the rollout worker starts. Only AsyncGRPO is followed: with a
+    rollout worker that is not TRL's, or in TRL before 1.11, by its importance weights alone.
+
+    Returns:
+        Whether samples carry versions, in the main process; others have no samples.
+    """
+    trainer: Any = _trainer()
+    if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
+        return False
+    _watch_loss(trainer, ages)
+    worker, dataset = trainer.rollout_worker, getattr(trainer, "_rollout_dataset", None)
+    loop_class = getattr(worker, "_loop_cls", None)
+    if loop_class is None or dataset is None:
+        return worker is None
+    if isinstance(loop_class, type):  # it may train twice
+        worker._loop_cls = functools.partial(make_versioned_loop, loop_class)
+    dataset.queue = _AdmittingQueue(dataset.queue, ages)
+    _watch_batches(train_dataloader.collate_fn, ages)
+    ages.begin(lambda: trainer.model_version, trainer.args.max_staleness)
+    return True
+
+
+class _AdmittingQueue:
+    """The queue of samples as a trainer reads it."""
+
+    def __init__(self, queue: Any, ages: TokenAges) -> None:
+        self._queue = queue
+        self._ages = ages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            sample = self._queue.get(*args, **kwargs)
+            if self._ages.admit(sample):
+                return sample
+
+
+def _watch_batches(collator: Any, ages: TokenAges) -> None:
+    """Have `ages` see the samples of each batch that TRL's collator makes."""
+    collate = collator.torch_call
+
+    def torch_call(examples: list[Any]) -> Any:
+        batch = collate(examples)
+        (rows,) = examples
+        ages.take(sample for row in rows for sample in getattr(row, "samples", row))
+        return batch
+
+    collator.torch_call = torch_call
+
+
+def _watch_loss(trainer: Any, ages: TokenAges) -> None:
+    """Have `ages` see each batch that is trained, with its importance weights where TRL has the numbers (1.16)."""
+    found = trainer.compute_loss
+    original = getattr(found, "_replaces", found)  # it may train twice
+
+    @functools.wraps(original)
+    def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs: list[Any] = []
+        hook = model.register_forward_hook(lambda module, given, output: outputs.append(output))
+        try:
+            loss = original(model, inputs, *args, **kwargs)
+        finally:
+            hook.remove()
+        log_probs = getattr(outputs[0], "log_probs", None) if len(outputs) == 1 else None
+        weights = None
+        if log_probs is not None and "token_index" in inputs:
+            weights = trainer.accelerator.reduce(weight_sums(log_probs, inputs), reduction="sum")
+        ages.train(weights)
+        return loss
+
+    compute_loss._replaces = original  # type: ignore[attr-defined]
+    trainer.compute_loss = compute_loss
 
 
 def rollout_server(args: Any) -> str | None:

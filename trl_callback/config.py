@@ -69,6 +69,10 @@ class DeltaSyncConfig:
             decides, else it is 1 with `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, whose rollouts are told the
             version that is served meanwhile, and 0 with trainers that generate on a vLLM server, which are on-policy and
             cannot have another. Not used with other trainers.
+        max_token_lag (`int`, *optional*):
+            With `AsyncGRPOTrainer`: tokens made by a version that is further behind the trainer's, when it takes their
+            sample, are masked, and samples without other tokens dropped. It counts as `max_staleness` does, which drops
+            samples by their oldest token. If `None`, no token is masked.
         ack_timeout_s (`float`, *optional*, defaults to `600.0`):
             Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end.
         replicas (`list[str]`, *optional*):
@@ -87,6 +91,7 @@ class DeltaSyncConfig:
     publish_steps: int = 1
     ack: str | None = None
     max_behind: int | None = None
+    max_token_lag: int | None = None
     ack_timeout_s: float = 600.0
     replicas: list[str] | None = None
 
@@ -110,6 +115,8 @@ class DeltaSyncConfig:
         for url in self.replicas or ():
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"A replica is named by its URL, such as http://10.0.0.5:8000, not by {url!r}.")
+        if self.max_token_lag is not None and self.max_token_lag < 0:
+            raise ConfigError(f"max_token_lag must not be negative, not {self.max_token_lag}.")
         if self.ack_timeout_s <= 0:
             raise ConfigError(f"ack_timeout_s must be positive, not {self.ack_timeout_s}.")
 

@@ -24,6 +24,7 @@ from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
 from trl_callback.patience import RETRIES, Backlog, PatientStore
 from trl_callback.record import History, VersionRecord
+from trl_callback.tokens import TokenAges
 
 _MARGIN_S = 60.0
 
@@ -42,6 +43,7 @@ class DeltaWeightTransfer:
         server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
         run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
         check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
+        ages ([`TokenAges`]): How old the tokens are that are trained.
     """
 
     def __init__(self, config: DeltaSyncConfig) -> None:
@@ -55,6 +57,7 @@ class DeltaWeightTransfer:
         self.server_url: str | None = None
         self.run_id: str | None = None
         self.check_server: Callable[[], object] | None = None
+        self.ages = TokenAges(config.max_token_lag)
         self._store = PatientStore(open_store(config.channel))
         self._backlog = Backlog(self._store)
         self._fleet = Fleet(self._store, config.replicas or ())
@@ -201,6 +204,8 @@ class DeltaWeightTransfer:
 
         See `Pace.tell`.
         """
+        if self.publisher is not None and self.published_step == self.step:  # else the sync was left out
+            self.ages.synced(self.publisher.version, count)
         if self._pace is None:
             update(count)  # with ack="none" nobody asks what the fleet serves
         else:
@@ -272,7 +277,7 @@ class DeltaWeightTransfer:
 
     def metrics(self) -> dict[str, float]:
         """What is new since the last call, for the trainer's logs."""
-        news = self._history.news()
+        news = self._history.news() | self.ages.metrics()
         if self._pace is not None and self._pace.served is not None:
             news["delta_sync/served_version"] = self._pace.served
         if self.publisher is not None and self.publisher.run_id is not None:

@@ -31,6 +31,7 @@ from deltasync.publish.sharded import TensorRange
 from tests.conftest import assert_same_bits
 from tests.http_faults import FaultProxy, status
 from tests.integration.trainers import (
+    TOKEN_METRICS,
     FlushEachStep,
     Recorder,
     beat,
@@ -314,7 +315,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [line["delta_sync/replicas"] for line in logs[1:]] == [2, 2, 3]
     assert [line["delta_sync/served_lag"] for line in logs[1:]] == [2, 3, 5]
     names = {name.removeprefix("delta_sync/") for name in logs[-1] if name.startswith("delta_sync/")}
-    assert len(names) == 10 and names | {"ack_s", "served_version"} == _documented_metrics()
+    assert len(names) == 10 and names | {"ack_s", "served_version"} | TOKEN_METRICS == _documented_metrics()
     assert trainer.state.log_history[0].keys() >= logs[0].keys()
 
 

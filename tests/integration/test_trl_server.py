@@ -283,6 +283,12 @@ def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> Non
         trainer.train()
     assert_learned(trainer, sync)
     assert len(bits.behind) == STEPS and max(bits.behind) <= 1
+    # The channel has more versions than this trainer published, and each token is as old as its reply says.
+    logs = [line for line in trainer.state.log_history if "reward" in line]
+    assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
+    assert all(0 <= line["delta_sync/token_lag_mean"] <= line["delta_sync/token_lag_max"] for line in logs)
+    assert all(line["sample/staleness_max"] <= 2 and line["delta_sync/token_lag_max"] <= 2 + 1 for line in logs)
+    assert all(0 < line["delta_sync/effective_sample_fraction"] <= 1 for line in logs)
 
 
 def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:

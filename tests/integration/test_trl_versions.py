@@ -89,6 +89,19 @@ def test_what_this_trl_offers(version: str, weight_transfer: bool, client: bool,
         # The stream of the main process, and of the others.
         assert source.count("self._streaming_iter()") == 2
         assert "for _ in self._streaming_iter():" in source
+    # The way of a sample's versions: reply, log probabilities, metrics, queue, collator.
+    worker = (site / "trl/experimental/async_grpo/async_rollout_worker.py").read_text()
+    trainer = (site / "trl/experimental/async_grpo/async_grpo_trainer.py").read_text()
+    steps = [
+        "self._loop_cls,",
+        "async with self.session.post(",
+        "            for seq in sequences:\n                samples.append(",
+    ]
+    carries = all(step in worker for step in steps) and "_rollout_dataset = dataset" in trainer
+    assert carries is client  # WITH_TOKEN_VERSIONS
+    if carries:
+        assert '"metrics": sample.metrics,' in trainer and "collate_fn=DataCollatorForRollout(" in trainer
+        assert 'return choice["token_ids"], choice["logprobs"]["token_logprobs"]' in worker
     if client:
         source = (site / "trl/generation/vllm_generation.py").read_text()
         called = set(re.findall(r"self\.vllm_client\.(\w+)\(", source))

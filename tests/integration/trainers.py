@@ -34,6 +34,17 @@ os.environ["CI"] = "1"  # no telemetry
 
 Bits = dict[str, torch.Tensor]
 
+TOKEN_METRICS = {
+    "token_lag_mean",
+    "token_lag_p95",
+    "token_lag_max",
+    "stale_token_fraction",
+    "unversioned_token_fraction",
+    "masked_tokens",
+    "effective_sample_fraction",
+}
+"""What the logs say under `delta_sync/` of the tokens that AsyncGRPO trains."""
+
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

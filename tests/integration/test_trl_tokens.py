@@ -1,0 +1,192 @@
+"""TRL's AsyncGRPO with its own rollout worker, in its own process, knows which version made each token."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import queue
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deltasync.demo import model as demo_model
+from deltasync.errors import ConfigError
+from tests.integration.async_trainers import grpo_sample, make_async_trainer
+from tests.integration.trainers import TOKEN_METRICS, Fleet, tiny_model
+from trl_callback import DeltaSyncCallback
+from trl_callback.compat import _AdmittingQueue
+from trl_callback.tokens import UNKNOWN, TokenAges, VersionedLogProb, VersionedMetrics
+
+pytestmark = pytest.mark.trl
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    tiny_model().save_pretrained(path)
+    demo_model.build_tokenizer().save_pretrained(path)
+    return path
+
+
+class Completions:
+    """A server that answers each prompt with the same tokens: half of them from version 1, half from the one it serves."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                assert self.path == "/v1/completions"
+                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                (live,) = (replica.version for replica in fleet.replicas.values())
+                choice = {"token_ids": [5 + asked["seed"] % 20] * 8, "logprobs": {"token_logprobs": [-2.0] * 8}}
+                body = json.dumps({"choices": [choice]}).encode()
+                self.send_response(200)
+                self.send_header("x-deltasync-versions", f"1..{live}")
+                self.send_header("x-deltasync-spans", json.dumps([[[1, 4], [live, 4]]]))
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self) -> Completions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize(("max_token_lag", "oldest"), [(None, [0, 1, 2]), (0, [0, 1, 1])])
+def test_lag_is_that_of_the_tokens_when_they_are_trained(
+    max_token_lag: int | None, oldest: list[int], checkpoint: Path, tmp_path: Path
+) -> None:
+    """The batch of each step but the first is taken one step ahead, which the lag at the step includes."""
+    url = f"file://{tmp_path}/channel"
+    sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
+    with Fleet(url, "replica") as fleet, Completions(fleet) as server:
+        trainer = make_async_trainer(
+            checkpoint,
+            sync,
+            [],
+            stub=False,
+            vllm_server_base_url=server.url,
+            max_inflight_tasks=6,
+            queue_maxsize=6,
+            max_staleness=9,
+        )
+        trainer.train()
+    logs = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["delta_sync/token_lag_max"] for line in logs] == oldest
+    assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
+    assert all(0 < line["delta_sync/effective_sample_fraction"] < 1 for line in logs)
+    for line in logs:
+        names = {name.removeprefix("delta_sync/") for name in line if name.startswith("delta_sync/")}
+        assert names & TOKEN_METRICS == TOKEN_METRICS - ({"masked_tokens"} if max_token_lag is None else set())
+    # What TRL drops stale samples by is what the tokens say. It takes samples for the step after this one.
+    if max_token_lag is None:
+        assert [line["sample/staleness_max"] for line in logs] == [0, 1, 2]
+        assert all(line["delta_sync/stale_token_fraction"] == 0 for line in logs)
+    else:
+        assert [line["delta_sync/stale_token_fraction"] for line in logs] == [0, 1, 1]
+        assert logs[-1]["delta_sync/token_lag_mean"] == 1  # without the bound half of them would be of version 1
+        assert sum(line["delta_sync/masked_tokens"] for line in logs) > 0
+
+
+def test_versions_stay_with_their_tokens_when_trl_aligns_turns() -> None:
+    """The second turn's prompt re-tokenizes the end of the first answer, the third one forks."""
+    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+
+    def turn(prompt: list[int], answer: list[int], version: int) -> TurnRecord:
+        return TurnRecord(prompt, answer, [VersionedLogProb(-1.0, version)] * len(answer))
+
+    turns = [turn([1, 2], [3, 4, 5], 7), turn([1, 2, 3, 4, 9, 6], [8, 8], 8), turn([5, 5], [6], 9)]
+    sequences, _ = _chain_to_sequences(turns, "rollout", 1024)
+    metrics = [VersionedMetrics.of({}, sequence.old_log_probs) for sequence in sequences]
+    assert [one.versions.tolist() for one in metrics] == [[0, 0, 7, 7, 0, 0, 8, 8], [0, 0, 9]]
+    for one, sequence in zip(metrics, sequences, strict=True):
+        assert ((one.versions != UNKNOWN) == np.asarray(sequence.completion_mask, dtype=bool)).all()
+
+
+def test_trl_drops_a_sample_by_its_oldest_token_and_trains_no_masked_one() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
+    PartialState()  # for TRL's logger
+
+    def queued(group: int, *versions: int) -> Any:
+        mask = np.asarray([0] + [1] * len(versions), dtype=np.int64)
+        fields = {"prompt": [], "completion": [], "input_ids": np.arange(len(mask)), "completion_mask": mask}
+        sample = grpo_sample(group, 1, **fields, model_version=5)
+        log_probs = [0.0, *(VersionedLogProb(-1.0, version) for version in versions)]
+        sample.metrics = VersionedMetrics.of(sample.metrics, log_probs)
+        return sample
+
+    def taken(max_lag: int | None) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
+        ages, metrics, source = TokenAges(max_lag), defaultdict[str, list[float]](list), queue.Queue[Any]()
+        ages.begin(lambda: 5, 2)
+        for sync in range(1, 6):
+            ages.synced(sync, sync)
+        for sample in (queued(0, 5, 5), queued(1, 2, 5), queued(2, 4, 3), queued(3, 2, 2), queued(4, 4)):
+            source.put(sample)
+        admitted: Any = _AdmittingQueue(source, ages)
+        dataset = RolloutQueueDataset(admitted, lambda: 5, lambda _: None, 60, metrics, max_staleness=2)
+        found: list[tuple[int, list[int]]] = []
+        for sample in dataset:
+            found.append((sample["group_id"], sample["completion_mask"].tolist()))
+            if sample["group_id"] == 4:
+                break
+        return found, metrics
+
+    found, metrics = taken(None)
+    assert found == [(0, [0, 1, 1]), (2, [0, 1, 1]), (4, [0, 1])]
+    assert metrics["sample/staleness_mean"] == [0, 2, 1]
+    assert metrics["sample/dropped_stale_total"] == [1, 1]
+    found, metrics = taken(1)
+    assert found == [(0, [0, 1, 1]), (1, [0, 0, 1]), (2, [0, 1, 0]), (4, [0, 1])]
+    assert metrics["sample/staleness_mean"] == [0, 0, 1, 1]
+    assert metrics["sample/dropped_stale_total"] == []
+
+
+def test_the_effective_sample_size_is_that_of_trls_ratios(checkpoint: Path, memory_url: str) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 10  # for weights that are further apart
+    model.save_pretrained(checkpoint)
+    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, ack="none"), [], learning_rate=0.0)
+    trainer.train()
+
+    question = [{"role": "user", "content": "count from 12"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    weights = []
+    for member in range(3):  # a batch is one group of the stub's samples, whose log probabilities are -5
+        answer = torch.tensor([*tokenizer.encode(f"12 13 {member}"), tokenizer.eos_token_id])
+        logits = model(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        weights.append((logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0] + 5).exp().detach())
+    weight = torch.cat(weights)
+    expected = float(weight.sum() ** 2 / (len(weight) * weight.square().sum()))
+
+    logs = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["ratio"] for line in logs] == pytest.approx([float(weight.mean())] * 3, rel=1e-3)
+    assert [line["delta_sync/effective_sample_fraction"] for line in logs] == pytest.approx([expected] * 3, rel=1e-3)
+    assert 0.05 < expected < 0.9
+    assert not any("delta_sync/token_lag_max" in line for line in logs)  # the stub has no replies
+
+
+def test_a_bound_is_refused_where_no_reply_tells_versions(checkpoint: Path, memory_url: str) -> None:
+    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, ack="none", max_token_lag=2), [])
+    with pytest.raises(ConfigError, match="max_token_lag is for AsyncGRPOTrainer by TRL's own rollout worker"):
+        trainer.train()
