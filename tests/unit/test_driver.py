@@ -316,6 +316,8 @@ def test_sync_answers_once_the_version_is_served(
         trainer.publish()
         assert client.post("/deltasync/sync", json={"version": 2, "timeout_s": 30}).json()["version"] == 2
         trainer.publish()
+        asked = client.post("/deltasync/sync?version=9")
+        assert asked.status_code == 422 and "not in the address: 'version=9'." in asked.json()["error"]
         late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.5})
         assert late.status_code == 504
         assert late.json()["error"] == (
