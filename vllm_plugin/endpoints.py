@@ -288,7 +288,7 @@ class DeltaSyncEndpoints:
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
     if request.query_params:
-        raise _Refused(422, f"This route takes its fields in a body of JSON, not in the address: {request.url.query[:80]!r}.")
+        raise _Refused(422, f"This route takes its fields in a JSON body, not in the address: {request.url.query[:80]!r}.")
     data = bytearray()
     async for chunk in request.stream():
         data += chunk

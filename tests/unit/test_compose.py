@@ -1,0 +1,72 @@
+"""What is under `deploy/compose` is valid by the schema of Compose, and its parts name each other rightly."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltasync.config import ReplicaSettings
+from deltasync.stores import open_store
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "deploy" / "compose" / "compose.yaml"
+
+
+@pytest.fixture
+def services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["services"]
+    return found
+
+
+def check(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", path]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_schema() -> None:
+    assert check(FILE).returncode == 0, check(FILE).stdout
+
+
+def test_the_schema_finds_mistakes(tmp_path: Path) -> None:
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text(FILE.read_text().replace("healthcheck:", "healtcheck:", 1))
+    assert "healtcheck" in check(wrong).stdout
+
+
+def test_the_dockerfile_passes_its_linter() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    subprocess.run([hadolint, FILE.with_name("Dockerfile")], check=True, timeout=60)
+
+
+def test_parts_belong_together(services: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = yaml.safe_load(FILE.read_text())
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= services.keys() - {name}
+        assert {volume.partition(":")[0] for volume in service.get("volumes", ())} <= whole["volumes"].keys()
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+        assert service["image"] == "deltasync-cpu" or ":RELEASE." in service["image"]
+    build = services["model"]["build"]
+    assert (FILE.parent / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
+    (channel,) = {services[name]["environment"]["DELTASYNC_CHANNEL"] for name in ("replica", "trainer")}
+    assert "store:9000" in channel and services["bucket"]["command"].endswith("/runs")
+    for name, value in services["replica"]["environment"].items():
+        monkeypatch.setenv(name, value)
+    assert ReplicaSettings.from_env().replica_id == services["replica"]["environment"]["DELTASYNC_REPLICA_ID"]
+    assert open_store(channel).url.startswith("s3://runs/demo")
+
+
+def test_commands_are_the_documented_ones(services: dict[str, dict[str, Any]]) -> None:
+    serve, train = shlex.split(services["replica"]["command"]), shlex.split(services["trainer"]["command"])
+    assert serve[:2] == ["vllm", "serve"]
+    assert serve[serve.index("--worker-extension-cls") + 1] == "vllm_plugin.DeltaSyncWorkerExtension"
+    assert train[0] == "python" and (ROOT / train[1]).is_file()
+    code = f"import sys, runpy; sys.argv[1:] = {[*train[2:], '--help']!r}; runpy.run_path({train[1]!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    options = [word for word in train if word.startswith("--")]
+    assert done.returncode == 0 and all(option in done.stdout for option in options), done.stderr[-2000:]
