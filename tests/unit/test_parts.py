@@ -50,7 +50,7 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
     return model["w"]
 
 
-@pytest.mark.parametrize("codec_name", ["packed", "raw"])
+@pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
 def test_a_tensor_may_be_in_several_payloads(memory_url: str, codec_name: str) -> None:
     new = split(memory_url, codec_name, [([60, 99], 0), ([0, 7, 50], 0)][::-1])
     replica = Replica(memory_url)
