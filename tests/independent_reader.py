@@ -354,11 +354,13 @@ class Channel:
                 continue
             dtype, _, old = model[name]
             new, left = old.copy(), patches[name]["changed"]
-            count = -(-len(old) // block_elements)
+            low, high = patches[name].get("range", [0, len(old)]) if context else [0, len(old)]
+            check(0 <= low <= high <= len(old) and not {"range", "blocks"} <= patches[name].keys(), name, "range")
+            count = -(-(high - low) // block_elements)
             start, stop = patches[name].get("blocks", [0, count])
             check(0 <= start <= stop <= count, name, "blocks")
-            for first in range(start * block_elements, min(stop * block_elements, len(old)), block_elements):
-                block = old[first : first + block_elements].tolist()
+            for first in range(low + start * block_elements, min(low + stop * block_elements, high), block_elements):
+                block = old[first : min(first + block_elements, high)].tolist()
                 check(bool(rows), "too few blocks")
                 changed, used, *level = rows.pop(0)
                 check(0 <= changed <= len(block) and 0 <= used <= len(words), "block")

@@ -31,8 +31,8 @@ def _codecs() -> dict[str, Codec]:
     from deltasync.codec.raw import RawCodec
 
     return {
-        "packed": BlockCodec(PackedModel, needs_old=False),
-        "context": BlockCodec(ContextModel, needs_old=True),
+        "packed": BlockCodec(PackedModel),
+        "context": BlockCodec(ContextModel),
         "raw": RawCodec(),
     }
 

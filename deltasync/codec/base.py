@@ -50,14 +50,20 @@ Wanted = Callable[[str], np.ndarray | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One changed tensor, as `BlockEncoder.add` was given it, and which blocks of it may have changed."""
+    """One changed tensor, or a range of it, and the blocks of it that may have changed.
+
+    Attributes:
+        index_K: Flat indices where the blocks are counted from: in the tensor, or for `context` in the range.
+        new: New bit patterns of the range.
+        start: Where the range begins.
+    """
 
     spec: TensorSpec
     index_K: np.ndarray
     step_K: np.ndarray
     new: np.ndarray
     fingerprint: str
-    first_block: int
+    start: int
     blocks: Blocks
 
     @property

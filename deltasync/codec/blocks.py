@@ -3,7 +3,8 @@
     .words   int32[W]      the streams of all blocks: of all tensors in table order, of each tensor's blocks in their order;
                            bit patterns of unsigned words (`kernels.rans` describes a stream)
     .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors;
-                           of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included
+                           of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included;
+                           of one whose row has `"range": [start, stop]` for blocks of those elements only, from `start` on
     .tables  uint8[T]      the tables of all groups, one after the other, without gaps
 
 A block is `block_elements` (metadata) elements of a tensor, its last one what is left; one without changes has no words.
@@ -60,14 +61,17 @@ class BlockEncoder:
             spec: The tensor.
             index_K: Flat indices into the whole tensor, ascending, not empty.
             step_K: New minus old bit patterns, modulo 2**width.
-            new: New bit patterns of the range. `context` needs the whole tensor.
+            new: New bit patterns of the range.
             fingerprint: The whole tensor's after the delta, 16 hex digits.
             start: Where the range begins.
         """
-        first, last = start // BLOCK, -(-(start + new.size) // BLOCK)
+        origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
+        if origin:
+            index_K = index_K - index_K.dtype.type(origin)
+        first, last = (start - origin) // BLOCK, -(-(start - origin + new.size) // BLOCK)
         bound_B = np.searchsorted(index_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
-        blocks = Blocks.of(spec.element_count, BLOCK, bound_B, first)
-        self._changes.append(Change(spec, index_K, step_K, new, fingerprint, first, blocks))
+        blocks = Blocks.of(stop - origin, BLOCK, bound_B, first)
+        self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks))
 
     def finish(self, version: int, base_version: int) -> Encoded:
         """The payload."""
@@ -84,8 +88,11 @@ class BlockEncoder:
                 row["dense"], arrays[change.spec.name] = found
                 continue
             row["group"] = used.setdefault(group, len(used))
-            if not change.whole:
-                row["blocks"] = [change.first_block, change.first_block + len(row_BF)]
+            if not change.whole and self._model.needs_old:
+                row["range"] = [change.start, change.start + change.new.size]
+            elif not change.whole:
+                first = change.start // BLOCK
+                row["blocks"] = [first, first + len(row_BF)]
             words.append(coded)
             blocks.append(row_BF)
         tables = b"".join(models[group].to_bytes() for group in used)
@@ -128,9 +135,9 @@ def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | N
 class BlockCodec:
     """An encoding whose blocks are coded by a model; `needs_old` says that decoding takes the old weights."""
 
-    def __init__(self, model: type[Model], needs_old: bool) -> None:
+    def __init__(self, model: type[Model]) -> None:
         self.name = model.codec
-        self.needs_old = needs_old
+        self.needs_old = model.needs_old
         self._model = model
 
     def encoder(self) -> BlockEncoder:
@@ -206,7 +213,8 @@ class _Streams:
         self._group: tuple[int, Model] | None = None
 
     def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], ranges: np.ndarray | None) -> Patch:
-        changed, (first_block, last_block) = row["changed"], self._span(spec, row)
+        changed, (start, stop) = row["changed"], self._range(spec, row)
+        first_block, last_block = self._span(spec, row, stop - start)
         first, self._next = self._next, self._next + last_block - first_block
         row_BF = self._row_BF[first : self._next]
         if self._next > len(self._row_BF):
@@ -214,7 +222,8 @@ class _Streams:
         bound_B = np.concatenate(([0], np.cumsum(row_BF[:, 0], dtype=np.int64)))
         if bound_B[-1] != changed:
             raise CorruptDataError(f"Payload changes {bound_B[-1]} elements of {spec.name!r}, its table says {changed}.")
-        blocks = Blocks.of(spec.element_count, self._block_elements, bound_B, first_block)
+        blocks = Blocks.of(stop - start, self._block_elements, bound_B, first_block)
+        blocks = Blocks(blocks.base_B + start, blocks.end_B + start, bound_B)
         if (row_BF[:, 0] > blocks.end_B - blocks.base_B).any():
             raise CorruptDataError(f"Payload changes more elements of {spec.name!r} than a block has.")
         words, word_B = self._words, self._word_B[first : self._next + 1]
@@ -232,9 +241,18 @@ class _Streams:
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
         return Patch(spec.name, index_K, step_K, absolute=False)
 
-    def _span(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Which blocks of the tensor there are: the first one, and the one behind the last."""
-        count = -(-spec.element_count // self._block_elements)
+    def _range(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
+        """Which elements of the tensor are cut into blocks: the first one, and the one behind the last."""
+        if not self._model.needs_old or "range" not in row:
+            return 0, spec.element_count
+        match row["range"]:
+            case [int(start), int(stop)] if 0 <= start <= stop <= spec.element_count and "blocks" not in row:
+                return start, stop
+        raise CorruptDataError(f"Payload has the range {row['range']!r} of {spec.name!r}, of {spec.element_count} elements.")
+
+    def _span(self, spec: TensorSpec, row: Mapping[str, Any], element_count: int) -> tuple[int, int]:
+        """Which blocks of these elements there are: the first one, and the one behind the last."""
+        count = -(-element_count // self._block_elements)
         match row.get("blocks", [0, count]):
             case [int(first), int(last)] if 0 <= first <= last <= count:
                 return first, last

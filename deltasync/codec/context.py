@@ -69,6 +69,7 @@ class ContextModel:
     """As `PackedModel`: of a group, the level and the step table of each class."""
 
     codec: ClassVar[str] = "context"
+    needs_old: ClassVar[bool] = True
     block_fields: ClassVar[int] = 3
 
     def __init__(self, level_C: np.ndarray, table_C: np.ndarray, freq_TS: np.ndarray) -> None:

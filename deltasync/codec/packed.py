@@ -31,6 +31,7 @@ class PackedModel:
     """The tables of a group of tensors: of their gaps and of their steps."""
 
     codec: ClassVar[str] = "packed"
+    needs_old: ClassVar[bool] = False
     block_fields: ClassVar[int] = 2
 
     def __init__(self, freq_TS: np.ndarray) -> None:

@@ -93,7 +93,8 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
     name = f"The payload of version {job.version}"
 
     def old(name: str) -> np.ndarray:
-        bits_N = shadow.bits[name].copy()
+        bits_N, (start, stop) = np.empty(shadow.specs[name].element_count, shadow.bits[name].dtype), shadow.ranges[name]
+        bits_N[start:stop] = shadow.bits[name]  # no block is outside
         bits_N[left[name].index_K] -= left[name].data
         return bits_N
 

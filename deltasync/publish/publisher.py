@@ -105,7 +105,7 @@ class Publisher:
         if not isinstance(retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {retention!r}.")
         if group is not None:
-            check_sharded(given, retention, shadow)
+            check_sharded(retention, shadow)
         self.store = open_store(channel)
         if isinstance(model_files, str | Path):
             model_files = anchors.companion_files(Path(model_files))

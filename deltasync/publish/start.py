@@ -93,7 +93,7 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool) -> tuple
     return Start(settings, log.channel, log.run_id, number, way, None if trusted is None else trusted.names), log
 
 
-def check_sharded(settings: PublisherSettings, retention: Retention, shadow: str | Path | None) -> None:
+def check_sharded(retention: Retention, shadow: str | Path | None) -> None:
     """Refuse what no rank of a sharded trainer can do.
 
     Raises:
@@ -101,8 +101,6 @@ def check_sharded(settings: PublisherSettings, retention: Retention, shadow: str
     """
     if shadow is not None:
         raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
-    if settings.codec == "context":
-        raise ConfigError("codec='context' needs whole tensors, which no rank of a sharded trainer has; use 'packed'.")
     if retention.fold_every:
         raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
 

@@ -270,7 +270,7 @@ def lease(folder: Path) -> None:
 def ranks(folder: Path) -> None:
     """Version 2 in three payloads of two ranks, each of which held some rows of the matrix; one of them has it all."""
     states = small(2)
-    for codec_name in ("raw", "packed"):
+    for codec_name in CODECS:
         channel = made(codec_name, states[0])
         channel.anchor(states[0])
         old, new = (bits_of(state["w"]) for state in states)

@@ -117,7 +117,7 @@ def world() -> DeviceMesh:
 
 def train() -> None:
     """Every kind of version: first, delta, without changes, delta with an anchor of several files, resumed."""
-    for codec in ("packed", "raw"):
+    for codec in ("packed", "context", "raw"):
         scenario = Scenario(f"train-{codec}")
         model, step = trainer(world())
         assert any(p.to_local().numel() == 0 for p in model.parameters()) or dist.get_rank() < 3
@@ -271,7 +271,6 @@ def other_shards() -> None:
     url = f"file://{scenario.folder}/none"
     refuses(ConfigError, lambda: Publisher(url).publish([("w", sharded)]))
     refuses(ConfigError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", columns)]))
-    refuses(ConfigError, lambda: Publisher(url, group=dist.group.WORLD, codec="context"))
     half = TensorRange(torch.zeros(4), 0, (8,))
     refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", half)]))
     refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([(f"w{rank}", whole)]))

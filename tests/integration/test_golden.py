@@ -32,7 +32,15 @@ from tests.independent_reader import Channel, Damaged
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden"
 VERSIONS = range(1, 7)
-SMALL = ["signed/channel", "lease/channel", "ranks/raw", "ranks/packed", "detour/channel", "compressed/channel"]
+SMALL = [
+    "signed/channel",
+    "lease/channel",
+    "ranks/raw",
+    "ranks/packed",
+    "ranks/context",
+    "detour/channel",
+    "compressed/channel",
+]
 
 
 def _expected(name: str) -> dict[str, Any]:
@@ -281,6 +289,9 @@ def test_other_channels_cover_the_format() -> None:
     ranks = Channel(GOLDEN / "ranks/packed")
     record, _ = ranks.record(*_records(ranks.folder, 2))
     assert [patches(record)["w"]["blocks"], len(record["delta"]["parts"])] == [[0, 1], 2]
+    ranks = Channel(GOLDEN / "ranks/context")
+    record, _ = ranks.record(*_records(ranks.folder, 2))
+    assert patches(record)["w"]["range"] == [0, make.BLOCK]
     lease = Channel(GOLDEN / "lease/channel")
     assert [epoch for epoch, number in lease.slots() if number == 3] == [make.EPOCH, make.SECOND]
     reader = ChannelReader(open_store(f"file://{GOLDEN}/detour/channel"))

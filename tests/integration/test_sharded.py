@@ -99,7 +99,7 @@ def prove(folder: Path, size: int) -> Told:
     return rows
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
 def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, Path], codec: str, memory_url: str) -> None:
     size, folder = ranks[0], ranks[1] / f"train-{codec}"
     rows = prove(folder, size)

@@ -54,8 +54,8 @@ def encoded(shadow: Shadow, changes: dict, name: str) -> bytes:
         return encoder.finish(2, 1).to_bytes()
 
 
-@pytest.mark.parametrize("codec_name", ["packed", "raw"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
+@pytest.mark.parametrize("ranks", [2, 4, 16])
 @given(data=st.data(), model=strategies.model_pairs())
 def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataObject, model: tuple) -> None:
     specs, old, new = model
@@ -71,7 +71,13 @@ def test_shards_add_up_to_the_whole(codec_name: str, ranks: int, data: st.DataOb
         shadow = Shadow.of(stream(specs, old, ranges), "keep", rank)
         changes = shadow.advance(stream(specs, new, ranges), "keep", rank)
         payload = codec.open_payload(encoded(shadow, changes, codec_name))
-        for patch in codec.get(codec_name).decode(payload, specs):
+
+        def old_of_rank(name: str, ranges: dict[str, Range] = ranges) -> np.ndarray:
+            known, (start, stop) = np.zeros_like(old[name]), ranges[name]
+            known[start:stop] = old[name][start:stop]
+            return known
+
+        for patch in codec.get(codec_name).decode(payload, specs, old_of_rank):
             patch.apply(found[patch.name])
         for name, patch in changes.items():
             changed[name] -= patch.changed

@@ -50,7 +50,7 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
     return model["w"]
 
 
-@pytest.mark.parametrize("codec_name", ["packed", "raw"])
+@pytest.mark.parametrize("codec_name", ["packed", "context", "raw"])
 def test_a_tensor_may_be_in_several_payloads(memory_url: str, codec_name: str) -> None:
     new = split(memory_url, codec_name, [([60, 99], 0), ([0, 7, 50], 0)][::-1])
     replica = Replica(memory_url)
@@ -93,6 +93,17 @@ def test_blocks_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
     damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "blocks": wrong}})
     with pytest.raises(CorruptDataError):
         list(codec.get("packed").decode(damaged, {"w": SPEC}))
+
+
+@pytest.mark.parametrize("wrong", [[50], [50, 49], [50, 101], [-1, 50], ["50", "100"], None, [50.0, 100.0]])
+def test_ranges_that_a_tensor_does_not_have_are_refused(wrong: object) -> None:
+    encoder = codec.get("context").encoder()
+    encoder.add(SPEC, np.array([99], np.int32), np.ones(1, np.uint16), np.ones(50, np.uint16), "0" * 16, 50)
+    payload = codec.open_payload(encoder.finish(2, 1).to_bytes())
+    assert payload.patches["w"]["range"] == [50, 100]
+    damaged = dataclasses.replace(payload, patches={"w": {**payload.patches["w"], "range": wrong}})
+    with pytest.raises(CorruptDataError):
+        list(codec.get("context").decode(damaged, {"w": SPEC}, lambda _: np.zeros(100, np.uint16)))
 
 
 def test_closing_what_is_read_ahead_waits_for_no_thread() -> None:
