@@ -75,14 +75,13 @@ def test_a_channel_is_published_and_followed(kind: str, tmp_path: Path) -> None:
 EVERYTHING = """
 import importlib, pkgutil
 
-import deltasync, trl_callback
+import deltasync
 
 # The demo and GPU kernels are for Linux; open_store takes stores.portable where there is no stores.local.
 LEFT_OUT = ("deltasync.demo.", "deltasync.kernels.gpu", "deltasync.stores.local", "deltasync.__main__")
-for package in (deltasync, trl_callback):
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not found.name.startswith(LEFT_OUT):
-            importlib.import_module(found.name)
+for found in pkgutil.walk_packages(deltasync.__path__, "deltasync."):
+    if not found.name.startswith(LEFT_OUT):
+        importlib.import_module(found.name)
 """
 
 
