@@ -20,7 +20,9 @@ from typing import Annotated, Any, Self, TypedDict
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
-DTYPES = ("bfloat16", "float16", "float32", "fp8", "keep")
+_CASTS = "(bfloat16|float16|float32|keep)"
+DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
+"""How a setting says the dtype of each tensor (`deltasync.tensors.bits.dtype_for`)."""
 PLACEMENTS = ("auto", "device", "host")
 COMPRESSIONS = ("none", "zstd")
 KV_CACHE = ("keep", "recompute")
@@ -187,7 +189,8 @@ class PublisherSettings(_Settings):
         anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
             a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
         dtype: Served dtype: floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
-            `quantize`; `keep` publishes as given.
+            `quantize`; `keep` publishes as given. All but `fp8` may be followed by patterns of names with dtypes of their
+            own, of which the last that matches decides: `bfloat16,*.router.*=float32`.
         shadow_placement: Where tensors of an accelerator are compared with what was published last. `device`: there, with a
             second copy of those bits in its memory, and only what changed crosses to the host. `host`: all weights cross.
             `auto`: the former for CUDA tensors where training and a tenth of the device's memory leave room for it.
@@ -204,7 +207,7 @@ class PublisherSettings(_Settings):
 
     codec: Annotated[str, _one_of(CODECS)] = "packed"
     anchor_every: _Positive | None = None
-    dtype: Annotated[str, _one_of(DTYPES)] = "bfloat16"
+    dtype: Annotated[str, _Rule("fp8, or one of bfloat16, float16, float32, keep with ,PATTERN=DTYPE", DTYPE)] = "bfloat16"
     shadow_placement: Annotated[str, _one_of(PLACEMENTS)] = "auto"
     shard_bytes: _Positive = 1 << 26
     anchor_compression: Annotated[str, _one_of(COMPRESSIONS)] = "none"

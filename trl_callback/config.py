@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
 from deltasync.channel import heartbeat
-from deltasync.config import CODECS, DTYPES, PublisherSettings, TrainerSettings
+from deltasync.config import CODECS, PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError
 from deltasync.stores import open_store
 
@@ -34,7 +34,8 @@ class DeltaSyncConfig:
         served_dtype (`str`, *optional*):
             Floating-point weights are cast to it before they are compared and published: `"bfloat16"`, `"float16"`,
             `"float32"`, `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for the
-            dtype they have. It should be the one that the replicas serve. If `None`, `DELTASYNC_DTYPE` or deltasync's
+            dtype they have. Patterns of names with dtypes of their own may follow, `"bfloat16,*.router.*=float32"`; the
+            last that matches decides. It should be what the replicas serve. If `None`, `DELTASYNC_DTYPE` or deltasync's
             default decides. (Not called `dtype`, which TRL's configs use for the dtype of training.)
         adapter_only (`bool`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
@@ -83,7 +84,7 @@ class DeltaSyncConfig:
     channel: str
     codec: str | None = field(default=None, metadata={"choices": list(CODECS)})
     anchor_every: int | None = None
-    served_dtype: str | None = field(default=None, metadata={"choices": list(DTYPES)})
+    served_dtype: str | None = None
     adapter_only: bool = False
     initial: str | None = None
     signing_key: str | None = None

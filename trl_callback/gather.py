@@ -186,13 +186,13 @@ def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) 
     Args:
         model: The model; one without a config gets none.
         processing_class: Tokenizer or processor, None for none.
-        dtype: Name of the dtype that the weights are served in, or `keep`.
+        dtype: As `PublisherSettings.dtype`; config.json says what most tensors have.
     """
     model = adapter.without(model)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, PreTrainedModel):
-            config = copy.deepcopy(model.config)
-            config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(dtype, dtype)
+            config, default = copy.deepcopy(model.config), dtype.partition(",")[0]
+            config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(default, default)
             if dtype == "fp8":
                 config.quantization_config = QUANTIZATION
             config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -154,7 +154,7 @@ class Run:
             for name, tensor in weights.items():
                 for each in self._copies.differences(name, tensor, "keep", "device", lasting=True):
                     self._add(found, *each)
-            for each in self._copies.rest("keep"):
+            for each in self._copies.rest():
                 self._add(found, *each)
 
         def change() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import click
 
 from deltasync.cli.output import echo, echo_json, field
 from deltasync.config import CODECS
+from deltasync.errors import ConfigError
 
 
 @click.command("demo")
@@ -38,6 +40,8 @@ def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, 
     Builds a tiny Qwen3, starts a real vLLM server that knows nothing but the channel's URL, trains with TRL's
     AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit.
     """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("The demo needs Linux, as vLLM does.")
     from deltasync.demo import report
     from deltasync.demo.processes import interrupt_on_sigterm
     from deltasync.demo.run import run

@@ -110,9 +110,12 @@ class LiveMemory:
             StageError: this machine has less memory.
         """
         model_bytes = weight_bytes(specs.values())
-        if model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        if hasattr(os, "sysconf") and model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
-        bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
+        try:
+            bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
+        except MemoryError:  # Windows promises no more than it has
+            raise StageError(f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left.") from None
         tensors = {name: tensor_of(bits[name], spec) for name, spec in specs.items()}
         segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}
         return cls(specs, segments), tensors

@@ -43,7 +43,7 @@ class DeviceCopies:
         self._full: set[torch.device] = set()
         self._room: dict[torch.device, int] = {}  # of this publish
         self._expected: dict[str, int] = {}
-        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting: dict[str, tuple[torch.Tensor, str]] = {}  # with its served dtype
         self._waiting_bytes = 0
 
     @property
@@ -73,7 +73,7 @@ class DeviceCopies:
         Args:
             name: The tensor's name.
             held: The range of it that the stream holds.
-            dtype: The served dtype, or `keep`.
+            dtype: The tensor's served dtype.
             placement: As `PublisherSettings.shadow_placement`.
             lasting: Whether the tensor keeps its memory and bits until `rest` was called. Otherwise it is compared at once.
         """
@@ -87,7 +87,7 @@ class DeviceCopies:
             return
         try:
             new = _as_compared(held, dtype)
-            self._waiting[name] = cast(held, "keep")
+            self._waiting[name] = cast(held, "keep"), dtype
             if new.data_ptr() != held.data_ptr():
                 self._waiting_bytes += new.nbytes
             if held.device not in self._diffs:
@@ -95,20 +95,20 @@ class DeviceCopies:
             expected = self._expected.get(name, int(FIRST_GUESS * held.numel()))
             self._diffs[held.device].add(name, copy, new, expected)
         except torch.OutOfMemoryError:
-            self._waiting[name] = held
-            yield from self._on_host(held.device, dtype)
+            self._waiting[name] = held, dtype
+            yield from self._on_host(held.device)
         if not lasting or self._waiting_bytes > HELD_BYTES:
-            yield from self.rest(dtype)
+            yield from self.rest()
 
-    def rest(self, dtype: str) -> Iterator[Difference]:
+    def rest(self) -> Iterator[Difference]:
         """What differs, of all tensors that still wait."""
         for device, diff in self._diffs.items():
             try:
                 found = diff.finish()
             except torch.OutOfMemoryError:
-                yield from self._on_host(device, dtype)
+                yield from self._on_host(device)
                 continue
-            done = [name for name, tensor in self._waiting.items() if tensor.device == device]
+            done = [name for name, (tensor, _) in self._waiting.items() if tensor.device == device]
             for name in done:
                 del self._waiting[name]
                 self._expected[name] = found[name][0].size if name in found else 0
@@ -119,13 +119,13 @@ class DeviceCopies:
             if device not in self._full:
                 self._retries[device] = _alloc_retries(device)
 
-    def _on_host(self, device: torch.device, dtype: str) -> Iterator[Difference]:
+    def _on_host(self, device: torch.device) -> Iterator[Difference]:
         """As `rest`, on the host, for a device that has no memory left; what is under way there is forgotten."""
         self._give_up(device, "it ran out of memory")
         if device in self._diffs:
             self._diffs[device].drop()
-        for name in [name for name, tensor in self._waiting.items() if tensor.device == device]:
-            yield name, *kernels.cpu.diff(self._bits[name], bits_of(cast(self._waiting.pop(name), dtype)))
+        for name in [name for name, (tensor, _) in self._waiting.items() if tensor.device == device]:
+            yield name, *kernels.cpu.diff(self._bits[name], bits_of(cast(*self._waiting.pop(name))))
 
     def _copy_to(self, device: torch.device, name: str, placement: str) -> torch.Tensor | None:
         """A new copy on a device, if it goes there. Asked for each tensor, so that what fits goes there."""

@@ -22,6 +22,7 @@ from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import (
     bits_of,
     cast,
+    dtype_for,
     dtype_name,
     has_nan,
     nan_bounds,
@@ -98,7 +99,9 @@ class Shadow:
         for name, part in _parts(tensors, dtype, rank, specs):
             held[name], ranges[name] = np.empty(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
             copy = TensorSpec(name, specs[name].dtype, tuple(part.held.shape))
-            source = part.held.detach() if part.held.is_cpu else cast(part.held, dtype)  # casts where it is, in all threads
+            source = (
+                part.held.detach() if part.held.is_cpu else cast(part.held, copy.dtype)
+            )  # casts where it is, in all threads
             tensor_of(held[name], copy).copy_(source)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
@@ -146,7 +149,7 @@ class Shadow:
 
         Args:
             stream: Every tensor of the model.
-            dtype: The served dtype, or `keep`.
+            dtype: As `PublisherSettings.dtype`.
             rank: This process's rank.
             placement: As `PublisherSettings.shadow_placement`.
             on_change: Told of each changed tensor, whose bits stay the new ones for the rest of the stream.
@@ -191,8 +194,8 @@ class Shadow:
                     f"{name} was published from element {self.ranges[name][0]} on by this rank, and now comes from "
                     f"{part.start} on."
                 )
-            yield from self._copies.differences(name, part.held, dtype, placement, lasting)
-        yield from self._copies.rest(dtype)
+            yield from self._copies.differences(name, part.held, seen[name].dtype, placement, lasting)
+        yield from self._copies.rest()
 
     def retreat(self) -> None:
         """Undo `advance`, whether it ended well or not."""
@@ -302,7 +305,7 @@ def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec])
                 f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
                 "tensors that were gathered."
             )
-        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype)), part.shape)
+        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype_for(name, dtype))), part.shape)
         yield name, part
 
 

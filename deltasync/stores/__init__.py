@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
@@ -54,9 +55,14 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or not parts.path.strip("/"):
             raise ConfigError(f"A directory is written file:///absolute/path, not {url!r}.")
+        path = url2pathname(parts.path)  # C:\path of /C:/path on Windows
+        if os.open not in os.supports_dir_fd:
+            from deltasync.stores.portable import PortableStore
+
+            return PortableStore(path)
         from deltasync.stores.local import LocalStore
 
-        return LocalStore(unquote(parts.path))
+        return LocalStore(path)
     if parts.scheme == "memory":
         name = (parts.netloc + parts.path).strip("/")
         if not name:

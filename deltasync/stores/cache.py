@@ -7,14 +7,13 @@
 
 Nothing in it is trusted: what is read has to pass the check that the object has to pass anyway, and a file that fails is
 dropped and fetched anew. At each use the directory must be this user's, and nobody else may write to it; no link in it is
-followed. Locks end with the process that holds them. The directory may be deleted at any time.
+followed. Locks end with the process that holds them. The directory may be deleted at any time. It is for Linux and macOS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -24,9 +23,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from deltasync.errors import FormatError
+from deltasync.errors import ConfigError, FormatError
 from deltasync.stores.base import ObjectInfo, Store, check_size
 from deltasync.stores.wrapper import WrappedStore
+
+try:
+    import fcntl
+except ImportError:  # Windows; `CachedStore` says so
+    _HAS_LOCKS = False
+else:
+    _HAS_LOCKS = True
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +44,7 @@ _POLL_S = 0.005
 # A process may hang while it holds a lock. Longer than a download takes, and than writing a file does.
 _DOWNLOAD_S, _STORE_S = 300.0, 30.0
 _PAUSE_S = 60.0
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC if _HAS_LOCKS else 0
 _NAME = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
@@ -54,9 +60,14 @@ class CachedStore(WrappedStore):
         directory: Created on first use, for this user only.
         limit_bytes: Most bytes of files in it; those read longest ago make room. Larger objects are never kept.
         shared: Keep what is downloaded, for others. Otherwise only what `keep` is given is there to be found.
+
+    Raises:
+        ConfigError: this system has no `fcntl`.
     """
 
     def __init__(self, store: Store, directory: str | Path, limit_bytes: int, shared: bool = True) -> None:
+        if not _HAS_LOCKS:
+            raise ConfigError("The cache of a node needs Linux or macOS; set its size to 0 here.")
         super().__init__(store)
         self._directory = Path(directory)
         self._limit_bytes = limit_bytes

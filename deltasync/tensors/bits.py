@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 import numpy as np
 import torch
 
@@ -75,6 +77,13 @@ def has_nan(bits_N: np.ndarray, spec: TensorSpec) -> bool:
     mask, largest = (bits_N.dtype.type(bound) for bound in nan_bounds(spec))
     pieces = (bits_N[first : first + _PIECE] for first in range(0, bits_N.size if mask != largest else 0, _PIECE))
     return any(((piece & mask) > largest).any() for piece in pieces)
+
+
+def dtype_for(name: str, rule: str) -> str:
+    """The dtype, or `keep`, that a rule such as `bfloat16,*.router.*=float32` gives a tensor; the last match decides."""
+    default, *parts = rule.split(",")
+    patterns = (part.rpartition("=") for part in reversed(parts))
+    return next((dtype for pattern, _, dtype in patterns if fnmatch.fnmatchcase(name, pattern)), default)
 
 
 def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:

@@ -23,6 +23,7 @@ from deltasync.errors import (
 )
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
+from deltasync.stores.portable import PortableStore
 from tests.contract.store_contract import BAD_KEYS, DecidingContract, DecidingSharedContract, StoreContract
 
 
@@ -35,6 +36,26 @@ class TestMemoryStore(StoreContract, DecidingContract):
         open_store(memory_url).create("a", b"1")
         assert open_store(memory_url).read("a", 1 << 30) == b"1"
         assert list(open_store(f"{memory_url}/other").list("")) == []
+
+
+class TestPortableFileStore(StoreContract, DecidingSharedContract):
+    """`file://` on Windows."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return PortableStore(f"{tmp_path}/not/there/yet")
+
+    @pytest.fixture
+    def elsewhere(self, store: Store) -> tuple[str, Mapping[str, str]]:
+        return store.url, {}
+
+    def fill(self, store: Store, keys: Sequence[str]) -> None:
+        for key in keys:
+            store.put(key, b"x")
+
+    @pytest.mark.parametrize("key", ["missing", "a/missing", "a"])  # what lies below a file is missing to Windows alone
+    def test_reading_what_is_not_there(self, store: Store, key: str) -> None:
+        super().test_reading_what_is_not_there(store, key)
 
 
 class TestFileStore(StoreContract, DecidingSharedContract):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -50,3 +51,13 @@ def test_fsdp2(tmp_path: Path) -> None:
     replica = Replica(url)
     assert replica.sync() == 4
     assert len(list((tmp_path / "channel/anchors").glob("*/config.json"))) == 1
+
+
+@pytest.mark.parametrize(("name", "processes"), [("plain_loop.py", 1), ("accelerate_loop.py", 1), ("accelerate_loop.py", 2)])
+def test_loops(name: str, processes: int, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    run_example(name, url, *(["--cpu"] if "accelerate" in name else []), cwd=tmp_path, processes=processes)
+    replica = Replica(url)
+    assert 1 <= replica.sync() <= 5  # versions join while an upload lasts
+    saved = load_file(tmp_path / "model.safetensors")
+    assert_same_bits(replica.state_dict(), {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()})

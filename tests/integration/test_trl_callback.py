@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,6 +49,51 @@ from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer
 from trl_callback.saved_form import shards_as_saved
 
 # --- any trainer of transformers -------------------------------------------------------------------------------------
+
+
+def test_routers_in_float32_beside_matrices_in_bfloat16(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    model = tiny_moe()
+    sync = DeltaSyncCallback(url, served_dtype="bfloat16,*.mlp.gate.weight=float32")
+    make_trainer(model, tmp_path / "out", sync, max_steps=2).train()
+    model.save_pretrained(tmp_path / "saved")
+    expected = {
+        name: tensor if name.endswith(".mlp.gate.weight") else tensor.to(torch.bfloat16)
+        for name, tensor in load_file(tmp_path / "saved" / "model.safetensors").items()
+    }
+    assert sum(tensor.dtype == torch.float32 for tensor in expected.values()) == 2
+    assert_same_bits(published_bits(url), expected)
+    (folder,) = (tmp_path / "channel" / "anchors").glob("0000000001.*")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_best_model_is_what_is_published_last(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
+
+    def worse(_: Any) -> dict[str, float]:
+        return {"score": -float(trainer.state.global_step)}
+
+    trainer = make_trainer(
+        tiny_model(),
+        tmp_path / "out",
+        *(sync, recorder),
+        learning_rate=1e-3,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+    )
+    trainer.compute_metrics = worse
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    best, last = recorder.bits[2], recorder.bits[4]
+    assert any(not torch.equal(best[name], last[name]) for name in best)
+    assert_same_bits(published_bits(url), best)
+    assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "loaded"))
 
 
 @pytest.mark.parametrize("make_model", [tiny_model, lambda: tiny_model(tied=False), tiny_moe], ids=["tied", "untied", "moe"])

@@ -150,6 +150,7 @@ def make_trainer(
 ) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, 64, (32, 12), generator=generator)
+    examples = [{"input_ids": row, "labels": row} for row in rows]
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-4,
@@ -164,7 +165,8 @@ def make_trainer(
     return Trainer(
         model=model,
         args=TrainingArguments(output_dir=str(out), max_steps=max_steps, **(defaults | settings)),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        train_dataset=examples,
+        eval_dataset=examples,
         processing_class=demo_model.build_tokenizer(),
         callbacks=list(callbacks),
     )

@@ -5,10 +5,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import keys
@@ -207,6 +209,44 @@ def test_the_served_dtype_is_a_setting(memory_url: str, dtype: str) -> None:
     replica.sync()
     expected = weights["w"] if dtype == "keep" else weights["w"].to(getattr(torch, dtype))
     assert_same_bits(replica.state_dict(), {"w": expected})
+
+
+@pytest.mark.parametrize("initial", [False, True])
+def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {
+        "layers.0.router.weight": torch.randn(8, 16),
+        "layers.0.router.scale": torch.randn(8),
+        "layers.0.up.weight": torch.randn(16, 16),
+        "layers.0.rows": torch.arange(4),
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    rule = "bfloat16,*.router.*=float32,*.scale=keep"
+    served = weights | {"layers.0.up.weight": weights["layers.0.up.weight"].to(torch.bfloat16)}
+    with Publisher(memory_url, dtype=rule, initial=tmp_path if initial else None) as publisher:
+        _publish(publisher, weights)
+        replica = Replica(memory_url)
+        replica.sync()
+        assert_same_bits(replica.state_dict(), served)
+        # A step that bfloat16 does not show: the router's bits change, the matrix's do not.
+        for name in ("layers.0.router.weight", "layers.0.up.weight"):
+            weights[name].view(torch.int32)[0, 0] ^= 1
+        served["layers.0.up.weight"] = weights["layers.0.up.weight"].to(torch.bfloat16)
+        assert _publish(publisher, weights).changed == 1
+    replica.sync()
+    assert_same_bits(replica.state_dict(), served | {"layers.0.router.weight": weights["layers.0.router.weight"]})
+    with pytest.raises(ChannelInUseError, match="published in bfloat16,"):
+        Publisher(memory_url, resume=True)
+    with Publisher(memory_url, resume=True, dtype=rule) as publisher:
+        assert _publish(publisher, weights).changed == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "bfloat16,", "bfloat16,*.router.*", "bfloat16,a=fp8", "fp8,a=float32", "bfloat16 "]
+)
+def test_a_rule_of_dtypes_that_says_nothing_is_refused(memory_url: str, dtype: str) -> None:
+    with pytest.raises(ConfigError, match="PATTERN=DTYPE"):
+        Publisher(memory_url, dtype=dtype)
 
 
 def test_tensors_may_change_as_soon_as_publish_returns(store: FaultyStore) -> None:
