@@ -152,7 +152,7 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
         field(deleted, count(len(found.heartbeats), "stale heartbeat"))
 
 
-@channel_command("fold", "The fold's document as JSON.", signs=True)
+@channel_command("fold", "The fold's document as JSON, with its key and digest.", signs=True)
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
@@ -167,7 +167,8 @@ def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Sig
     delta = fold.record.delta
     assert delta is not None
     if as_json:
-        echo_json({"key": fold.key, "sha256": fold.sha256, "bytes": fold.size, **msgspec.to_builtins(fold.record)}, indent=2)
+        document = msgspec.to_builtins(fold.record)
+        echo_json({"key": fold.key, "sha256": fold.sha256, "bytes": fold.size, "document": document}, indent=2)
         return
     echo(f"fold {base}-{version}: {delta.changed:,} elements changed, {fold.payload_bytes:,} bytes of {delta.codec}")
     echo(f"{fold.key}  sha256 {fold.sha256[:12]}")

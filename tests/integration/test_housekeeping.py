@@ -992,7 +992,7 @@ def test_check_as_a_command(url: str) -> None:
 def test_fold_log_and_show_as_commands(url: str) -> None:
     assert "fold 2-6: " in _deltasync("fold", url, 2, 6, "--codec", "context").stdout
     again = json.loads(_deltasync("fold", url, 2, 6, "--json").stdout)
-    assert (again["delta"]["codec"], again["base"]["version"]) == ("context", 2)
+    assert (again["document"]["delta"]["codec"], again["document"]["base"]["version"]) == ("context", 2)
     rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
     assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
     assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]

@@ -1,0 +1,374 @@
+"""What commands print with `--json`, held by a test: `python -m tests.json_schemas` writes docs/reference/json.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from deltasync.channel.documents import Version
+from deltasync.dashboard.snapshot import FoldRow, ReplicaRow, VersionRow
+from deltasync.housekeeping.doctor import Finding
+from deltasync.housekeeping.mend import Repaired
+
+
+class LogLine(TypedDict):
+    """A version, or a fold or an announced anchor that leads to one.
+
+    Attributes:
+        version: The one that it is or leads to.
+        sha256: Digest of its record; null as long as nothing names it.
+        key: Of the object.
+        kind: `delta`, `anchor`, `fold` or `announced`.
+        reference: The checkpoint that it refers to instead of holding weights.
+        base_version: Where a delta or fold begins.
+        step: The trainer's.
+        created_at: When it was encoded, by the writer's clock.
+        changed_fraction: Of all elements.
+        delta_bytes, anchor_bytes: Size of the payload.
+        bits_per_changed: Of a delta or fold.
+        coalesced: Publishes that it covers.
+        fingerprint: The model's.
+    """
+
+    version: int
+    epoch: str
+    sha256: str | None
+    key: str
+    kind: str
+    reference: str | None
+    base_version: int | None
+    step: int | None
+    created_at: str
+    changed_fraction: float
+    delta_bytes: int | None
+    anchor_bytes: int | None
+    bits_per_changed: float | None
+    coalesced: int
+    fingerprint: str | None
+
+
+class Shown(TypedDict):
+    """A record or fold.
+
+    Attributes:
+        bytes: Of the object.
+        document: As [the format](../format.md) has it.
+    """
+
+    key: str
+    sha256: str
+    bytes: int
+    document: dict[str, Any]
+
+
+class Problem(TypedDict):
+    """What is wrong.
+
+    Attributes:
+        error: The kind of error.
+        exit_code: What the command would exit with for it alone.
+    """
+
+    error: str
+    exit_code: int
+    message: str
+
+
+class Checked(TypedDict):
+    """What a channel holds, and whether it is whole.
+
+    Attributes:
+        newest: The newest version, if it is known.
+        versions, anchors, folds: How many there are, damaged ones included.
+        data_bytes: Of all records, folds, parts and anchors.
+        publishing: Files that nothing names yet.
+        garbage_objects, garbage_bytes: Files that nothing names.
+        unreachable: Versions that no way leads to.
+        proven: Versions whose bits were proven; null if data was not read.
+        unproven: The others, if data was read.
+    """
+
+    problems: list[Problem]
+    newest: Version | None
+    versions: int
+    anchors: int
+    folds: int
+    data_bytes: int
+    publishing: int
+    garbage_objects: int
+    garbage_bytes: int
+    unreachable: list[int]
+    proven: list[int] | None
+    unproven: list[int]
+
+
+class RepairDone(TypedDict):
+    """What was done.
+
+    Attributes:
+        lost: Versions that cannot be reached afterwards.
+        exit_code: The command's.
+    """
+
+    objects: list[Repaired]
+    lost: list[int]
+    exit_code: int
+
+
+class Forgot(TypedDict):
+    """Versions, by number, and their records, by key.
+
+    Attributes:
+        asked: Records that an option keeps.
+        leading: Records that are kept because they lead to others.
+        recent: Records that are kept because they were needed within the grace.
+        deleted, folds: Records and folds that were deleted, or would be.
+    """
+
+    kept: list[int]
+    forgotten: list[int]
+    asked: list[str]
+    leading: list[str]
+    recent: list[str]
+    deleted: list[str]
+    folds: list[str]
+    dry_run: bool
+
+
+class Pruned(TypedDict):
+    """Objects that were deleted, or would be.
+
+    Attributes:
+        objects: Their keys.
+        heartbeats: Keys of replicas that have not been heard of for a week.
+        bytes: Of the objects.
+        waiting_objects, waiting_bytes: Spared, because they may be about to be published.
+        young_objects: Not looked at, because they are newer than the grace.
+    """
+
+    objects: list[str]
+    heartbeats: list[str]
+    bytes: int
+    waiting_objects: int
+    waiting_bytes: int
+    young_objects: int
+    dry_run: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportedFiles(Version):
+    """A version as a checkpoint.
+
+    Attributes:
+        files: Sizes by path.
+    """
+
+    files: dict[str, int]
+
+
+class CopiedObjects(TypedDict):
+    """What was copied.
+
+    Attributes:
+        version: The newest one that was listed.
+        objects, bytes: Stored in the target; head not counted.
+        skipped: Objects that were there already.
+        problems: What is damaged or missing in the source, and was left out.
+    """
+
+    version: Version | None
+    objects: int
+    bytes: int
+    skipped: int
+    problems: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Followed(Version):
+    """A version whose bits are in host memory.
+
+    Attributes:
+        sync_s: Seconds that it took.
+        fingerprint: The model's.
+    """
+
+    sync_s: float
+    fingerprint: str
+
+
+class Served(TypedDict):
+    """What a server serves now.
+
+    Attributes:
+        waited_s: Seconds until it did.
+    """
+
+    version: int
+    waited_s: float
+
+
+class Waiting(TypedDict):
+    """There is no version yet."""
+
+    event: Literal["waiting"]
+    channel: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VersionSeen(VersionRow):
+    """A version.
+
+    Attributes:
+        changed_fraction: Of all elements; null without a delta.
+    """
+
+    event: Literal["version"]
+    changed_fraction: float | None
+
+
+class AnchorSeen(TypedDict):
+    """An anchor that was announced beside a version which was told before."""
+
+    event: Literal["anchor"]
+    version: int
+    sha256: str | None
+    payload_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoldSeen(FoldRow):
+    """A fold."""
+
+    event: Literal["fold"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaSeen(ReplicaRow):
+    """A replica, by its last heartbeat."""
+
+    event: Literal["replica"]
+
+
+class Forgotten(TypedDict):
+    """Versions that were forgotten.
+
+    Attributes:
+        left: How many are still shown.
+    """
+
+    event: Literal["forgotten"]
+    count: int
+    left: int
+
+
+class ProblemSeen(TypedDict):
+    """Something in the channel is damaged."""
+
+    event: Literal["problem"]
+    problem: str
+
+
+class ErrorSeen(TypedDict):
+    """The store could not be read; it is tried again."""
+
+    event: Literal["error"]
+    error: str
+
+
+LINES, ONE, LIST = "one object a line", "one object", "a list of objects"
+
+SCHEMAS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "log": (LINES, (LogLine,)),
+    "show": (ONE, (Shown,)),
+    "watch": (LINES, (Waiting, VersionSeen, AnchorSeen, FoldSeen, ReplicaSeen, Forgotten, ProblemSeen, ErrorSeen)),
+    "check": (ONE, (Checked,)),
+    "repair": (ONE, (RepairDone,)),
+    "forget": (ONE, (Forgot,)),
+    "prune": (ONE, (Pruned,)),
+    "fold": (ONE, (Shown,)),
+    "export": (ONE, (ExportedFiles,)),
+    "cp": (ONE, (CopiedObjects,)),
+    "relay": (LINES, (CopiedObjects,)),
+    "follow": (LINES, (Followed,)),
+    "doctor": (LIST, (Finding,)),
+    "sync": (ONE, (Served,)),
+    "pin": (ONE, (Served,)),
+}
+"""By command: how many objects it prints, and of which kind each is."""
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
+
+
+def fields(kind: type) -> dict[str, tuple[str, str]]:
+    """Type and meaning of each field, as docstrings of the class and of what it builds on say."""
+    meanings: dict[str, str] = {}
+    for each in reversed([found for found in inspect.getmro(kind) if found.__doc__]):
+        told = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
+        for names, meaning in re.findall(r"^    ([a-z0-9_, ]+): (.*(?:\n     .*)*)", told, re.MULTILINE):
+            meanings |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", meaning))
+    return {
+        name: (_said(hint), meanings.get(name, "").replace("None", "null"))
+        for name, hint in typing.get_type_hints(kind).items()
+    }
+
+
+def parts(hint: Any) -> list[type]:
+    """The objects that a type names."""
+    if isinstance(hint, type) and typing.get_type_hints(hint):
+        return [hint]
+    return [found for each in typing.get_args(hint) for found in parts(each)]
+
+
+def _said(hint: Any) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(f'"{value}"' for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_said, inner))
+    if origin is list:
+        return f"list of {_said(inner[0])}"
+    if origin is dict:
+        return "object" if inner[1] is Any else f"object of {_said(inner[1])}"
+    return {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}.get(hint) or hint.__name__
+
+
+def _rows(kind: type, told: set[type]) -> Iterator[str]:
+    told.add(kind)
+    hints = typing.get_type_hints(kind)
+    yield from (f"`{kind.__name__}`: {inspect.cleandoc(kind.__doc__ or '').splitlines()[0]}", "")
+    yield from ("| field | type | |", "| --- | --- | --- |")
+    yield from (
+        f"| `{name}` | {said} |{f' {meaning} ' if meaning else ' '}|" for name, (said, meaning) in fields(kind).items()
+    )
+    yield ""
+    for other in (found for hint in hints.values() for found in parts(hint) if found not in told):
+        yield from _rows(other, told)
+
+
+def page() -> str:
+    """The page of the documentation."""
+    told: set[type] = set()
+    lines = [
+        "# What commands print with `--json`",
+        "",
+        "Each field is always there. Errors go to stderr, as sentences; [exit codes](cli.md) are the same with and without.",
+        "`dashboard` serves a page's data at `data.json`, `demo` and `deploy` print what they did; these three may change.",
+        "Made by `python -m tests.json_schemas`.",
+    ]
+    for command, (count, kinds) in SCHEMAS.items():
+        names = " or ".join(f"`{kind.__name__}`" for kind in kinds)
+        lines += ["", f"## {command}", "", f"{count.capitalize()}: {names}.", ""]
+        for kind in kinds:
+            if kind not in told:
+                lines += _rows(kind, told)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
