@@ -9,9 +9,11 @@ that coverage is seen in them too.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import mmap
 import os
+import pkgutil
 import random
 import resource
 import signal
@@ -30,11 +32,17 @@ _MOST_BYTES = 1 << 20
 # What numba compiles must be as it was written.
 _KERNELS = [f"deltasync.kernels.{name}" for name in ("coder", "cpu", "gpu", "torch_ops")]
 _INTERPRETED = "NUMBA_DISABLE_JIT" in os.environ
+_ROOMS = "tensors", "codec", "stores", "channel", "live", "replicas", "housekeeping", "dashboard"
 with atheris.instrument_imports(include=["deltasync", "vllm_plugin"], exclude=[] if _INTERPRETED else _KERNELS):
+    import deltasync
     import vllm_plugin.messages
-    import vllm_plugin.requests  # noqa: F401 - what targets import late
+    import vllm_plugin.requests  # noqa: F401 - as all the rest that readers import late, whose coverage would not be seen
     from tests.fuzz import mutate
     from tests.fuzz.targets import TARGETS
+
+    for _found in pkgutil.walk_packages(deltasync.__path__, "deltasync."):
+        if _found.name.split(".")[1] in _ROOMS:
+            importlib.import_module(_found.name)
 
 
 def _mutated(data: bytes, most_bytes: int, seed: int) -> bytes:
