@@ -23,6 +23,7 @@ CODECS = ("packed", "context", "raw")
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
 """How a setting says the dtype of each tensor (`deltasync.tensors.bits.dtype_for`)."""
+_DTYPES = "one of bfloat16, float16, float32, fp8, keep, or dtypes by names as in bfloat16,*.router.*=float32"
 PLACEMENTS = ("auto", "device", "host")
 COMPRESSIONS = ("none", "zstd")
 KV_CACHE = ("keep", "recompute")
@@ -207,7 +208,7 @@ class PublisherSettings(_Settings):
 
     codec: Annotated[str, _one_of(CODECS)] = "packed"
     anchor_every: _Positive | None = None
-    dtype: Annotated[str, _Rule("fp8, or one of bfloat16, float16, float32, keep with ,PATTERN=DTYPE", DTYPE)] = "bfloat16"
+    dtype: Annotated[str, _Rule(_DTYPES, DTYPE)] = "bfloat16"
     shadow_placement: Annotated[str, _one_of(PLACEMENTS)] = "auto"
     shard_bytes: _Positive = 1 << 26
     anchor_compression: Annotated[str, _one_of(COMPRESSIONS)] = "none"
