@@ -16,7 +16,7 @@ from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
 from deltasync.publish.collect import Weights, requires_of
-from deltasync.publish.encode import encode, encode_groups
+from deltasync.publish.encode import compile_ahead, encode, encode_groups
 from deltasync.publish.job import AbortedError, Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
@@ -174,6 +174,8 @@ class Uploader:
             )
             self._end(job, None, stored.sha256)
             self._keeper.published(job.version)
+            if job.version == 1:
+                compile_ahead(job, self.settings.codec)  # while the trainer makes its first step
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()

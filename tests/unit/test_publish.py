@@ -29,8 +29,12 @@ from deltasync.errors import (
     PublishTimeoutError,
     StoreError,
 )
+from deltasync.publish import encode
+from deltasync.publish.encode import prove
+from deltasync.publish.job import Group, Job
 from deltasync.publish.upload import Uploader
 from deltasync.stores import Store
+from deltasync.tensors import SAFETENSORS_DTYPES
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -796,3 +800,20 @@ def test_a_version_whose_upload_begins_late_keeps_what_was_streamed_into_it(
     replica = Replica(memory_url)
     assert replica.sync() == 2
     assert_same_bits(replica.state_dict(), {name: tensor.bfloat16() for name, tensor in weights.items()})
+
+
+@pytest.mark.parametrize("name", ["packed", "context", "raw"])
+def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    proved: list[set[str]] = []
+
+    def noting(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
+        prove(job, codec_name, patches, data)
+        proved.append({patch.name for patch in patches if patch.changed == 1})
+
+    monkeypatch.setattr(encode, "prove", noting)
+    weights = {dtype: torch.zeros(3, dtype=getattr(torch, dtype)) for dtype in SAFETENSORS_DTYPES}
+    with Publisher(memory_url, dtype="keep", codec=name) as publisher:
+        publisher.publish(weights)
+    assert proved == [set(SAFETENSORS_DTYPES)]
