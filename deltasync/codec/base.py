@@ -228,8 +228,8 @@ def views(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], np.
         entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
             (first, last), shape = entry["data_offsets"], entry["shape"]
-            size = math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
-            if first != end or last - first != size or any(not isinstance(length, int) or length < 0 for length in shape):
+            lengths = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
+            if first != end or not lengths or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
                 raise ValueError(f"{name!r} has another place than follows")
             found[name], end = (entry["dtype"], tuple(shape), file_B[first:last]), last
         if end != file_B.size:
