@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -116,6 +116,18 @@ check-vllm: setup
 test-router: setup
 	@$(call apt,haproxy,haproxy)
 	$(BIN)/pytest tests/integration/test_router.py
+
+# Ray Serve LLM beside what .venv has: two vLLM replicas on CPUs behind Ray's HAProxy.
+RAY ?= 2.60.0
+test-ray: .venv-ray/.ready
+	@$(call apt,haproxy,haproxy)
+	LONG_TESTS=1 PYTHONPATH="$(CURDIR):$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" \
+	  .venv-ray/bin/python -m pytest -p no:cacheprovider tests/integration/test_ray_serve.py
+
+.venv-ray/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv --clear .venv-ray
+	.venv-ray/bin/pip install --quiet 'ray[serve]==$(RAY)'
+	touch $@
 
 # Into site/, to be opened without a server. Broken links, anchors and docstrings fail.
 docs: setup

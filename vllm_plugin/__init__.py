@@ -51,7 +51,9 @@ def _register() -> None:
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     opt_in(os.environ)
-    from vllm_plugin import compat
+    from vllm_plugin import compat, unfollowed
+
+    unfollowed.refuse()
 
     if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
         return

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.resources
+import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
@@ -55,6 +56,15 @@ _PAGE_HEADERS = {
 
 def _json(document: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(document), status_code, headers, "application/json")
+
+
+def _rank(args: Namespace) -> int | None:
+    """Which engine this is, of those that share a port: by data parallelism, or of this node's replicas in Ray Serve."""
+    if serve := sys.modules.get("ray.serve"):
+        with contextlib.suppress(serve.exceptions.RayServeException):  # not in a replica
+            return int(serve.get_replica_context().rank.local_rank)
+    found: int | None = getattr(args, "data_parallel_rank", None)
+    return found
 
 
 def _in_short(status: Status) -> dict[str, Any]:
@@ -174,8 +184,10 @@ class DeltaSyncEndpoints:
         channel = self._settings.channel
         if channel is None:
             return
+        if engine_client is not None:
+            engine_client.deltasync_attached = True  # it follows, or this says why not (`unfollowed`)
         try:
-            self._settings = self._settings.at_port(getattr(args, "port", 0), getattr(args, "data_parallel_rank", None))
+            self._settings = self._settings.at_port(getattr(args, "port", 0), _rank(args))
             self._look_at_address(args)
             self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""

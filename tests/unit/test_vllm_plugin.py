@@ -17,7 +17,7 @@ import vllm_plugin
 from deltasync.errors import ConfigError
 from tests import vllm_source
 from tests.integration.vllm_server import VLLM
-from vllm_plugin import compat
+from vllm_plugin import compat, unfollowed
 from vllm_plugin.compat import Use
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 
@@ -119,6 +119,23 @@ def test_a_server_that_follows_or_need_not_starts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DELTASYNC_CHANNEL", "file:///data/run")
     monkeypatch.setenv("VLLM_PLUGINS", "other,deltasync")
     DeltaSyncWorkerExtension()
+
+
+def test_an_engine_without_endpoints_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setenv("DELTASYNC_CHANNEL", "file:///data/run")
+    monkeypatch.setattr(AsyncLLM, "generate", lambda self, prompt: [prompt])
+    monkeypatch.setattr(AsyncLLM, "deltasync_attached", False, raising=False)
+    del AsyncLLM.deltasync_attached
+    for _ in range(2):
+        unfollowed.refuse()
+    first, second = AsyncLLM.__new__(AsyncLLM), AsyncLLM.__new__(AsyncLLM)
+    first.deltasync_attached = True
+    assert first.generate("hello") == ["hello"]
+    with pytest.raises(ConfigError, match="would never follow file:///data/run"):
+        second.generate("hello")
+    del AsyncLLM.deltasync_attached
 
 
 def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
