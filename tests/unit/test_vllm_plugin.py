@@ -126,7 +126,7 @@ def test_an_engine_without_endpoints_answers_nothing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("DELTASYNC_CHANNEL", "file:///data/run")
     monkeypatch.setattr(AsyncLLM, "generate", lambda self, prompt: [prompt])
-    monkeypatch.setattr(AsyncLLM, "deltasync_attached", False, raising=False)
+    monkeypatch.setattr(AsyncLLM, "deltasync_attached", False, raising=False)  # and removed afterwards
     del AsyncLLM.deltasync_attached
     for _ in range(2):
         unfollowed.refuse()
@@ -135,7 +135,6 @@ def test_an_engine_without_endpoints_answers_nothing(monkeypatch: pytest.MonkeyP
     assert first.generate("hello") == ["hello"]
     with pytest.raises(ConfigError, match="would never follow file:///data/run"):
         second.generate("hello")
-    del AsyncLLM.deltasync_attached
 
 
 def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
