@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from deltasync import Following, Publisher, Replica, follow, open_store
 from deltasync.channel import heartbeat
@@ -79,8 +79,30 @@ def untied(model: torch.nn.Module) -> Weights:
     return found
 
 
+def generate(model: Any, ended: threading.Event) -> None:
+    """Generate one completion after the other."""
+    while not ended.is_set():
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False)
+
+
+def batch(model: Any, ended: threading.Event) -> None:
+    """The same by transformers' continuous batching, in a thread of its own, two requests at a time."""
+    settings = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, use_async_batching=False)
+    with model.continuous_batching_context_manager(
+        GenerationConfig(max_new_tokens=20, do_sample=False), continuous_batching_config=settings, warmup=False
+    ) as manager:
+        for _ in range(2):
+            manager.add_request([1, 2, 3])
+        while not ended.is_set():
+            if manager.get_result(timeout=PATIENCE_S) is not None:
+                manager.add_request([1, 2, 3])
+
+
+@pytest.mark.parametrize("use", [generate, batch])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_every_forward_call_sees_one_version_while_weights_change_under_generate(memory_url: str, tied: bool) -> None:
+def test_every_forward_call_sees_one_version_while_weights_change_under_generation(
+    memory_url: str, tied: bool, use: Callable[[Any, threading.Event], None]
+) -> None:
     model = llama(tied)
     names = list(untied(model))
     seen: list[tuple[int | None, Weights]] = []
@@ -94,13 +116,8 @@ def test_every_forward_call_sees_one_version_while_weights_change_under_generate
                 seen.append((following.version, {name: held[name].clone() for name in names}))
 
             ended = threading.Event()
-
-            def generate() -> None:
-                while not ended.is_set():
-                    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False)
-
             hooks = [model.model.register_forward_pre_hook(look), model.lm_head.register_forward_hook(look)]
-            thread = threading.Thread(target=generate)
+            thread = threading.Thread(target=use, args=(model, ended))
             thread.start()
             for _ in range(5):
                 following.wait(trainer.publish(), PATIENCE_S)
