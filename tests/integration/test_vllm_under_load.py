@@ -43,5 +43,7 @@ def test_every_worker_holds_the_published_bits_after_every_commit_under_load(wor
                 client.join()
         commits = server.status()["commits"]
         assert len(commits) == COMMITS
-        assert all(commit["changed"] and commit["running_requests"] for commit in commits[1:])
+        assert all(commit["changed"] for commit in commits)
+        # All four clients may be between two requests for once.
+        assert sum(commit["running_requests"] > 0 for commit in commits) > 0.8 * COMMITS
         assert completed and set(completed) == {200}
