@@ -117,16 +117,23 @@ test-router: setup
 	@$(call apt,haproxy,haproxy)
 	$(BIN)/pytest tests/integration/test_router.py
 
-# Ray Serve LLM beside what .venv has: two vLLM replicas on CPUs behind Ray's HAProxy.
+# What runs on Ray, beside what .venv has: Ray Serve LLM with two vLLM replicas on CPUs behind Ray's HAProxy; verl's own manager
+# and workers. verl asks for an older transformers, which what is used of it here does not need.
 RAY ?= 2.60.0
+VERL ?= 0.9.1
 test-ray: .venv-ray/.ready
 	@$(call apt,haproxy,haproxy)
-	LONG_TESTS=1 PYTHONPATH="$(CURDIR):$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" \
-	  .venv-ray/bin/python -m pytest -p no:cacheprovider tests/integration/test_ray_serve.py
+	packages() { "$$1" -c 'import site; print(site.getsitepackages()[0])'; }; export LONG_TESTS=1; \
+	PYTHONPATH="$(CURDIR):$$(packages $(BIN)/python)" \
+	  .venv-ray/bin/python -m pytest -p no:hydra_pytest -p no:cacheprovider tests/integration/test_ray_serve.py && \
+	PYTHONPATH="$(CURDIR):$$(packages .venv-ray/bin/python):$$(packages $(BIN)/python)" \
+	  .venv-ray/bin/python -m pytest -p no:cacheprovider tests/integration/test_verl.py
 
-.venv-ray/.ready: $(VENV)/.ready
+.venv-ray/.ready: $(VENV)/.ready Makefile
 	$(PYTHON) -m venv --clear .venv-ray
 	.venv-ray/bin/pip install --quiet 'ray[serve]==$(RAY)'
+	.venv-ray/bin/pip install --quiet --no-deps verl==$(VERL) 'tensordict<0.11' codetiming hydra-core omegaconf \
+	  antlr4-python3-runtime==4.9.3 torchdata pyvers orjson
 	touch $@
 
 # Into site/, to be opened without a server. Broken links, anchors and docstrings fail.

@@ -1,0 +1,101 @@
+"""verl's `CheckpointEngine`: weights go from verl's actors to its rollouts through a channel, in any other cluster.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=deltasync
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=trl_callback.verl
+    +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.deltasync.channel=s3://bucket/run
+
+verl imports this module by that name and makes one engine in each actor and in each rollout worker. The first actor
+publishes; a rollout worker keeps the weights in host memory, patches them by deltas, and hands them to verl's own server
+adapter. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Others may follow the same channel, servers of vLLM say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from deltasync import Publisher, Replica
+from deltasync.errors import ConfigError
+
+
+@CheckpointEngineRegistry.register("deltasync")
+class DeltaSyncCheckpointEngine(CheckpointEngine):
+    """One process's end of the channel.
+
+    Args:
+        bucket_size: verl's, in bytes; not needed here.
+        is_master: Whether this is the actor that publishes.
+        channel: URL of the channel.
+        timeout_s: How long an update may take, from the publish to the last rollout worker.
+        **options: Of `Publisher`, such as `resume` or `dtype`.
+    """
+
+    def __init__(
+        self, bucket_size: int, is_master: bool = False, *, channel: str, timeout_s: float = 600.0, **options: Any
+    ) -> None:
+        self._channel, self._timeout_s, self._options = channel, timeout_s, options
+        self._is_master = is_master
+        self._publisher: Publisher | None = None
+        self._replica: Replica | None = None
+        self._version: int | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """At the master the number of the version that the next update will be."""
+        if not self._is_master:
+            return {}
+        if self._publisher is None:
+            self._publisher = Publisher(self._channel, **self._options)
+        return {"version": self._publisher.version + 1}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Every process learns the version; nobody connects to anybody."""
+        (version,) = [each["version"] for each in metadata if each]
+        return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
+
+    def init_process_group(self, version: int) -> None:
+        """The update that comes is this version."""
+        self._version = version
+
+    def finalize(self) -> None:
+        """The update is over."""
+        self._version = None
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, Any]:
+        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights.
+
+        Returns:
+            Metrics: the version and its size on the wire.
+
+        Raises:
+            PublishError: the version did not become visible.
+        """
+        if self._publisher is None:
+            for _ in weights:
+                pass
+            return {}
+        receipt = self._publisher.publish(weights, step=global_steps)
+        done = await asyncio.to_thread(receipt.wait, self._timeout_s)
+        return {"deltasync/version": done.version, "deltasync/payload_bytes": done.payload_bytes}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """All weights of the version, each in host memory that the next update writes to.
+
+        Raises:
+            NotPublishedError, MissingVersionError: it was not published in time.
+        """
+        if self._version is None:
+            raise ConfigError("verl asked for weights before it had said which version.")
+        if self._replica is None:
+            self._replica = Replica(self._channel)
+        await asyncio.to_thread(self._replica.sync, self._version, timeout_s=self._timeout_s)
+        for name, tensor in self._replica.state_dict().items():
+            yield name, tensor
