@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deltasync.cli.options import channel_command, timeout
-from deltasync.cli.output import echo, echo_json
+from deltasync.cli.output import echo, echo_json, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -51,10 +51,10 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
         failed = False
         before, started = replica.identity, time.perf_counter()
         try:
-            if (once or before is None) and pin == NEWEST:
-                replica.sync()
-            else:
+            if before is not None:
                 replica.poll(told, pin)
+            else:
+                with_bars(lambda progress: replica.sync() if pin == NEWEST else replica.poll(pin=pin))
             told = None
         except DeltaSyncError as error:
             if once or (before is None and not isinstance(error, NotPublishedError)):
