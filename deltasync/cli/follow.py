@@ -44,7 +44,7 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
         changed.set()
 
     seen_s = time.monotonic()
-    waiting = False
+    waiting: DeltaSyncError | None = None
     poll = None
     while True:
         changed.clear()
@@ -60,10 +60,10 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
             if once or (before is None and not isinstance(error, NotPublishedError)):
                 raise
             failed = before is not None
-            if failed or not waiting:
+            if failed or waiting is None:
                 then = f"Staying at version {before}." if failed else "Waiting for the first version."
                 echo(f"deltasync: {error} {then}", err=True)
-            waiting = not failed
+            waiting = None if failed else error
         identity = replica.identity
         if identity != before and identity is not None:
             seen_s = time.monotonic()
@@ -75,6 +75,8 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
             else:
                 echo(f"version {identity}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
+            if identity is None and waiting is not None:
+                raise waiting
             return
         if poll is None:
             poll = Poll(reader.store, settings.poll_interval_s, tell)

@@ -81,7 +81,7 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
         def tell(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 shown.update(tasks[name], visible=False)
-                tasks[what] = shown.add_task(what)
+                tasks[what] = shown.add_task(what, total=total)
             shown.update(tasks[what], completed=done, total=total)
 
         told: Progress = tell

@@ -77,6 +77,7 @@ def _find(reader: ChannelReader, what: str) -> Stored:
         if stored is not None and stored.record.next_epoch is not None:  # a seal
             stored = None if stored.record.base is None else reader.record(stored.record.base)
         if stored is None:
+            reader.channel()
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
         return stored
     if keys.slot_of(what) is None and keys.fold_of(what) is None:

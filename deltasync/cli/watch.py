@@ -67,6 +67,7 @@ def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: flo
                 moved_s = time.monotonic()
             before = found
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
+                reader.channel()  # as is nothing for so long
                 return
             time.sleep(interval_s)
 
