@@ -67,7 +67,8 @@ def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: flo
                 moved_s = time.monotonic()
             before = found
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
-                reader.channel()  # as is nothing for so long
+                if found.newest_version is None:
+                    reader.channel()
                 return
             time.sleep(interval_s)
 
