@@ -142,7 +142,8 @@ def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
         ConfigError: it is something else, or less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 1 << 63:
-        raise ConfigError(f"{name} must be a whole number{f' from {least} on' if least > 0 else ''}, not {value!r}.")
+        bound = f"from {least} on" if least > 0 else "of 64 bits"
+        raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
     return int(value)
 
 

@@ -357,6 +357,8 @@ def page() -> str:
     lines = [
         "# What commands print with `--json`",
         "",
+        "    deltasync log s3://bucket/run --json | jq .version",
+        "",
         "Each field is always there. Errors go to stderr, as sentences; [exit codes](cli.md) are the same with and without.",
         "`dashboard` serves a page's data at `data.json`, `demo` and `deploy` print what they did; these three may change.",
         "Made by `python -m tests.json_schemas`.",

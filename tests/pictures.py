@@ -19,8 +19,11 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.dashboard import Observer, page
 from tests.browser import browse
 
-LAYERS, VERSIONS, SHOWN = 12, 60, "file:///data/run"
-ERROR = "parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors does not have the sha256 that it is named by."
+LAYERS, VERSIONS, SHOWN = 12, 60, "s3://bucket/run"
+ERROR = (
+    f"{SHOWN}/parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors: the store answered 403 Forbidden. Check the "
+    "credentials, and that they may list the bucket and get, put and delete objects in it."
+)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -79,7 +82,7 @@ def main(out: Path) -> None:
         document = page(observer.snapshot()).replace(store.url.encode(), SHOWN.encode())
         (Path(folder) / "page.html").write_bytes(document)
         address, profile = (Path(folder) / "page.html").as_uri(), Path(folder) / "profile"
-        browse(address, profile, f"--screenshot={out.absolute()}", width=1080, height=1412)
+        browse(address, profile, f"--screenshot={out.absolute()}", width=1080, height=1432)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ class ChannelReader:
         try:
             data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
         except ObjectMissingError:
-            raise NotPublishedError(f"{self.store.url} holds no channel yet.") from None
+            raise NotPublishedError(
+                f"{self.store.url} holds no channel yet. Check the URL, unless nothing was published."
+            ) from None
         if self.trusted is not None:
             self.trusted.check(keys.CHANNEL, data)
         found = documents.decode(data, Channel, keys.CHANNEL)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from deltasync.cli.options import channel_command
-from deltasync.cli.output import cell, echo_json
+from deltasync.cli.output import cell, echo_json, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
+    from deltasync.housekeeping import Progress
+    from deltasync.housekeeping.doctor import Finding
 
 _SCALE = {"M": 1e6, "B": 1e9, "T": 1e12}
 _STYLE = {"ok": "green", "warning": "yellow", "failure": "red"}
@@ -43,14 +45,7 @@ def command(reader: ChannelReader, model: float, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from deltasync.housekeeping import doctor
-
-    findings = []
-    console = Console(stderr=True)
-    with console.status("Trying the store ...") as status:
-        for finding in doctor.examine(reader, parameters=model):
-            findings.append(finding)
-            status.update(f"{finding.check}: {finding.state}")
+    findings = with_bars(_findings, reader, model)
     if as_json:
         echo_json([dataclasses.asdict(finding) for finding in findings], indent=2)
     else:
@@ -60,3 +55,13 @@ def command(reader: ChannelReader, model: float, as_json: bool) -> None:
             table.add_row(cell(finding.state, _STYLE[finding.state]), cell(finding.check), cell(said))
         Console(soft_wrap=not sys.stdout.isatty()).print(table)
     sys.exit(any(finding.state == "failure" for finding in findings))
+
+
+def _findings(reader: ChannelReader, model: float, progress: Progress) -> list[Finding]:
+    from deltasync.housekeeping import doctor
+
+    findings: list[Finding] = []
+    for finding in doctor.examine(reader, parameters=model):
+        findings.append(finding)
+        progress(finding.check, 1, 1)
+    return findings

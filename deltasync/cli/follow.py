@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deltasync.cli.options import channel_command, timeout
-from deltasync.cli.output import echo, echo_json
+from deltasync.cli.output import echo, echo_json, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -44,26 +44,26 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
         changed.set()
 
     seen_s = time.monotonic()
-    waiting = False
+    waiting: DeltaSyncError | None = None
     poll = None
     while True:
         changed.clear()
         failed = False
         before, started = replica.identity, time.perf_counter()
         try:
-            if (once or before is None) and pin == NEWEST:
-                replica.sync()
-            else:
+            if before is not None:
                 replica.poll(told, pin)
+            else:
+                with_bars(lambda progress: replica.sync() if pin == NEWEST else replica.poll(pin=pin))
             told = None
         except DeltaSyncError as error:
             if once or (before is None and not isinstance(error, NotPublishedError)):
                 raise
             failed = before is not None
-            if failed or not waiting:
+            if failed or waiting is None:
                 then = f"Staying at version {before}." if failed else "Waiting for the first version."
                 echo(f"deltasync: {error} {then}", err=True)
-            waiting = not failed
+            waiting = None if failed else error
         identity = replica.identity
         if identity != before and identity is not None:
             seen_s = time.monotonic()
@@ -75,6 +75,8 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
             else:
                 echo(f"version {identity}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
+            if identity is None and waiting is not None:
+                raise waiting
             return
         if poll is None:
             poll = Poll(reader.store, settings.poll_interval_s, tell)

@@ -58,21 +58,30 @@ def table(columns: Iterable[tuple[str, str]], **options: Any) -> Table:
 
 
 def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """The result of an action that tells its `progress`: by bars on stderr while it goes on, where that is a terminal."""
+    """The result of an action that tells its `progress`: by bars on stderr while it goes on, where that is a terminal.
+
+    Nothing is shown with --json. Until the action tells something, the bar only moves.
+    """
     from deltasync.housekeeping import quiet
 
-    if not sys.stderr.isatty():
+    context = click.get_current_context(silent=True)
+    if not sys.stderr.isatty() or (context is not None and context.params.get("as_json")):
         return action(*arguments, progress=quiet, **options)
     from rich import progress
     from rich.console import Console
 
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
-    with progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True) as shown:
-        tasks: dict[str, progress.TaskID] = {}
+    name = "working" if context is None else context.info_name or ""
+    parts = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
+    bars = progress.Progress(
+        *parts, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True, redirect_stdout=False
+    )
+    with bars as shown:
+        tasks = {name: shown.add_task(name, total=None)}
 
         def tell(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = shown.add_task(what)
+                shown.update(tasks[name], visible=False)
+                tasks[what] = shown.add_task(what, total=total)
             shown.update(tasks[what], completed=done, total=total)
 
         told: Progress = tell

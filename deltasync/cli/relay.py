@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deltasync.cli.options import channel_command
-from deltasync.cli.output import echo, echo_json
+from deltasync.cli.output import echo, echo_json, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -45,7 +45,7 @@ def command(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json
 
     relay = housekeeping.Relay(reader, [open_store(target) for target in targets])
     if once:
-        copied = relay.step()
+        copied = with_bars(relay.step)
         if copied is not None:
             _show(copied, as_json)
             sys.exit(max((problem.exit_code for problem in copied.problems), default=0))
@@ -56,7 +56,7 @@ def command(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json
             changed.clear()
             known, told, copied, failed = told, None, None, False
             try:
-                copied = relay.step(known)
+                copied = relay.step(known) if relay.version else with_bars(relay.step)
                 said = ""
             except (RunMismatchError, ChannelInUseError, ObjectExistsError, ConfigError):
                 raise  # a target is something else

@@ -97,7 +97,6 @@ def command(
         raise ConfigError(
             "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
         )
-    require_vllm()
     arguments = [*vllm_arguments, "--port", str(port), "--host", host]
     line, env = vllm_command(model, channel, arguments, os.environ, adapter, trusted_keys)
     if dry_run:
@@ -106,6 +105,7 @@ def command(
         shown = [f"{name}={shlex.quote(env[name])}" for name in names]
         echo(" ".join([*shown, shlex.join(line)]))
         return
+    require_vllm()
     check_port(host, port)
     if host not in _LOOPBACK and not env.get(_TOKEN):
         env[_TOKEN] = secrets.token_urlsafe(24)

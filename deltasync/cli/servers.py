@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from deltasync.cli.output import echo, echo_json
+from deltasync.cli.output import echo, echo_json, with_bars
 
 _SERVER = click.argument("server", metavar="SERVER")
 _TIMEOUT = click.option(
@@ -49,7 +49,7 @@ def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
 def _tell(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import heartbeat
 
-    found = heartbeat.tell(server, route, body, timeout_s)
+    found = with_bars(lambda progress: heartbeat.tell(server, route, body, timeout_s))
     if as_json:
         echo_json(found)
     else:

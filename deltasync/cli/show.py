@@ -8,11 +8,13 @@ import click
 import msgspec
 
 from deltasync.cli.options import channel_command
-from deltasync.cli.output import echo, echo_json, field
+from deltasync.cli.output import echo, echo_json, field, with_bars
 
 if TYPE_CHECKING:
+    from deltasync.channel.documents import Record
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import Stored
+    from deltasync.housekeeping import Progress
 
 
 @channel_command("show", "The document as JSON, with its key and digest.")
@@ -47,8 +49,17 @@ def command(reader: ChannelReader, what: str, as_json: bool) -> None:
         _field("reference", stored.record.reference)
     for file in stored.record.files:
         _field("file", f"{file.key}  {file.bytes:,} bytes  sha256 {file.sha256[:12]}")
-    _show_ways(reader, stored)
-    _show_payload(reader, stored)
+    ways, changed = with_bars(_around, reader, stored)
+    for key, way in ways.items():
+        more = "" if way.delta is None else f"  {way.delta.changed:,} changed"
+        _field("anchor" if way.delta is None else "fold", f"{key}  {way.payload_bytes:,} bytes{more}")
+    if stored.record.delta is not None and stored.record.base is not None:
+        total = sum(spec.element_count for spec in reader.specs.values())
+        since = f"since version {stored.record.base.version}"
+        _field("changed", f"{stored.record.delta.changed:,} of {total:,} elements {since}")
+    fractions = {name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed}
+    for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
+        echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
 
 
 def _field(name: str, value: object) -> None:
@@ -66,6 +77,7 @@ def _find(reader: ChannelReader, what: str) -> Stored:
         if stored is not None and stored.record.next_epoch is not None:  # a seal
             stored = None if stored.record.base is None else reader.record(stored.record.base)
         if stored is None:
+            reader.channel()
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
         return stored
     if keys.slot_of(what) is None and keys.fold_of(what) is None:
@@ -73,32 +85,23 @@ def _find(reader: ChannelReader, what: str) -> Stored:
     return reader.stored(what)
 
 
-def _show_ways(reader: ChannelReader, stored: Stored) -> None:
-    """Folds and announced anchors of a version."""
-    for span, info in reader.folds() if stored.record.is_version else []:
-        fold = reader.document(info) if span.version == stored.record.version else None
-        if fold is None or fold.sha256 != stored.sha256:
-            continue
-        if fold.delta is None:
-            _field("anchor", f"{info.key}  {fold.payload_bytes:,} bytes")
-        else:
-            _field("fold", f"{info.key}  {fold.payload_bytes:,} bytes  {fold.delta.changed:,} changed")
+def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[dict[str, Record], dict[str, int]]:
+    """Folds and announced anchors of a version, by key, and changed elements by tensor.
 
-
-def _show_payload(reader: ChannelReader, stored: Stored) -> None:
-    """The most changed tensors, out of the headers of payloads, which are not held to their digests."""
+    These are out of the headers of payloads, which are not held to their digests.
+    """
     from deltasync.channel.documents import File
     from deltasync.dashboard.heat import read_changed
+    from deltasync.housekeeping import in_parallel
 
-    delta = stored.record.delta
-    if delta is None or stored.record.base is None:
-        return
-    total = sum(spec.element_count for spec in reader.specs.values())
-    _field("changed", f"{delta.changed:,} of {total:,} elements since version {stored.record.base.version}")
-    changed: dict[str, int] = {}
-    for file in (File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *delta.parts):
-        for name, count in read_changed(reader.store, file).items():
-            changed[name] = changed.get(name, 0) + count
-    fractions = {name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed}
-    for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
-        echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
+    record, ways, changed = stored.record, {}, dict[str, int]()
+    if record.is_version:
+        infos = [info for span, info in reader.folds() if span.version == record.version]
+        found = zip(infos, in_parallel(reader.document, infos, "folds", progress), strict=True)
+        ways = {info.key: way for info, way in found if way.sha256 == stored.sha256}
+    if record.delta is not None and record.base is not None:
+        files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
+        for counts in in_parallel(lambda file: read_changed(reader.store, file), files, "payload headers", progress):
+            for name, count in counts.items():
+                changed[name] = changed.get(name, 0) + count
+    return ways, changed

@@ -13,7 +13,7 @@ import click
 from rich.filesize import decimal as size_of
 
 from deltasync.cli.options import channel_command, interval, timeout
-from deltasync.cli.output import cell, count, echo, echo_json, table
+from deltasync.cli.output import cell, count, echo, echo_json, table, with_bars
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +53,7 @@ def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: flo
     with contextlib.nullcontext() if lines else Live(console=Console(), auto_refresh=False) as live:
         while True:
             try:
-                found = observer.look()
+                found = with_bars(observer.look) if before is None else observer.look()
             except DeltaSyncError as error:
                 if once:
                     raise
@@ -67,6 +67,8 @@ def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: flo
                 moved_s = time.monotonic()
             before = found
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
+                if found.newest_version is None:
+                    reader.channel()
                 return
             time.sleep(interval_s)
 

@@ -26,25 +26,24 @@ class Relay:
     Args:
         source: The channel's reader. Nothing is written to its store.
         targets: Where to. Each is empty, or holds an earlier copy.
-        progress: Told how far catching up is.
 
     Raises:
         ConfigError: a URL occurs twice.
     """
 
-    def __init__(self, source: ChannelReader, targets: Sequence[Store], progress: Progress = quiet) -> None:
+    def __init__(self, source: ChannelReader, targets: Sequence[Store]) -> None:
         urls = [source.store.url, *(target.url for target in targets)]
         if len(set(urls)) < len(urls):
             raise ConfigError("SOURCE and every TARGET must be different URLs.")
         self.version: Version | None = None
-        self._source, self._targets, self._progress = source, targets, progress
+        self._source, self._targets = source, targets
         self._course = Course(source, prefetch=False)
         self._behind, self._started = True, False
         self._head_due = False
         self._folds: set[str] = set()  # keys of those that the targets have
         self._look_due_s = 0.0
 
-    def step(self, known: ObjectInfo | None = None) -> Copied | None:
+    def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
         """Copy what there is to copy now.
 
         After return everything that was copied can be read at every target. If it raised, what is missing there is copied
@@ -52,6 +51,7 @@ class Relay:
 
         Args:
             known: What an event told of a new record.
+            progress: Told how far catching up is.
 
         Returns:
             What was stored in the targets together; None if there was nothing new.
@@ -62,11 +62,11 @@ class Relay:
             StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
         """
         if self._behind:
-            return self._catch_up()
+            return self._catch_up(progress)
         way = self._course.next(self.version, known=known)
         self._behind = True  # unless this step ends well
         if not self._is_next(way):
-            return self._catch_up()
+            return self._catch_up(progress)
         now_s = time.monotonic()
         if now_s >= self._look_due_s:
             way += self._new_folds()
@@ -75,7 +75,7 @@ class Relay:
         for stored in way:
             done += self._copy_stored(stored)
             if any(isinstance(each, DeltaSyncError) for each in done):
-                return self._catch_up()  # which leaves out what is damaged, and says so
+                return self._catch_up(progress)  # which leaves out what is damaged, and says so
             if stored.is_fold:
                 self._folds.add(stored.key)
             else:
@@ -89,9 +89,9 @@ class Relay:
         stored = [each for each in done if isinstance(each, int)]
         return Copied(version=self.version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=[])
 
-    def _catch_up(self) -> Copied | None:
+    def _catch_up(self, progress: Progress) -> Copied | None:
         before, started, folds = self.version, self._started, {info.key for _, info in self._source.folds()}
-        each = [copy(self._source, target, progress=self._progress) for target in self._targets]
+        each = [copy(self._source, target, progress=progress) for target in self._targets]
         oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
         problems = {str(problem): problem for copied in each for problem in copied.problems}
         self.version, self._folds, self._head_due, self._behind = oldest.version, folds, True, False

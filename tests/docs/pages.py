@@ -74,6 +74,14 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def before_code(page: Path) -> list[str]:
+    """What stands between the title and the first code: types of markdown-it's blocks, without headings and comments."""
+    tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
+    types = [token.type for token in tokens if token.level == 0]
+    code = min((types.index(kind) for kind in ("fence", "code_block") if kind in types), default=len(types))
+    return [kind for kind in types[:code] if kind.endswith("_open") and kind != "heading_open"]
+
+
 def spans(page: Path) -> list[str]:
     """Code within the text."""
     tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
@@ -84,3 +92,8 @@ def command_lines(text: str) -> list[str]:
     """What follows `deltasync ` in shell commands, to the end of the command."""
     joined = re.sub(r"\\\n\s*", "", text)
     return re.findall(r"(?m)^(?:\S+=\S* )*(?:[\w.]+ -m )?deltasync ([a-z][^|;&#\n]*)", joined)
+
+
+def metrics() -> set[str]:
+    """Names in the table of docs/reference/metrics.md."""
+    return set(re.findall(r"(?m)^\| `(.*?)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")))

@@ -23,11 +23,11 @@ from deltasync import Publisher
 from deltasync.cli import main
 from deltasync.config import PublisherOptions, PublisherSettings, ReplicaSettings, Retention, TrainerSettings
 from deltasync.demo.processes import Child
-from tests.docs.pages import PAGES, ROOT, Block, blocks, command_lines, spans
+from tests.docs.pages import PAGES, ROOT, Block, before_code, blocks, command_lines, spans
 from trl_callback import DeltaSyncConfig
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-QUICK = {("README.md", "Use it"), ("docs/quickstart.md", "A channel, in a minute")}
+QUICK = {("README.md", "Ten lines of Python"), ("docs/quickstart.md", "A channel, in a minute")}
 SOURCES = [path for package in ("deltasync", "vllm_plugin", "trl_callback") for path in (ROOT / package).rglob("*.py")]
 # With the pieces of long messages joined.
 CODE = re.sub(r'"\s+f?"', "", "".join(path.read_text(encoding="utf-8") for path in SOURCES))
@@ -101,6 +101,22 @@ def test_commands_and_options_exist(page: Path) -> None:
         given = {word.split("=")[0] for word in re.findall(r"(?<!\S)\[?(--?[a-z][\w=-]*)", line)}
         if not command.context_settings.get("ignore_unknown_options"):  # which are vLLM's
             assert given <= options | {"--help", "-h"}, line
+
+
+EXPLAIN = {"docs/LOG.md", "docs/format.md", "docs/fuzzing.md", "docs/glossary.md"}
+TASKS = [page for page in PAGES if page.parts[-2] in ("docs", "guides", "reference")]
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_starts_with_what_does_it(page: Path) -> None:
+    """A command or code, after a sentence at most; those in EXPLAIN have nothing to type."""
+    assert page.relative_to(ROOT).as_posix() in EXPLAIN or before_code(page) in ([], ["paragraph_open"])
+
+
+def test_the_index_leads_to_each_page() -> None:
+    linked = set(re.findall(r"\]\(([\w/-]+\.(?:md|ipynb))", (ROOT / "docs/index.md").read_text(encoding="utf-8")))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in TASKS}
+    assert pages - linked == {"index.md", "LOG.md"}
 
 
 def test_commands_are_found() -> None:

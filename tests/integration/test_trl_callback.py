@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from deltasync.demo import model as demo_model
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
 from deltasync.publish.sharded import TensorRange
 from tests.conftest import assert_same_bits
+from tests.docs.pages import metrics
 from tests.http_faults import FaultProxy, status
 from tests.integration.trainers import (
     TOKEN_METRICS,
@@ -316,13 +316,6 @@ class Integration(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def _documented_metrics() -> set[str]:
-    """What the table of the guide names."""
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "trl.md").read_text()
-    table = guide.split("| `delta_sync/...` | |\n")[1].split("\n\n")[0]
-    return {name for row in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-
-
 @pytest.mark.parametrize("added", ["to the constructor", "later"])
 def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str) -> None:
     from transformers.integrations import integration_utils
@@ -362,7 +355,8 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [line["delta_sync/replicas"] for line in logs[1:]] == [2, 2, 3]
     assert [line["delta_sync/served_lag"] for line in logs[1:]] == [2, 3, 5]
     names = {name.removeprefix("delta_sync/") for name in logs[-1] if name.startswith("delta_sync/")}
-    assert len(names) == 10 and names | {"ack_s", "served_version"} | TOKEN_METRICS == _documented_metrics()
+    documented = {name.removeprefix("delta_sync/") for name in metrics() if name.startswith("delta_sync/")}
+    assert len(names) == 10 and names | {"ack_s", "served_version"} | TOKEN_METRICS == documented
     assert trainer.state.log_history[0].keys() >= logs[0].keys()
 
 

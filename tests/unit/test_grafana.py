@@ -1,10 +1,9 @@
-"""The Grafana dashboard asks for metrics that servers have, by labels that they have."""
+"""The Grafana dashboard asks for metrics that servers have, by labels that they have; the page of metrics names them all."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,9 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client import CollectorRegistry
 
+from tests.docs.pages import ROOT, metrics
 from vllm_plugin.metrics import Metrics
 
-ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/replicas.json").read_text(encoding="utf-8"))
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 FROM_THE_SCRAPE = {"job", "instance"}
@@ -42,6 +41,12 @@ def test_each_metric_of_a_server_is_shown() -> None:
     kinds = ("_total", "_bucket", "")
     described = {metric.name: metric for metric in _metrics()}
     assert [name for name in described if not any(f"{name}{kind}" in shown for kind in kinds)] == []
+
+
+def test_the_page_names_each_metric_of_a_server() -> None:
+    samples = {name.removesuffix("_bucket") for name in labels_of_samples()}
+    exported = {name for name in samples if not name.endswith(("_created", "_sum", "_count"))}
+    assert {name for name in metrics() if not name.startswith("delta_sync/")} == exported
 
 
 def test_panels_do_not_overlap() -> None:

@@ -1,0 +1,111 @@
+"""Every command says on a terminal that it goes on, and nothing about that elsewhere or with --json."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from deltasync import Publisher
+from deltasync.cli import main
+
+AT_ONCE = {"keygen", "router"}  # router becomes HAProxy, which logs
+STREAM = {"demo", "serve", "deploy space vllm", "deploy space wordle"}  # print what they do, line by line
+SHOW = {
+    "follow": "{channel} --once",
+    "sync": "{server}",
+    "pin": "{server} 2",
+    "watch": "{channel} --once",
+    "dashboard": "{channel} --out {folder}/page.html",
+    "log": "{channel}",
+    "show": "{channel}",
+    "doctor": "{channel}",
+    "check": "{channel}",
+    "repair": "{channel}",
+    "forget": "{channel} --keep-last 2",
+    "prune": "{channel}",
+    "fold": "{channel} 1 3",
+    "export": "{channel} latest {folder}/export",
+    "cp": "{channel} file://{folder}/copy",
+    "relay": "{channel} file://{folder}/copy --once",
+}
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serves what it is told to."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"version": 2, "waited_s": 0.0}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def commands(group: click.Group, context: click.Context, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, context, f"{before}{name} ")
+        elif command is not None:
+            yield before + name, command
+
+
+COMMANDS = dict(commands(main, click.Context(main)))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Server) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+
+
+@pytest.fixture(scope="module")
+def channel(tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = f"file://{tmp_path_factory.mktemp('progress')}/run"
+    weights = {"w": torch.zeros(1000)}
+    with Publisher(url) as publisher:
+        for number in range(4):
+            weights["w"][number] = 1
+            publisher.publish(weights).wait(timeout_s=60)
+    return url
+
+
+def test_each_command_shows_progress_or_has_a_reason_not_to() -> None:
+    assert COMMANDS.keys() == {*SHOW, *AT_ONCE, *STREAM}
+
+
+@pytest.mark.parametrize("name", SHOW)
+def test_progress(name: str, channel: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    said = []
+    json_too = any(option.name == "as_json" for option in COMMANDS[name].params)
+    for way, stderr in enumerate([Terminal(), io.StringIO(), *([Terminal()] if json_too else [])]):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        words = SHOW[name].format(channel=channel, server=server, folder=tmp_path / str(way)).split()
+        (tmp_path / str(way)).mkdir()
+        with pytest.raises(SystemExit) as ended:
+            main([name, *words, *(["--json"] if way == 2 else [])])
+        assert ended.value.code == 0, stderr.getvalue()
+        said.append(stderr.getvalue())
+    assert "━" in said[0]
+    assert not [text for text in said[1:] if "━" in text or "\x1b" in text]
