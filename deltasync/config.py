@@ -265,7 +265,8 @@ class ReplicaSettings(ReaderSettings):
     """How a replica follows; also `ReaderSettings`.
 
     Attributes:
-        channel: URL of the channel; None when deltasync is not configured.
+        channel: URL of the channel, or several of it and its copies with spaces between them; None when deltasync is not
+            configured.
         adapter: Name under which vLLM serves the adapter that the channel holds; None if it holds the served model.
         allowed_channels: Prefixes, with commas between them, of the channels that callers of vLLM's weight-transfer routes
             may name instead of `channel`, such as `s3://bucket/runs`; None for no other channel.

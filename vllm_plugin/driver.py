@@ -21,6 +21,7 @@ from typing import Any
 
 from deltasync.channel import heartbeat, payloads
 from deltasync.channel.documents import Version
+from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
@@ -34,7 +35,7 @@ from deltasync.errors import (
     printable,
 )
 from deltasync.replicas import NEWEST, Course, Pin, Poll
-from deltasync.stores import ObjectInfo, open_store
+from deltasync.stores import ObjectInfo
 from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin.background import Beats, Scout
 from vllm_plugin.engine import Engine
@@ -68,7 +69,7 @@ class Driver:
         self._settings = settings
         self._metrics = metrics
         self._channel = settings.channel
-        store = behind_cache(open_store(settings.channel), settings.cache_dir, settings.cache_bytes)
+        store = behind_cache(open_nearest(settings.channel), settings.cache_dir, settings.cache_bytes)
         self._reader = ChannelReader(store, settings.trusted_keys)
         self._course = Course(self._reader, settings.max_age_s, prefetch=isinstance(store, CachedStore))  # for the workers
         self.pin = Pin.parse(settings.pin)

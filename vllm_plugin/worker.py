@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
@@ -31,7 +32,7 @@ from deltasync.errors import (
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
 from deltasync.replicas.follower import CommittedVersion, Follower, StagedVersion
-from deltasync.stores import Store, open_store
+from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
 from vllm_plugin.load import copies, fallback, plan, proof
 from vllm_plugin.log import logger
@@ -287,4 +288,4 @@ def open_channel(channel: str) -> Store:
     """The store of a channel, behind the cache that the processes of this machine share."""
     settings = ReplicaSettings.from_env()
     workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return behind_cache(open_store(channel), settings.cache_dir, settings.cache_bytes, workers)
+    return behind_cache(open_nearest(channel), settings.cache_dir, settings.cache_bytes, workers)

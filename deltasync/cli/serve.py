@@ -91,9 +91,9 @@ def command(
       DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
         --logprobs-mode processed_logprobs --enable-lora --max-loras 4
     """
-    from deltasync.stores import open_store
+    from deltasync.channel.nearest import open_nearest
 
-    if open_store(channel).url.startswith("memory://"):
+    if open_nearest(channel).url.startswith("memory://"):
         raise ConfigError(
             "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
         )

@@ -24,6 +24,7 @@ import torch
 
 from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
@@ -43,7 +44,7 @@ from deltasync.replicas.pin import NEWEST, Pin
 from deltasync.replicas.places import Names, places, plain_name, segment
 from deltasync.replicas.poll import Poll
 from deltasync.replicas.replica import Replica
-from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import int_view
 
 logger = get_logger(__name__)
@@ -384,7 +385,7 @@ def follow(
 
     Args:
         module: On any device. Tensors have the channel's dtypes and shapes.
-        channel: Its URL, or an opened store.
+        channel: Its URL, or several of it and its copies with spaces between them; or an opened store.
         names: What the tensors of the module's `state_dict` are called in the channel: a function, or a mapping in which
             names that are the same may be left out. Several names are tensors that lie one after the other along the first
             dimension, None is a tensor that the channel does not have. By default the same names, without what torch.compile
@@ -407,4 +408,4 @@ def follow(
     chosen = ReplicaSettings.from_env(**settings)
     if "replica_id" not in settings:
         chosen = dataclasses.replace(chosen, replica_id=f"{chosen.replica_id[:80]}-{os.getpid()}")
-    return Following(module, open_store(channel), chosen, named, background)
+    return Following(module, open_nearest(channel), chosen, named, background)

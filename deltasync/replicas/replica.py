@@ -14,6 +14,7 @@ import torch
 
 from deltasync.channel import checkpoint
 from deltasync.channel.documents import Version
+from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReaderSettings, whole_number
@@ -23,7 +24,7 @@ from deltasync.replicas.course import Course
 from deltasync.replicas.follower import Follower
 from deltasync.replicas.pin import NEWEST, Pin
 from deltasync.replicas.poll import Poll
-from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import bits_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Replica:
     """Weights in host memory that follow a channel.
 
     Args:
-        channel: URL of the channel, an opened store, or a reader of it.
+        channel: URL of the channel, or several of it and its copies with spaces between them; an opened store; or a reader.
         trusted_keys, max_age_s: See `ReaderSettings`; from the environment if None. A reader has its own keys.
 
     Examples:
@@ -56,7 +57,7 @@ class Replica:
     ) -> None:
         settings = ReaderSettings.from_env(trusted_keys=trusted_keys, max_age_s=max_age_s)
         if not isinstance(channel, ChannelReader):
-            channel = ChannelReader(open_store(channel), settings.trusted_keys)
+            channel = ChannelReader(open_nearest(channel), settings.trusted_keys)
         self._reader = channel
         self._course = Course(channel, settings.max_age_s)
         self._follower: Follower | None = None

@@ -1,0 +1,156 @@
+"""A channel and copies of it: the nearest is read, another one where that fails or lags, and nobody goes back by that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from deltasync import Replica
+from deltasync.channel import keys, nearest
+from deltasync.channel.nearest import NearestStore, open_nearest
+from deltasync.channel.reading import ChannelReader
+from deltasync.errors import ConfigError, NotPublishedError, StoreError
+from deltasync.housekeeping import Relay
+from deltasync.stores import Store, open_store
+from tests.channels import Made, filled, states_of
+from tests.conftest import assert_same_bits
+from tests.faults import FOREVER, FaultyStore
+
+STATES = states_of(8)
+
+_Result = TypeVar("_Result")
+
+
+class FarStore(FaultyStore):
+    """Answers late."""
+
+    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+        time.sleep(0.03)
+        return super().ask(verb, key, action)
+
+
+class Region:
+    """A channel that is far, a copy that is near, and a replica that knows both."""
+
+    def __init__(self, url: str) -> None:
+        self.source, self.copy = open_store(url), open_store(f"{url}-copy")
+        self.made, _ = filled(self.source, STATES[:2])
+        self.relay = Relay(ChannelReader(self.source), [self.copy])
+        self.relay.step()
+        self.far, self.near = FarStore(self.source), FaultyStore(self.copy)
+        self.store = NearestStore([self.far, self.near])
+        self.replica = Replica(self.store)
+
+    def publish(self, state: int, *, relayed: bool = True) -> None:
+        self.made.delta(STATES[state], parts=1)
+        self.made.head()
+        if relayed:
+            self.relay.step()
+
+    def assert_serves(self, made: Made) -> None:
+        self.replica.sync()
+        assert made.tip is not None and self.replica.identity == made.tip
+        assert_same_bits(self.replica.state_dict(), made.bits[made.tip.sha256])
+
+
+@pytest.fixture
+def region(memory_url: str) -> Region:
+    return Region(memory_url)
+
+
+def test_the_nearest_is_read_and_the_channel_is_written_to(region: Region) -> None:
+    for state in (2, 3):
+        region.publish(state)
+        region.assert_serves(region.made)
+    assert region.far.calls == [("read", keys.HEAD)]  # to find out how far it is
+    region.store.put("replicas/one.json", b"{}")
+    assert region.source.read("replicas/one.json", 9) == b"{}"
+    assert region.store.url == region.source.url
+
+
+def test_where_it_fails_another_one_is_read(region: Region) -> None:
+    region.assert_serves(region.made)
+    fault = region.near.fail_at("read", times=FOREVER)
+    for state in (2, 3):
+        region.publish(state)
+        region.assert_serves(region.made)
+    assert fault.hits
+
+
+def test_nobody_goes_back_by_changing_over(region: Region) -> None:
+    near = region.near.fail_at("read", times=FOREVER)
+    region.publish(2, relayed=False)
+    region.assert_serves(region.made)  # from the channel, which is ahead of its copy
+    served, near.times = region.replica.identity, 0
+    far = region.far.fail_at("read", times=FOREVER)
+    with pytest.raises(StoreError):
+        region.replica.sync()
+    assert region.replica.identity == served
+    region.publish(3)  # now the copy has what was served, and more
+    region.assert_serves(region.made)
+    assert far.hits
+
+
+def test_a_copy_that_lags_is_left(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    region.assert_serves(region.made)
+    assert region.store.inner is region.near
+    monkeypatch.setattr(nearest, "REVIEW_S", 0.0)
+    region.store._due_s = 0.0
+    until = time.monotonic() + 30
+    region.publish(2, relayed=False)
+    while region.store.inner is region.near and time.monotonic() < until:
+        region.replica.sync()
+        time.sleep(0.02)
+    region.assert_serves(region.made)
+    region.relay.step()
+    while region.store.inner is region.far and time.monotonic() < until:
+        region.replica.sync()
+        time.sleep(0.02)
+    assert region.store.inner is region.near  # it has caught up
+    region.assert_serves(region.made)
+
+
+def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
+    other = open_store(f"{memory_url}-other")
+    made = Made(other, run_id="another")
+    made.create(STATES[0])
+    made.anchor(STATES[0])
+    made.head()
+    with pytest.raises(ConfigError, match=r"memory://.* and memory://.*-other hold different runs; name one channel and"):
+        Replica(NearestStore([region.source, other])).sync()
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearest, "_PATIENCE_S", 0.2)
+    gate = region.far.hold_at("read", keys.HEAD)
+    region.assert_serves(region.made)
+    region.publish(2)
+    region.assert_serves(region.made)
+    assert gate.entered.is_set() and region.far.calls == []
+    gate.opened.set()
+
+
+def test_several_urls(tmp_path: Path, memory_url: str) -> None:
+    urls = f"{memory_url}  file://{tmp_path}/copy"
+    for channel in (urls, urls.split(), tuple(urls.split())):
+        store = open_nearest(channel)
+        assert isinstance(store, NearestStore) and store.url == open_store(memory_url).url
+    for one in (memory_url, [memory_url], f" {memory_url} ", tmp_path, f"{tmp_path}/a folder"):
+        assert not isinstance(open_nearest(one), NearestStore)
+    for wrong in ("", [], "s3://bucket/run s3//bucket/copy", 7):
+        with pytest.raises(ConfigError):
+            open_nearest(wrong)  # type: ignore[arg-type]
+
+
+def test_a_channel_that_is_not_there_yet(memory_url: str) -> None:
+    source: Store = open_store(memory_url)
+    replica = Replica(f"{memory_url} {memory_url}-copy")
+    with pytest.raises(NotPublishedError):
+        replica.sync()
+    made, _ = filled(source, STATES[:1])
+    replica.sync()
+    assert replica.identity == made.tip
