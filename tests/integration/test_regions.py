@@ -1,0 +1,72 @@
+"""Two regions: a channel on S3, a relay beside the far replicas, and what goes over the line between."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from deltasync import Publisher, Replica
+from deltasync.channel.reading import ChannelReader
+from deltasync.housekeeping import Relay
+from deltasync.stores import open_store
+from tests.channels import trained, weights
+from tests.conftest import assert_same_bits
+from tests.http_faults import s3_error
+from tests.servers import s3, services
+from tests.servers.services import Service
+
+s3_server, s3_env, s3_bucket, s3_service = s3.s3_server, s3.s3_env, s3.s3_bucket, services.s3_service
+
+VERSIONS, REPLICAS = 8, 3
+_ANSWER_BYTES = 1_200  # headers of a request and of its reply
+
+
+def test_the_long_line_carries_each_version_once(s3_service: Service, tmp_path: Path) -> None:
+    source, near = s3_service.url, f"file://{tmp_path}/near"
+    model = weights()
+    with Publisher(s3_service.direct) as publisher:
+        publisher.publish(model).wait(60)
+        relay = Relay(ChannelReader(open_store(source)), [open_store(near)])
+        relay.step()
+        replicas = [Replica(near if number else f"{near} {source}") for number in range(REPLICAS)]
+        for replica in replicas:
+            replica.sync()
+        for seed in range(-1, VERSIONS):
+            if seed == 0:  # the first step after catching up looks around
+                s3_service.proxy.exchanges.clear()
+                stored = 0
+            model = trained(model, seed + 1)
+            publisher.publish(model).wait(60)
+            while (copied := relay.step()) is None or copied.version is None or copied.version.version < publisher.version:
+                pass
+            stored += copied.bytes
+            syncs = [threading.Thread(target=replica.sync) for replica in replicas]
+            for thread in syncs:
+                thread.start()
+            for thread in syncs:
+                thread.join()
+            for replica in replicas:
+                assert replica.digest == publisher.digest
+                assert_same_bits(replica.state_dict(), model)
+    crossed = [each for each in s3_service.proxy.matching("GET", r"\.safetensors$") if each.status == 200]
+    assert len(crossed) == VERSIONS  # of four that follow: the relay, and three replicas
+    assert sum(exchange.bytes_down for exchange in crossed) < stored + VERSIONS * _ANSWER_BYTES
+
+
+def test_the_far_replica_outlives_its_relays_store(s3_service: Service, tmp_path: Path) -> None:
+    near = open_store(f"file://{tmp_path}/near")
+    model = weights()
+    with Publisher(f"file://{tmp_path}/channel") as publisher:
+        publisher.publish(model).wait(60)
+        relay = Relay(ChannelReader(publisher.store), [open_store(s3_service.direct), near])
+        relay.step()
+        replica = Replica([f"file://{tmp_path}/channel", s3_service.url])
+        replica.sync()
+        s3_service.proxy.strike(s3_error(503, "SlowDown"), times=1 << 30)
+        for seed in range(2):
+            model = trained(model, seed)
+            publisher.publish(model).wait(60)
+            relay.step()
+            replica.sync()
+            assert replica.digest == publisher.digest
+            assert_same_bits(replica.state_dict(), model)
