@@ -31,8 +31,9 @@ def test_the_long_line_carries_each_version_once(s3_service: Service, tmp_path: 
         replicas = [Replica(near if number else f"{near} {source}") for number in range(REPLICAS)]
         for replica in replicas:
             replica.sync()
+        stored = 0
         for seed in range(-1, VERSIONS):
-            if seed == 0:  # the first step after catching up looks around
+            if seed == 0:  # before, the relay looked around, as it does after catching up
                 s3_service.proxy.exchanges.clear()
                 stored = 0
             model = trained(model, seed + 1)
