@@ -44,10 +44,12 @@ def register() -> None:
 
 def _register() -> None:
     import vllm
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed import weight_transfer
 
     with contextlib.suppress(ValueError):  # registered already
-        WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
+        weight_transfer.WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
+        if trainers := getattr(weight_transfer, "WeightTransferTrainerFactory", None):  # older ones have none
+            trainers.register_engine("deltasync", "vllm_plugin.trainer_side", "DeltaSyncTrainerEngine")
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     opt_in(os.environ)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 ALIEN = "vLLM keeps it in a layout of its own"
 CHANGED = "vLLM holds its layer in another dtype or shape, quantized for example"
-IN_PLACE = ["llama", "gemma2", "gemma3", "phi3", "qwen3_moe_loaded"]
+IN_PLACE = ["llama", "gemma2", "gemma3", "phi3", "idefics3", "glm4_moe", "qwen3_moe_loaded"]
 # Of those that are not patched in place: how many tensors take the fallback, and why.
 RELOADED = {
     "qwen3_moe": {ALIEN: 24},
@@ -62,6 +62,18 @@ def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(case: str, to
     assert (found["second"]["state"], found["second"]["version"]) == ("serving", 2)
     assert found["differences"] == []
     assert len(found["changed"]) >= 15
+
+
+def test_a_model_that_sees_is_patched_with_its_tower(told: dict[str, dict[str, Any]]) -> None:
+    parts = ["text_model.layers.1.self_attn.qkv_proj", "vision_model.encoder.layers.1.self_attn.qkv_proj"]
+    parts += ["vision_model.embeddings.patch_embedding", "connector.modality_projection.proj"]
+    assert {f"model.{part}.weight" for part in parts} <= set(told["idefics3"]["changed"])
+
+
+def test_a_router_in_float32_is_patched_beside_matrices_in_bfloat16(told: dict[str, dict[str, Any]]) -> None:
+    assert {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= set(
+        told["glm4_moe"]["changed"]
+    )
 
 
 @pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))

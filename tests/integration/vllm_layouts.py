@@ -39,6 +39,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
+from deltasync.tensors.bits import cast, dtype_for
 from tests.integration.vllm_server import save_model
 from vllm_plugin.driver import Driver
 from vllm_plugin.engine import IdleEngine
@@ -55,6 +56,8 @@ class Case:
     experts: str = "packed"
     """How vLLM lays experts out: `packed` for the CPU's kernels; `loaded`, as Triton's kernels on a GPU take them; or
     `swapped`, the halves of w13 as FlashInfer wants them, in the shape of the checkpoint."""
+    dtype: str = "keep"
+    """The publisher's. With patterns the trainer's weights are float32, all of them."""
 
 
 _EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -84,6 +87,38 @@ CASES = {
     "gemma3": Case(transformers.Gemma3TextConfig, _GEMMA),
     # Its checkpoint has the fused tensors that vLLM makes of others' checkpoints.
     "phi3": Case(transformers.Phi3Config, {"intermediate_size": 192}),
+    # vLLM keeps the routers as float32, and the rest as bfloat16.
+    "glm4_moe": Case(
+        transformers.Glm4MoeConfig,
+        {
+            **_EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 32,
+        },
+        {},
+        "loaded",
+        dtype="bfloat16,*.mlp.gate.*=float32",
+    ),
+    # Sees: the checkpoint's names are not those of vLLM's modules, and the tower's attention is fused as well.
+    "idefics3": Case(
+        transformers.Idefics3Config,
+        {
+            "text_config": {"model_type": "llama", "intermediate_size": 192},
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "image_token_id": 60,
+        },
+    ),
     # Latent attention: vLLM makes parameters of its own from one of the checkpoint's tensors.
     "deepseek_v2": Case(transformers.DeepseekV2Config, {**_DEEPSEEK, "first_k_dense_replace": 1}),
     # Quantized as well: the parameters of its own are no longer the same memory.
@@ -168,20 +203,21 @@ class Engine(IdleEngine):
 
 def follow(folder: Path, case: Case) -> dict[str, Any]:
     path = save_model(folder, case.config, **case.fields)
-    first = load_file(path / "model.safetensors")
+    first = {name: cast(w, dtype_for(name, case.dtype)) for name, w in load_file(path / "model.safetensors").items()}
+    kept = case.dtype == "keep"
     second = {name: (w.float() * 1.01 + 0.01).to(w.dtype) for name, w in first.items()}
     config, model = load(path, case.arguments)
     loaded = tensors_of(model)
     channel = f"file://{folder}/channel"
     driver = Driver(Engine(config, model), ReplicaSettings(channel=channel, replica_id="here"), Metrics(CollectorRegistry()))
     told: dict[str, Any] = {"model": type(model).__name__}
-    with Publisher(channel, dtype="keep") as publisher:
-        publisher.publish(first.items()).wait(60)
+    with Publisher(channel, dtype=case.dtype) as publisher:
+        publisher.publish(first.items() if kept else [(name, w.float()) for name, w in first.items()]).wait(60)
         asyncio.run(driver.look())
         asyncio.run(driver.look())
         told["first"] = msgspec.to_builtins(driver.status())
         told["touched"] = differences(tensors_of(model), loaded)
-        publisher.publish(second.items()).wait(60)
+        publisher.publish(second.items() if kept else [(name, w.float()) for name, w in second.items()]).wait(60)
         asyncio.run(driver.look())
         told["second"] = msgspec.to_builtins(driver.status())
     shutil.copytree(path, folder / "second")

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from deltasync import Publisher
 from deltasync.channel import keys
@@ -250,13 +250,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fields: object) -> Path:
+def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fields: Any) -> Path:
     """A checkpoint with random weights and a tokenizer.
 
     Args:
         folder: Where to put it, as `model`.
         config: Class of its configuration; the demo's model if None.
-        **fields: Of the configuration, beside those of a tiny model.
+        **fields: Of the configuration, beside those of a tiny model, which `text_config` takes of a model that sees.
     """
     torch.manual_seed(0)
     tokenizer = demo_model.build_tokenizer()
@@ -275,7 +275,11 @@ def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fie
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": None,
         }
-        model = AutoModelForCausalLM.from_config(config(**{**tiny, **fields}))
+        if "text_config" in fields:
+            fields["text_config"] = {**tiny, **fields["text_config"]}
+            model = AutoModelForImageTextToText.from_config(config(**fields))
+        else:
+            model = AutoModelForCausalLM.from_config(config(**{**tiny, **fields}))
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"

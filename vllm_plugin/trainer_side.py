@@ -1,0 +1,76 @@
+"""vLLM's own trainer side: the backend `deltasync`, for trainers that are built on `WeightTransferTrainerFactory`.
+
+    vllm_plugin.register()
+    engine = WeightTransferTrainerFactory.trainer_init(
+        TrainerInit("s3://bucket/run", rank=0), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
+    )
+    engine.send_weights()
+
+The servers run the backend of the same name (`backend`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any, ClassVar
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+from deltasync import Publisher
+from deltasync.errors import ConfigError
+
+
+@dataclasses.dataclass
+class TrainerInit(TrainerInitInfo):
+    """The channel, by its URL, and other arguments of [`~deltasync.Publisher`]."""
+
+    backend: ClassVar[str] = "deltasync"
+
+    channel: str
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
+    """The trainer's end; see `vllm.distributed.weight_transfer.base.TrainerWeightTransferEngine`. Rank 0 publishes."""
+
+    init_info_cls = TrainerInit
+
+    def __init__(self, publisher: Publisher | None, **sides: Any) -> None:
+        super().__init__(**sides)
+        self._publisher = publisher
+
+    @classmethod
+    def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> DeltaSyncTrainerEngine:
+        """Open the channel and name it to the servers.
+
+        Raises:
+            ConfigError: no source is given, or a setting is wrong.
+        """
+        if source is None:
+            raise ConfigError("The backend 'deltasync' finds changes by itself, and needs all weights: pass source=.")
+        publisher = None
+        if init_info.is_sender:
+            publisher = Publisher(init_info.channel, **init_info.settings)
+            client.init_weight_transfer_engine({"channel": init_info.channel})
+        return cls(publisher, client=client, source=source, is_sender=init_info.is_sender)
+
+    def send_weights(self) -> None:
+        """Publish the source, on rank 0, and have the servers take that version; others only gather along.
+
+        Raises:
+            PublishError: the version did not become visible; the servers were told nothing.
+        """
+        if self._publisher is None:
+            deque(self.source, maxlen=0)
+            return
+        receipt = self._publisher.publish(iter(self.source))
+        receipt.wait()
+        self.client.start_weight_update()
+        self.client.update_weights({"version": receipt.version})
+        self.client.finish_weight_update(str(receipt.version))
+
+    def shutdown(self) -> None:
+        """Finish the uploads and close the channel."""
+        if self._publisher is not None:
+            self._publisher.close()
