@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def plot(out: Path, status: dict[str, Any], target: Path) -> None:
-    """Reward, payload, lag and pause over versions, as a picture."""
+    """Reward, payload, changes, lag, pause and the age of trained tokens over versions, as a picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -116,19 +117,28 @@ def plot(out: Path, status: dict[str, Any], target: Path) -> None:
     deltas = published[1:]
     commits = status["commits"]
     served, lagged = [commit["version"] for commit in commits], _lagged(commits)
-    panels = (
-        # The step after version v was sampled by version v at the earliest: step s made version s + 1.
-        ("reward", [line["step"] + 1 for line in metrics], [line["reward"] for line in metrics]),
-        ("delta payload (kB)", [line["version"] for line in deltas], [line["payload_bytes"] / 1e3 for line in deltas]),
-        ("lag, encoded to served (s)", [commit["version"] for commit in lagged], [commit["lag_s"] for commit in lagged]),
-        ("generation pause (ms)", served, [1e3 * commit["pause_s"] for commit in commits]),
-    )
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
-    for axis, (title, x, y) in zip(axes.flat, panels, strict=True):
-        axis.plot(x, y, marker="o", markersize=3, linewidth=1, color="tab:blue")
+    # The step after version v was sampled by version v at the earliest: step s made version s + 1.
+    made = [line["step"] + 1 for line in metrics]
+    of_deltas = [line["version"] for line in deltas]
+    panels = {
+        "reward": [(made, [line["reward"] for line in metrics], "")],
+        "delta payload (kB)": [(of_deltas, [line["payload_bytes"] / 1e3 for line in deltas], "")],
+        "changed elements (%)": [(of_deltas, [100 * line["changed_fraction"] for line in deltas], "")],
+        "lag, encoded to served (s)": [([each["version"] for each in lagged], [each["lag_s"] for each in lagged], "")],
+        "generation pause (ms)": [(served, [1e3 * commit["pause_s"] for commit in commits], "")],
+        "token lag when trained (versions)": [
+            (made, [line.get(f"delta_sync/token_lag_{which}", math.nan) for line in metrics], which)
+            for which in ("max", "p95", "mean")
+        ],
+    }
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), sharex=True, layout="constrained")
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+        for x, y, label in lines:
+            axis.plot(x, y, marker="o", markersize=3, linewidth=1, label=label)
         axis.set_title(title, fontsize=10)
-        axis.set_ylim(0, 1.1 * max(y, default=1.0))
+        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+    axes[1][2].legend(fontsize=8)
     for axis in axes[1]:
         axis.set_xlabel("version")
     figure.suptitle("deltasync demo: AsyncGRPOTrainer -> directory -> vLLM", fontsize=11)
