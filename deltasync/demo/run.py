@@ -15,10 +15,11 @@ import secrets
 import shutil
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from deltasync.demo import report
 from deltasync.demo.processes import Child, get_json
@@ -62,10 +63,11 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     place = _build_model(out / "model", seed, task, say)
     url, channel = f"http://{HOST}:{port}", f"file://{out / 'channel'}"
     with contextlib.ExitStack() as stack:
+        say = stack.enter_context(Talker(say))
         server = stack.enter_context(_server(environ, out, channel, port))
         say(f"starting vLLM on port {port}; it knows only the channel {channel} (log: {out / 'server.log'})")
         server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
-        say("vLLM is up and waits for the first version; starting AsyncGRPOTrainer")
+        say("starting AsyncGRPOTrainer; vLLM is up and waits for the first version")
         train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
@@ -84,6 +86,40 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     report.plot(out, status, out / "run.png")
     return summary
+
+
+class Talker:
+    """Says what is said, and after every five seconds of silence that it still goes on."""
+
+    def __init__(self, say: Say, every_s: float = 5.0) -> None:
+        self._say, self._every_s, self._what = say, every_s, ""
+        self._spoken, self._ended = threading.Event(), False
+        self._thread = threading.Thread(target=self._tick, name="deltasync-demo", daemon=True)
+
+    def __call__(self, line: str) -> None:
+        """Say a line, of which the part before a semicolon is what goes on from here."""
+        self._what = line.partition(";")[0]
+        self._spoken.set()
+        self._say(line)
+
+    def _tick(self) -> None:
+        silent_s = 0.0
+        while not self._ended:
+            if self._spoken.wait(self._every_s):
+                self._spoken.clear()
+                silent_s = 0.0
+            else:
+                silent_s += self._every_s
+                self._say(f"{silent_s:.0f} s later, still: {self._what}")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._spoken.set()
+        self._thread.join()
 
 
 def _require_packages() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import TrainerState
 
 pytest.importorskip("trl")
+from deltasync.demo.run import Talker
 from deltasync.demo.train import DigestsFileCallback
 from trl_callback import VersionRecord
 
@@ -58,3 +60,20 @@ def test_each_version_is_held_to_the_weights_that_the_trainer_had(tmp_path: Path
         (1, {"w": sha256(1.0, -0.0, 3.0)}),
         (2, {"w": sha256(1.0, 0.0, 3.0)}),
     ]
+
+
+def test_silence_is_broken_by_what_still_goes_on() -> None:
+    said: list[str] = []
+    several = threading.Event()
+
+    def note(line: str) -> None:
+        said.append(line)
+        if len(said) >= 4:
+            several.set()
+
+    with Talker(note, every_s=0.02) as say:
+        say("starting vLLM; it takes a while")
+        assert several.wait(30)
+    assert said[0] == "starting vLLM; it takes a while"
+    assert set(said[1:]) == {"0 s later, still: starting vLLM"}
+    assert not say._thread.is_alive()
