@@ -34,6 +34,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--versions", type=int, default=50, help="versions to publish (default: 50)")
     parser.add_argument("--replicas", type=int, default=2, help="beyond 2 they are in host memory, and join at half time")
     parser.add_argument(
+        "--regions", action="store_true", help="a relay in the region of those in host memory, which follow its copy"
+    )
+    parser.add_argument(
         "--task", choices=("counting", "wordle"), default="wordle", help="what the model learns (default: wordle)"
     )
     parser.add_argument("--loopback", action="store_true", help="no namespaces: all on this host, told apart by ports")
@@ -65,7 +68,8 @@ def main() -> int:
         if missing is not None:
             say(f"skipped {store}: {missing}")
             continue
-        name = store + ("" if args.replicas == 2 else f"-{args.replicas}") + ("-shaped" if args.shape else "")
+        name = store + ("" if args.replicas == 2 else f"-{args.replicas}")
+        name += ("-regions" if args.regions else "") + ("-shaped" if args.shape else "")
         settings = RunSettings(
             folder=args.out / name,
             model=model,
@@ -73,6 +77,7 @@ def main() -> int:
             task=args.task,
             versions=args.versions,
             replicas=args.replicas,
+            regions=args.regions,
             shape=network.Shape() if args.shape else None,
             refusal=refusal,
         )

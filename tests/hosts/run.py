@@ -39,6 +39,7 @@ class RunSettings:
         task: `counting` or `wordle`.
         versions: To publish.
         replicas: The vLLM servers, and beyond them replicas in host memory, which join when half of the versions are out.
+        regions: Whether the fleet is a region of its own, whose replicas follow a copy that a relay keeps there.
         shape: How far apart the hosts are; None for not at all.
         refusal: Why there are no namespaces; None if there are.
     """
@@ -49,6 +50,7 @@ class RunSettings:
     task: str
     versions: int
     replicas: int
+    regions: bool
     shape: Shape | None
     refusal: str | None
 
@@ -122,7 +124,12 @@ class _Run:
             joined_at=self._joined_at,
             shape=self._settings.shape,
             checks=checks
-            | {"store": self._settings.store, "task": self._settings.task, "replicas": self._settings.replicas},
+            | {
+                "store": self._settings.store,
+                "task": self._settings.task,
+                "replicas": self._settings.replicas,
+                "regions": self._settings.regions,
+            },
         )
 
     def _start_services(self) -> None:
@@ -133,6 +140,8 @@ class _Run:
         if self._settings.task == "wordle":
             environment = self._stack.enter_context(self._services.environment())
             environment.wait_until(lambda: self._ask("environment", "/health") is not None, START_S, "to start")
+        if self._settings.regions:
+            self._stack.enter_context(self._services.relay())
         self._say(f"the bucket is up; starting two vLLM servers, which are told the channel {self._services.channel}")
         self._replicas = {host: self._stack.enter_context(self._services.replica(host)) for host in REPLICAS}
         for host, server in self._replicas.items():
@@ -195,7 +204,10 @@ class _Run:
             if extra > 0:
                 self._joined_at = versions[-1]
                 self._say(f"version {versions[-1]} is out; {extra} replicas in host memory join")
-                self._followers = [self._stack.enter_context(self._services.follower(number)) for number in range(extra)]
+                channel = self._services.far_channel if self._settings.regions else self._services.channel
+                self._followers = [
+                    self._stack.enter_context(self._services.follower(number, channel)) for number in range(extra)
+                ]
 
     def _prove(self, host: str) -> None:
         digest = self._ask(host, "/deltasync/digest")

@@ -86,6 +86,11 @@ class Services:
             return f"hf://buckets/user/{_BUCKET}/run"
         return f"s3://{_BUCKET}/run?endpoint={self.url('bucket')}&region={s3.REGION}"
 
+    @property
+    def far_channel(self) -> str:
+        """URL of its copy in the far region."""
+        return f"file://{self._scratch.name}/far"
+
     def url(self, host: str) -> str:
         """Of a host's service."""
         address, port = self._network.place(host)
@@ -172,9 +177,15 @@ class Services:
         }
         return self._child("trainer", "The trainer", command, env, self._training)
 
-    def follower(self, number: int) -> Child:
+    def relay(self) -> Child:
+        """Copies the channel to a store of the far region, which is the fleet's host."""
+        command = [sys.executable, "-m", "deltasync", "relay", self.channel, self.far_channel, "--json"]
+        env = self.store_env(READ) | {"DELTASYNC_POLL_INTERVAL_S": "0.2", "OMP_NUM_THREADS": "1"}
+        return self._child("fleet", "The relay", command, env, self._training, "relay")
+
+    def follower(self, number: int, channel: str) -> Child:
         """A replica in host memory; one JSON line for each version in its log."""
-        command = [sys.executable, "-m", "deltasync", "follow", self.channel, "--json"]
+        command = [sys.executable, "-m", "deltasync", "follow", channel, "--json"]
         env = self.store_env(READ) | {"DELTASYNC_POLL_INTERVAL_S": "0.2", "OMP_NUM_THREADS": "1"}
         return self._child("fleet", f"Replica {number} in host memory", command, env, self._serving, f"replica-{number}")
 

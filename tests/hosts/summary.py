@@ -15,6 +15,7 @@ WINDOW = 5  # steps that the first and the last reward are means of
 PAUSE_WITHIN = 1.2  # of the run that is not shaped
 LAG_S = {"p50": 0.35, "p95": 0.60}  # by S3, over lines of 50 ms and 100 Mbit/s
 TRAINER_WAITS_S = 0.1  # for a version, mean
+FAR_WITHIN = 1.25  # bytes over the line to a region with a relay per byte that was published
 UPLOAD_WITHIN = 1.1  # bytes per byte of payload, with the whole fleet and with the vLLM servers alone
 
 
@@ -73,6 +74,7 @@ def summarize(
         "stray_packets": {host: _total(counters[host], "stray_") for host in counters},
         "opened_by_vllm": _opened_by_vllm(counters),
         "upload": _upload(published, uploads, joined_at),
+        "far": _far(published, counters),
     }
 
 
@@ -128,6 +130,15 @@ def _upload(published: list[dict[str, Any]], uploads: dict[int, int], joined_at:
     return found
 
 
+def _far(published: list[dict[str, Any]], counters: dict[str, dict[str, dict[str, int]]]) -> dict[str, Any]:
+    """Bytes from the bucket to the fleet's host per byte that was published."""
+    if "bucket" not in counters:
+        return {}
+    sent = counters["bucket"][f"to_{counter_name('fleet')}"]["bytes"]
+    stored = sum(line["payload_bytes"] + line["anchor_bytes"] for line in published)
+    return {"bytes": sent, "published_bytes": stored, "ratio": round(sent / stored, 4)}
+
+
 def _mean(values: list[float]) -> float:
     return round(float(np.mean(values)), 6) if values else 0.0
 
@@ -164,6 +175,10 @@ def bars(runs: dict[str, dict[str, Any]], versions: int) -> list[tuple[str, str,
                 ratio = run["pause_ms_p50"] / plain["pause_ms_p50"]
                 text = f"{run['pause_ms_p50']:.1f} to {plain['pause_ms_p50']:.1f} ms"
                 found.append((f"{name}: pause p50 as unshaped", text, 1 / PAUSE_WITHIN <= ratio <= PAUSE_WITHIN))
+        if run["regions"] and run["far"]:
+            ratio, count = run["far"]["ratio"], run["replicas"] - len(REPLICAS)
+            text = f"{ratio:.3f} bytes per published byte, {count} replicas behind the relay"
+            found.append((f"{name}: the long line carries each version once", text, ratio <= FAR_WITHIN))
         if "with_fleet" in run["upload"]:
             alone, fleet = (run["upload"][key]["ratio"] for key in ("alone", "with_fleet"))
             text = f"{fleet:.3f} bytes per byte of payload, {alone:.3f} with the two alone"
@@ -194,5 +209,7 @@ def table(run: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"sent by {host}", (sent or "nothing") + refused))
     for name, upload in run["upload"].items():
         rows.append((f"upload, {name}", f"{upload['ratio']:.3f} bytes per byte of payload, {upload['versions']} versions"))
+    if run["far"]:
+        rows.append(("bucket to fleet", f"{run['far']['ratio']:.3f} bytes per published byte"))
     rows.append(("wall time", f"{run['wall_s']:.0f} s"))
     return rows

@@ -39,6 +39,8 @@ def _run(**changed: object) -> dict[str, Any]:
         "pause_ms_p50": 10.0,
         "upload": {"alone": {"ratio": 1.2}},
         "replicas": 2,
+        "regions": False,
+        "far": {"ratio": 0.02},
     }
     return fine | changed
 
@@ -48,6 +50,9 @@ def test_a_run_that_is_fine_meets_its_bars() -> None:
     runs = {"s3": _run(), "s3-shaped": _run(shaped=True, pause_ms_p50=11.0), "s3-8": _run(upload=fleet, replicas=8)}
     found = summary.bars(runs, 50)
     assert len(found) == 3 * 4 + 4 + 1
+    region = {"regions": True, "replicas": 4, "far": {"ratio": 1.1}}
+    found += summary.bars({"s3-4-regions": _run(**region)}, 50)
+    assert len(found) == 4 * 4 + 4 + 2
     assert all(met for _, _, met in found)
 
 
@@ -56,6 +61,7 @@ def test_a_run_that_is_fine_meets_its_bars() -> None:
     [
         {"versions_published": 49},
         {"bit_exact": False},
+        {"regions": True, "far": {"ratio": 2.1}},
         {"refused": False},
         {"opened_by_vllm": {"vllm-a": 60, "vllm-b": 0}},
         {"refused_packets": {"trainer": 1}},
