@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Head
+from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, FormatError, ObjectMissingError, StoreError, get_logger
 from deltasync.stores import open_store
 from deltasync.stores.base import ObjectInfo, Store, Watch
@@ -24,8 +26,6 @@ _PATIENCE_S = 5.0  # for all answers to one comparison
 _MUCH = 2.0  # so many times sooner another one has to answer
 
 _Result = TypeVar("_Result")
-_Newness = tuple[str, int]
-_NOTHING: _Newness = ("", 0)
 
 
 def open_nearest(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
@@ -51,15 +51,15 @@ class _Look(NamedTuple):
     """How long a store took to answer, and what its head says."""
 
     seconds: float
-    run_id: str | None
-    newness: _Newness
+    head: Head | None
 
 
 class NearestStore(WrappedStore):
-    """Reads from one of several stores, writes to the first.
+    """Reads from one of several stores, writes to the first, which is the channel; the others are copies of it.
 
-    A store is left when it fails, or when it lacks what was read before or what any head named a review ago (at first: now),
-    so that nobody goes back by changing over. What is written are heartbeats: the trainer looks for them in the first one.
+    A store is left when it fails, or when it lacks the record that was read last, or the one that the channel's head named a
+    review ago (at first: now), so that nobody goes back by changing over. Whether a copy has a record is looked up: its head
+    is not believed. What is written are heartbeats: the trainer looks for them in the channel.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -67,7 +67,8 @@ class NearestStore(WrappedStore):
         self._stores = stores
         self._lock = threading.Lock()
         self._due_s: float | None = None
-        self._read = self._named = _NOTHING
+        self._read: Slot | None = None
+        self._named: Slot | None = None
         self._problem: ConfigError | None = None
 
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
@@ -78,9 +79,9 @@ class NearestStore(WrappedStore):
         """
         if self._due_s is None:
             self._review()
-        elif time.monotonic() > self._due_s:
+        elif time.monotonic() > self._due_s and not self._lock.locked():
             self._due_s = time.monotonic() + REVIEW_S
-            threading.Thread(target=self._review, name="deltasync-nearest", daemon=True).start()
+            threading.Thread(target=self._review_again, name="deltasync-nearest", daemon=True).start()
         if self._problem is not None:
             raise self._problem
         asked = self.inner
@@ -95,37 +96,51 @@ class NearestStore(WrappedStore):
             logger.warning("%s. Reading from %s.", str(error).rstrip("."), self.inner.url)
             found = action()
         slot = keys.slot_of(key) if verb == "read" else None
-        if slot is not None:
-            self._read = max(self._read, slot.newness)
+        if slot is not None and (self._read is None or slot.newness > self._read.newness):
+            self._read = slot
         return found
+
+    def _review_again(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
+            self._review()
 
     def _review(self, leave: Store | None = None) -> None:
         """Choose the store to read from; what does not answer in time, or is `leave`, is not chosen."""
         with self._lock:
             if leave is not None and self.inner is not leave:
                 return  # another thread did
-            pool = ThreadPoolExecutor(len(self._stores), thread_name_prefix="deltasync-nearest")
-            futures = [pool.submit(_look, store) for store in self._stores]
-            pool.shutdown(wait=False)
-            wait(futures, _PATIENCE_S)
-            looks = [future.result() if future.done() else None for future in futures]
-            if len({look.run_id for look in looks if look is not None} - {None}) > 1:
+            looks = self._of_all(_look)
+            channel, *_ = looks
+            heads = [look.head for look in looks if look is not None and look.head is not None]
+            if len({head.run_id for head in heads}) > 1:
                 said = " and ".join(store.url for store in self._stores)
                 self._problem = ConfigError(f"{said} hold different runs; name one channel and copies of it.")
-            newest = max((look.newness for look in looks if look is not None), default=_NOTHING)
-            least = max(self._read, newest if self._named == _NOTHING else self._named)
-            self._named = max(self._named, newest)
-            if self._named == _NOTHING:  # nothing is published yet; ask again
                 return
-            fit = {
-                at: look.seconds
-                for at, look in enumerate(looks)
-                if look is not None and look.newness >= least and self._stores[at] is not leave
-            }
-            now = next(at for at, store in enumerate(self._stores) if store is self.inner)
-            if fit and fit.get(now, float("inf")) > _MUCH * min(fit.values()):
-                self.inner = self._stores[min(fit, key=fit.__getitem__)]
+            if not heads:  # nothing is published yet; ask again
+                return
+            if channel is None and self._due_s is None:
+                logger.warning("%s does not answer; a copy of it is read.", self.url)
+            named = None if channel is None or channel.head is None else Slot(channel.head.version, channel.head.epoch)
+            least = [slot for slot in (self._read, self._named or named) if slot is not None]
+            self._named = named or self._named
+            have = self._of_all(lambda store: all(_has(store, slot) for slot in least))
+            fit = [
+                (look.seconds, number)
+                for number, (store, look, has) in enumerate(zip(self._stores, looks, have, strict=True))
+                if look is not None and look.head is not None and has and store is not leave
+            ]
+            now = [seconds for seconds, number in fit if self._stores[number] is self.inner]
+            if fit and (not now or now[0] > _MUCH * min(fit)[0]):
+                self.inner = self._stores[min(fit)[1]]
             self._due_s = time.monotonic() + REVIEW_S
+
+    def _of_all(self, question: Callable[[Store], _Result]) -> list[_Result | None]:
+        """The answers of all stores, None of those that have not answered in time."""
+        pool = ThreadPoolExecutor(len(self._stores), thread_name_prefix="deltasync-nearest")
+        futures = [pool.submit(question, store) for store in self._stores]
+        pool.shutdown(wait=False)
+        wait(futures, _PATIENCE_S)
+        return [future.result() if future.done() else None for future in futures]
 
     @property
     def url(self) -> str:
@@ -158,5 +173,13 @@ def _look(store: Store) -> _Look | None:
         pass  # nothing is published, or it is damaged: there is nothing to compare
     except StoreError:
         return None
-    seconds = time.perf_counter() - before
-    return _Look(seconds, None, _NOTHING) if head is None else _Look(seconds, head.run_id, (head.epoch, head.version))
+    return _Look(time.perf_counter() - before, head)
+
+
+def _has(store: Store, slot: Slot) -> bool:
+    """Whether a store has the record of a slot."""
+    try:
+        store.read_range(slot.key, 0, 1)
+    except StoreError:
+        return False
+    return True

@@ -175,7 +175,7 @@ class Uploader:
             self._end(job, None, stored.sha256)
             self._keeper.published(job.version)
             if job.version == 1:
-                compile_ahead(job, self.settings.codec)  # while the trainer makes its first step
+                self._puts.submit(compile_ahead, job, self.settings.codec)  # while the trainer makes its first step
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()

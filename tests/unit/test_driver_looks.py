@@ -35,7 +35,7 @@ def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultySt
     """The store of driver, worker and trainer."""
     store = FaultyStore(open_store(memory_url))
     for module in ("driver", "worker"):
-        monkeypatch.setattr(f"vllm_plugin.{module}.open_store", lambda _: store)
+        monkeypatch.setattr(f"vllm_plugin.{module}.open_nearest", lambda _: store)
     yield store
     store.heal()
 

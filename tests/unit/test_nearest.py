@@ -10,7 +10,8 @@ from typing import TypeVar
 import pytest
 
 from deltasync import Replica
-from deltasync.channel import keys, nearest
+from deltasync.channel import documents, keys, nearest
+from deltasync.channel.documents import Head
 from deltasync.channel.nearest import NearestStore, open_nearest
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, NotPublishedError, StoreError
@@ -66,7 +67,9 @@ def test_the_nearest_is_read_and_the_channel_is_written_to(region: Region) -> No
     for state in (2, 3):
         region.publish(state)
         region.assert_serves(region.made)
-    assert region.far.calls == [("read", keys.HEAD)]  # to find out how far it is
+    assert (
+        region.far.calls[0] == ("read", keys.HEAD) and len(region.far.calls) == 2
+    )  # to find out how far it is, and what it has
     region.store.put("replicas/one.json", b"{}")
     assert region.source.read("replicas/one.json", 9) == b"{}"
     assert region.store.url == region.source.url
@@ -112,6 +115,30 @@ def test_a_copy_that_lags_is_left(region: Region, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.02)
     assert region.store.inner is region.near  # it has caught up
     region.assert_serves(region.made)
+
+
+def test_the_head_of_a_copy_is_not_believed(region: Region) -> None:
+    region.assert_serves(region.made)
+    tip = region.made.tip
+    assert tip is not None and region.store.inner is region.near
+    lie = Head(run_id=region.made.run_id, version=999, epoch=tip.epoch, sha256=tip.sha256)
+    region.copy.put(keys.HEAD, documents.encode(lie))
+    region.publish(2, relayed=False)
+    for _ in range(2):
+        region.store._review()
+    region.assert_serves(region.made)
+
+
+def test_a_record_that_no_head_names_yet_keeps_nobody_from_changing_over(region: Region) -> None:
+    region.assert_serves(region.made)
+    region.made.delta(STATES[2])  # and the trainer is killed before it moves head
+    tip = region.made.tip
+    assert tip is not None
+    region.copy.put(tip.slot.key, region.source.read(tip.slot.key, 1 << 20))
+    region.assert_serves(region.made)
+    region.near.fail_at("read", times=FOREVER)
+    region.assert_serves(region.made)
+    assert region.store.inner is region.far
 
 
 def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
