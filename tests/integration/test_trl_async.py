@@ -21,6 +21,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.demo import model as demo_model
 from deltasync.errors import AckTimeoutError, ConfigError, NotPublishedError
 from tests.conftest import assert_same_bits
+from tests.integration import trainers
 from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer
 from tests.integration.trainers import (
     Bits,
@@ -39,15 +40,9 @@ from tests.integration.trainers import (
 from tests.unit.test_logprobs import Status
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 
+checkpoint = trainers.checkpoint
+
 pytestmark = pytest.mark.trl
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    tiny_model().save_pretrained(path)
-    demo_model.build_tokenizer().save_pretrained(path)
-    return path
 
 
 def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: Path, tmp_path: Path) -> None:

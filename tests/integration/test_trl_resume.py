@@ -12,11 +12,13 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from deltasync.demo import model as demo_model
 from tests.conftest import assert_same_bits
+from tests.integration import trainers
 from tests.integration.async_trainers import SHARED, make_async_trainer
-from tests.integration.trainers import Fleet, FlushEachStep, Recorder, published_bits, run_id, tiny_model
+from tests.integration.trainers import Fleet, FlushEachStep, Recorder, published_bits, run_id
 from trl_callback import DeltaSyncCallback
+
+checkpoint = trainers.checkpoint
 
 pytestmark = [
     pytest.mark.trl,
@@ -25,14 +27,6 @@ pytestmark = [
 ]
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    tiny_model().save_pretrained(path)
-    demo_model.build_tokenizer().save_pretrained(path)
-    return path
 
 
 def make_async(checkpoint: Path, sync: DeltaSyncCallback, recorder: TrainerCallback, max_steps: int) -> Any:

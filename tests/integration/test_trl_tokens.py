@@ -16,23 +16,17 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltasync.demo import model as demo_model
 from deltasync.errors import ConfigError
+from tests.integration import trainers
 from tests.integration.async_trainers import grpo_sample, make_async_trainer
-from tests.integration.trainers import TOKEN_METRICS, Fleet, tiny_model
+from tests.integration.trainers import TOKEN_METRICS, Fleet
 from trl_callback import DeltaSyncCallback
 from trl_callback.compat import _AdmittingQueue
 from trl_callback.tokens import UNKNOWN, TokenAges, VersionedLogProb, VersionedMetrics
 
+checkpoint = trainers.checkpoint
+
 pytestmark = pytest.mark.trl
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
-    tiny_model().save_pretrained(path)
-    demo_model.build_tokenizer().save_pretrained(path)
-    return path
 
 
 class Completions:

@@ -62,6 +62,7 @@ class Expected(TrainerCallback):
     def save(self, model: Any) -> None:
         gathered = {name: whole(value) for name, value in model.state_dict(keep_vars=True).items()}
         if dist.get_rank() == 0:
+            self.sync.weight_transfer.publisher.flush()  # or the next publish may join this one
             self.folder.mkdir(parents=True, exist_ok=True)
             saved = {name: value.to(torch.bfloat16) for name, value in as_saved(model, gathered).items()}
             torch.save(saved, self.folder / f"{self.sync.weight_transfer.publisher.version}.pt")

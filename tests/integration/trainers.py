@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Qwen3Config,
@@ -60,6 +61,15 @@ SIZES: dict[str, Any] = {
 def tiny_model(tied: bool = True) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny model with the demo's tokenizer."""
+    path = tmp_path / "checkpoint"
+    tiny_model().save_pretrained(path)
+    demo_model.build_tokenizer().save_pretrained(path)
+    return path
 
 
 def tiny_moe() -> Qwen3MoeForCausalLM:
