@@ -22,6 +22,7 @@ from typing import Any
 from deltasync.channel import heartbeat, payloads
 from deltasync.channel.documents import Version
 from deltasync.channel.nearest import open_nearest
+from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
@@ -386,7 +387,7 @@ class Driver:
             sha256=version.sha256,
             anchor=way[0].use_anchor,
             changed=done.changed,
-            payload_bytes=sum(stored.payload_bytes for stored in way),
+            payload_bytes=payload_bytes(way),
             stage_s=done.stage_s,
             pause_s=pause_s,
             scatter_s=done.scatter_s,

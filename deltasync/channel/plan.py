@@ -3,6 +3,8 @@
 Versions are nodes, by identity; records and folds lead from their base to their version, anchors from nothing. What is
 cheapest is estimated from listings, by numbers. Then each object on the way is read, from the end, and must have the digest
 by which it was named, until the way meets exactly what the replica has, or nothing.
+
+A way back is the records that led on from there, newest first, which are undone, and the record where it ends.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 HOP_BYTES = 1 << 15
 """What a hop costs beside its payload, in bytes that could be fetched meanwhile: a request and a commit."""
 
+_UNDONE = "packed"  # the codec of steps that tell nothing of the values which they change
 _NEAR = 8  # versions; so few records are read without a listing
 _AHEAD = 8  # records being read while one is looked at
 _HELD_BYTES = 1 << 28  # of records that are read and kept for staging
@@ -95,6 +98,49 @@ def find_way(
     return search.by_listings(have)
 
 
+def find_way_back(
+    reader: ChannelReader, have: Version, target: Stored, avoid: Mapping[str, str] | None = None
+) -> list[Stored]:
+    """Records and folds to undo, newest first, then `target`; nothing if full weights are the better or the only way.
+
+    Args:
+        reader: The channel's.
+        have: What the replica has.
+        target: The record of an older version.
+        avoid: As in `find_way`.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    search = _Search(reader, have, avoid or {})
+    start = target.record.version
+    if have.version - start <= _NEAR:
+        hops: list[Hop] | None = [Hop(number - 1, number, 0) for number in range(start + 1, have.version + 1)]
+    else:
+        hops = cheapest(start, have.version, [hop for hop in search.listed() if hop.base])
+    full_bytes = weight_bytes(reader.specs.values())
+    if not hops or sum(hop.bytes for hop in hops) >= full_bytes:
+        return []
+    try:
+        way = [*reversed(search.read(target.version, hops)), target]
+    except MissingVersionError as error:
+        logger.info("%s Going back to version %s by full weights.", error, target.version)
+        return []
+    deltas = [stored.record.delta for stored in way[:-1]]
+    is_undone = all(delta is not None and delta.codec == _UNDONE for delta in deltas)
+    return way if is_undone and payload_bytes(way) < full_bytes else []
+
+
+def goes_back(way: Sequence[Stored]) -> bool:
+    """Whether it is a way back, as `find_way_back` returns."""
+    return len(way) > 1 and way[0].record.version > way[-1].record.version
+
+
+def payload_bytes(way: Sequence[Stored]) -> int:
+    """Bytes to download for a way, as `Record.payload_bytes` counts them."""
+    return sum(stored.payload_bytes for stored in (way[:-1] if goes_back(way) else way))
+
+
 class _UnreadableError(MissingVersionError):
     """A hop that a listing promised is none."""
 
@@ -120,7 +166,7 @@ class _Search:
     def by_listings(self, have: Version | None) -> list[Stored]:
         """The cheapest way of all that are listed and can be read."""
         target = self._target
-        hops, problem = self._list(), ""
+        hops, problem = self.listed(), ""
         if have is not None and have.version >= target.version:
             _say_forked(have)
             have = None
@@ -142,7 +188,7 @@ class _Search:
                 logger.warning("%s Looking for another way.", error)
         raise MissingVersionError(problem)
 
-    def _list(self) -> list[Hop]:
+    def listed(self) -> list[Hop]:
         """What listings promise. What has no record before it may be full weights, or a fold may lead to where it starts."""
         full_bytes = weight_bytes(self._reader.specs.values())
         slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}

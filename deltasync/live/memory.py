@@ -38,13 +38,14 @@ class Staged:
     Attributes:
         swaps, copies: What to write; only `LiveMemory` looks inside. From the commit on they hold the old values.
         readouts: Read the fingerprints of what is copied.
-        fingerprints: What the fingerprint of each tensor that the version names must be afterwards.
+        fingerprints: What the fingerprint of each tensor that the version names must be afterwards, None where only the
+            model's is known.
     """
 
     swaps: Sequence[Swap]
     copies: Sequence[Copy]
     readouts: Sequence[Readout]
-    fingerprints: Mapping[str, int]
+    fingerprints: Mapping[str, int | None]
 
     @property
     def changed(self) -> int:
@@ -219,11 +220,11 @@ class LiveMemory:
             if found != expected:
                 raise FingerprintMismatchError(f"{name} does not have the published bits.")
 
-    def stage(self, patches: Iterable[tuple[Patch, int]]) -> Staged:
+    def stage(self, patches: Iterable[tuple[Patch, int | None]]) -> Staged:
         """Translate decoded patches into writes and put them on the device.
 
         Args:
-            patches: Each with the fingerprint its tensor must have afterwards.
+            patches: Each with the fingerprint its tensor must have afterwards, or None.
 
         Raises:
             StageError: a patch names a tensor that has no place in live memory, or its device has too little memory.

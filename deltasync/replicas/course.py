@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.channel.keys import Slot
-from deltasync.channel.plan import find_way
+from deltasync.channel.plan import find_way, find_way_back, goes_back, payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError, StoreError
@@ -76,6 +76,7 @@ class Course:
         self._found_at_once = 0
         self._left_out: dict[str, tuple[float, str]] = {}  # objects that plans avoid: until when, and why
         self._singly_to = 0
+        self._undoes = True  # to go back, until it fails
         self._blamed: str | None = None  # what was refused last
         self._prefetch = Prefetch(reader) if prefetch else None
 
@@ -103,7 +104,7 @@ class Course:
             ChainError, FormatError, StoreError: nothing to take now.
         """
         if pin != self._pin:
-            self._pin, self._lost, self._look_due_s = pin, True, 0.0
+            self._pin, self._lost, self._look_due_s, self._undoes = pin, True, 0.0, True
             self.follows_s = time.time() if pin == NEWEST else math.inf
         elif self._rest and self._rest[0].base == have:
             return self._batch(self._rest, have)
@@ -165,6 +166,9 @@ class Course:
         """
         self._lost, self._rest = True, []
         self._look_due_s = 0.0
+        if goes_back(way):
+            self._undoes = False
+            return
         if failed is not None:
             self._leave_out(failed, why)
         elif len(way) > 1:
@@ -318,7 +322,11 @@ class Course:
         return way
 
     def _find_way(self, have: Version | None, target: Version) -> list[Stored]:
-        return find_way(self.reader, have, target, {key: why for key, (_, why) in self._left_out.items()})
+        return find_way(self.reader, have, target, self._avoided)
+
+    @property
+    def _avoided(self) -> dict[str, str]:
+        return {key: why for key, (_, why) in self._left_out.items()}
 
     def _find_newest(self, listed: bool) -> Version | None:
         """By head, or by a listing; None if there is none."""
@@ -366,16 +374,26 @@ class Course:
         self._check_age()
         if due_s is None and have is not None and have.version == number:
             return []
-        target = newest if number == newest.version else self.reader.numbered(number).version
-        backward = have is not None and have.version >= target.version and have != target
-        return self._find_way(None if backward else have, target)
+        if number == newest.version:
+            is_older = have is not None and have.version >= number and have != newest
+            return self._find_way(None if is_older else have, newest)
+        target = self.reader.numbered(number)
+        if have is None or have.version < number or have == target.version:
+            return self._find_way(have, target.version)
+        return self._find_way_back(have, target) or self._find_way(None, target.version)
+
+    def _find_way_back(self, have: Version, target: Stored) -> list[Stored]:
+        way = find_way_back(self.reader, have, target, self._avoided) if self._undoes else []
+        return way if len(way) <= _BATCH and payload_bytes(way) <= _BATCH_BYTES else []
 
     def _batch(self, way: Sequence[Stored], have: Version | None) -> list[Stored]:
         """The first hops of a way that are worth one commit; the rest is remembered.
 
         Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
-        replica that serves must not go back to an older version in between.
+        replica that serves must not go back to an older version in between. So is a way back.
         """
+        if goes_back(way):
+            return list(way)
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
         count, payload_bytes = 0, 0
         while count < len(way):

@@ -13,6 +13,7 @@ import torch
 from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Record, Version
+from deltasync.channel.plan import goes_back, payload_bytes
 from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.channel.record import Stored
 from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, StageError
@@ -50,7 +51,7 @@ class StagedVersion:
     @property
     def payload_bytes(self) -> int:
         """Bytes that were downloaded for it."""
-        return sum(stored.payload_bytes for stored in self.way)
+        return payload_bytes(self.way)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Follower:
         return stored.version
 
     def stage(self, way: Sequence[Stored]) -> StagedVersion:
-        """Fetch, check, decode, merge and translate records that follow each other. Live weights are untouched.
+        """Fetch, check, decode, merge and translate a way. Live weights are untouched.
 
         Raises:
             StoreError, ChainError, FormatError, StageError: retry, or take another way.
@@ -132,8 +133,11 @@ class Follower:
         before = time.perf_counter()
         self.failed = None
         with _map_out_of_memory(way[-1].record.version):
-            streams = way[0].use_anchor and not any(self._needs_old(stored) for stored in way)
-            staged = self.memory.stage(self._patched(way, 1 if streams or len(way) == 1 else 0))
+            if goes_back(way):
+                staged = self.memory.stage(self._undone(way[:-1]))
+            else:
+                streams = way[0].use_anchor and not any(self._needs_old(stored) for stored in way)
+                staged = self.memory.stage(self._patched(way, 1 if streams or len(way) == 1 else 0))
         return StagedVersion(way, staged, time.perf_counter() - before)
 
     def _patches(
@@ -169,6 +173,15 @@ class Follower:
         for name in list(later):
             for merged in _fold(later.pop(name)):
                 yield merged, fingerprints[name]
+
+    def _undone(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, None]]:
+        """What undoes records. They tell the fingerprints of tensors after them, not before: the model's has to do."""
+        for patches in self._folded(way)[0].values():
+            for merged in _fold(patches):
+                if merged.absolute:
+                    self.failed = way[0].key
+                    raise MissingVersionError(f"{merged.name} was written as a whole since, which cannot be undone.")
+                yield dataclasses.replace(merged, data=np.negative(merged.data)), None
 
     def _folded(self, way: Sequence[Stored]) -> tuple[dict[str, list[Patch]], dict[str, int]]:
         """Patches of each tensor, oldest first, and its fingerprint after the last."""
@@ -224,7 +237,7 @@ class Follower:
         if fingerprints is None or total is None:
             fingerprints = self.memory.fingerprints
             total = model_fingerprint(fingerprints)
-        wrong = [name for name in wanted if wanted[name] != fingerprints.get(name)]
+        wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
         record = committed.staged.record
         if wrong or f"{total:016x}" != record.fingerprint:
             self.rollback(committed)
