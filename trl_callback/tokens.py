@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltasync.channel.documents import TokenLag
+
 logger = logging.getLogger(__name__)
 
 SPANS_HEADER = "x-deltasync-spans"
@@ -89,6 +91,7 @@ class TokenAges:
         self._syncs: dict[int, int] = {}  # by version, in order
         self._taken: deque[np.ndarray] = deque()  # versions of the trained tokens of each batch that waits for its step
         self._tokens: Counter[int] = Counter()  # by lag, since the last look
+        self._of_version: Counter[int] = Counter()  # by lag, since the version before
         self._unknown = 0
         self._masked = 0
         self._weights = np.zeros(3)
@@ -144,9 +147,16 @@ class TokenAges:
             versions = self._taken.popleft()
             known = versions != UNKNOWN
             self._unknown += int((~known).sum())
-            self._tokens.update((self._now() - self._syncs_of(versions[known])).tolist())
+            lags = (self._now() - self._syncs_of(versions[known])).tolist()
+            self._tokens.update(lags)
+            self._of_version.update(lags)
         if weights is not None:
             self._weights += weights.cpu().numpy()
+
+    def of_version(self) -> TokenLag | None:
+        """Mean, 95th percentile and maximum lag of what was trained since the last call; None if no age was known."""
+        told, self._of_version = lag_metrics(self._of_version, self._bound), Counter()
+        return (told["token_lag_mean"], told["token_lag_p95"], told["token_lag_max"]) if told else None
 
     def metrics(self) -> dict[str, float]:
         """What was trained since the last call, for the trainer's logs."""

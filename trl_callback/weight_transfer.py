@@ -269,7 +269,7 @@ class DeltaWeightTransfer:
         """Publish the weights of `step`; `resume` or `record` follows."""
         assert self.publisher is not None
         with torch.no_grad():
-            self._receipt = self.publisher.publish(named_tensors, step=self.step)
+            self._receipt = self.publisher.publish(named_tensors, step=self.step, token_lag=self.ages.of_version())
         self.published_step = self.step
         self._backlog.add(self._receipt)
         published = time.perf_counter()

@@ -37,8 +37,11 @@ Epoch = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{6}-[0-9a-f]{8}\Z")]
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 _Requires = Annotated[list[str], msgspec.Meta(max_length=16)]
+_Lag = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
 _RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 _Time = Annotated[str, msgspec.Meta(max_length=40)]
+
+TokenLag = tuple[_Lag, _Lag, _Lag]
 
 _REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[0-9A-Za-z]{1,64}")
@@ -139,6 +142,7 @@ class Record:
         base: What it follows; in a fold, where it starts. None in version 1 and in folds from nothing.
         fingerprint: The model's, at `version`; None in a seal.
         sha256: In a fold, the digest of the record of `version`.
+        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens that it was trained on.
     """
 
     format: str = FORMAT
@@ -155,6 +159,7 @@ class Record:
     sha256: Sha256 | None = None
     step: Annotated[int, msgspec.Meta(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     coalesced: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)] = 1
+    token_lag: TokenLag | None = None
     requires: _Requires = dataclasses.field(default_factory=list)
     body_bytes: Count = 0
     body_sha256: Sha256 = "0" * 64

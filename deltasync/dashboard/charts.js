@@ -112,23 +112,30 @@ function drawSizes(cols, folds) {
   charts.push(chart);
 }
 
-function drawFractions(cols, total) {
-  const chart = start("fractions", 130, cols), { svg, base } = chart;
-  const fraction = row => row.changed === null ? null : row.changed / Math.max(total, 1);
-  const most = Math.max(...cols.flatMap(col => (col.row && fraction(col.row)) ?? []), 0) || 0.01, high = steps(most);
-  const y = found => base - (base - 10) * found / high;
-  for (const part of [0, 0.5, 1]) tick(chart, y(part * high), percent(part * high));
+// Lines over versions: each has the name of a colour, and gives a number for a row, or null.
+function drawLines(id, cols, lines, least, format) {
+  const chart = start(id, 130, cols), { svg, base } = chart, numbers = lines.flatMap(([, of]) => cols.flatMap(({ row }) => (row && of(row)) ?? []));
+  const high = steps(Math.max(...numbers, 0) || least), y = n => base - (base - 10) * n / high;
+  for (const part of [0, 0.5, 1]) tick(chart, y(part * high), format(part * high));
   drawAxis(chart);
-  let path = "", pen = "M";
-  cols.forEach(({ row }, i) => {
-    const found = row ? fraction(row) : null;
-    if (found === null) { pen = "M"; return; }
-    path += `${pen}${chart.mids[i].toFixed(1)} ${y(found).toFixed(1)}`;
-    pen = "L";
-    add(svg, "circle", { class: "delta", cx: chart.mids[i], cy: y(found), r: Math.max(1, Math.min(2.2, chart.step * 0.3)) });
-  });
-  add(svg, "path", { class: "path", d: path });
+  for (const [colour, of] of lines) {
+    let path = "", pen = "M";
+    cols.forEach(({ row }, i) => {
+      const found = row ? of(row) : null;
+      if (found === null) { pen = "M"; return; }
+      path += `${pen}${chart.mids[i].toFixed(1)} ${y(found).toFixed(1)}`;
+      pen = "L";
+      add(svg, "circle", { style: `fill: var(--${colour})`, cx: chart.mids[i], cy: y(found), r: Math.max(1, Math.min(2.2, chart.step * 0.3)) });
+    });
+    add(svg, "path", { class: "path", style: `stroke: var(--${colour})`, d: path });
+  }
   charts.push(chart);
+}
+const drawFractions = (cols, total) => drawLines("fractions", cols, [["delta", row => row.changed === null ? null : row.changed / Math.max(total, 1)]], 0.01, percent);
+function drawAges(cols) {
+  const known = cols.some(col => col.row?.token_lag);
+  show("tokens", known);
+  if (known) drawLines("ages", cols, ["delta", "fold", "anchor"].map((colour, i) => [colour, row => row.token_lag?.[i] ?? null]).reverse(), 1, n => short(n));
 }
 
 // Of the newest versions only: from the first one of which it is known.

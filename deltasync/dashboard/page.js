@@ -156,7 +156,7 @@ function draw() {
   const cols = columns(found.versions).filter(col => !byTime || col.row);
   left = innerWidth < 600 ? 72 : 104;
   show("gaps", cols.some(col => col.gap)); say("gone", found.unread ? "forgotten or not read" : "forgotten"); show("tip", false);
-  drawSizes(cols, found.folds); drawFractions(cols, found.element_count); drawHeat(cols, found); showVersions(found);
+  drawSizes(cols, found.folds); drawFractions(cols, found.element_count); drawAges(cols); drawHeat(cols, found); showVersions(found);
 }
 
 function receive(found) {
@@ -195,6 +195,7 @@ addEventListener("mousemove", event => {
     if (row.delta_bytes !== null) lines.push(`delta ${bytes(row.delta_bytes)}, ${percent(row.changed / Math.max(data.element_count, 1))} changed`);
     if (row.anchor_bytes !== null) lines.push(`anchor ${bytes(row.anchor_bytes)}`);
     if (row.kind === "reference") lines.push("the weights that training began with");
+    if (row.token_lag) lines.push(`trained tokens ${row.token_lag.map(n => short(n)).join(" / ")} versions old (mean / p95 / max)`);
     if (row.coalesced > 1) lines.push(`${row.coalesced} publishes together`);
     data.folds.filter(fold => fold.version === row.version).forEach(fold => lines.push(`fold from ${fold.base_version}: ${bytes(fold.payload_bytes)}`));
     const layer = chart.layer?.(event.clientY - box.top), heat = data.heat[row.version];

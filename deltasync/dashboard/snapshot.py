@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from deltasync.channel.documents import Record
+from deltasync.channel.documents import Record, TokenLag
 from deltasync.channel.keys import Slot
 from deltasync.dashboard.costs import Costs
 
@@ -20,6 +20,7 @@ class VersionRow:
         changed: Elements, None without a delta.
         delta_bytes, anchor_bytes: Payload, None where it has none; the anchor may be announced beside it.
         objects: How many files of payload there are beside the record.
+        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens it was trained on; None if unknown.
     """
 
     version: int
@@ -36,6 +37,7 @@ class VersionRow:
     delta_objects: int
     anchor_objects: int
     coalesced: int
+    token_lag: TokenLag | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +157,7 @@ def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record
         delta_objects=0 if delta is None else len(delta.parts),
         anchor_objects=0 if beside is None else len(beside.files),
         coalesced=found.coalesced,
+        token_lag=found.token_lag,
     )
 
 

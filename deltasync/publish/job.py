@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Self
 
-from deltasync.channel.documents import Channel, Reference
+from deltasync.channel.documents import Channel, Reference, TokenLag
 from deltasync.errors import DeltaSyncError, PublishTimeoutError
 from deltasync.publish.collect import Weights
 from deltasync.publish.shadow import Shadow
@@ -37,7 +37,7 @@ class Job:
         shadow: Holds what is published, until the job is `released`.
         full: Whether it is full weights, and its changes do not matter.
         live: Whether its changes come while the stream is read; otherwise they are `patches`.
-        step: The trainer's step.
+        step, token_lag: As given to `publish`.
         coalesced: Publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
         patches: Steps against the version before, which later ones are folded into while it waits.
@@ -58,6 +58,7 @@ class Job:
     full: bool = False
     live: bool = False
     step: int | None = None
+    token_lag: TokenLag | None = None
     coalesced: int = 1
     changed: int = 0
     patches: dict[str, Patch] = dataclasses.field(default_factory=dict)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync.channel import anchors
-from deltasync.channel.documents import Reference
+from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, whole_number
@@ -164,7 +164,7 @@ class Publisher:
             return {"host": 0, "device": 0}
         return {"host": sum(bits.nbytes for bits in self._shadow.bits.values()), "device": self._shadow.device_bytes}
 
-    def publish(self, named_tensors: Stream, step: int | None = None) -> Receipt:
+    def publish(self, named_tensors: Stream, step: int | None = None, token_lag: TokenLag | None = None) -> Receipt:
         """Publish the weights as the next version; the upload goes on in the background.
 
         Args:
@@ -175,6 +175,8 @@ class Publisher:
                 published. On a GPU a mapping or a list is compared fastest: its tensors stay, so that all of them are
                 compared at once; those of a generator are compared one by one.
             step: The trainer's step, a whole number, stored as metadata.
+            token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens that were trained since the version
+                before; stored as metadata, for people and the dashboard.
 
         Returns:
             The receipt; `receipt.wait()` blocks until the version is visible.
@@ -204,6 +206,7 @@ class Publisher:
                     taken, problem = attempt(lambda: self._take(named_tensors, live))
                     changes = taken or {}
             jobs = self._jobs(base, live, changes, reference, problem, step)
+            jobs[-1].token_lag = token_lag
         except BaseException:
             self._undo(base, live, reference)
             raise

@@ -299,6 +299,7 @@ class Uploader:
             anchor=anchor,
             step=job.step,
             coalesced=job.coalesced,
+            token_lag=job.token_lag,
             requires=requires or [],
         )
 

@@ -16,6 +16,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deltasync import open_store
+from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError
 from tests.integration import trainers
 from tests.integration.async_trainers import grpo_sample, make_async_trainer
@@ -86,6 +88,10 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
         trainer.train()
     logs = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["delta_sync/token_lag_max"] for line in logs] == oldest
+    reader = ChannelReader(open_store(url))
+    told = {found.step: found.token_lag for version in reader.versions() for found in [reader.record(version).record]}
+    assert told.pop(0) is None
+    assert [told[line["step"]][2] for line in logs] == oldest
     assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
     assert all(0 < line["delta_sync/effective_sample_fraction"] < 1 for line in logs)
     for line in logs:

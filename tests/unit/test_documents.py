@@ -65,7 +65,7 @@ CHANNEL = Channel(
 )
 OPENING = Opening(run_id="run", epoch=NEXT, continues=BASE, writer="host", created_at="2026-01-01T00:00:00+00:00")
 RECORDS = {
-    "delta": _record(step=-7, coalesced=3),
+    "delta": _record(step=-7, coalesced=3, token_lag=(0.5, 1.0, 3.0)),
     "first": _record(kind="anchor", version=1, base=None, delta=None, anchor=ANCHOR),
     "reference": _record(kind="anchor", version=1, base=None, delta=None, anchor=REFERENCE, requires=["reference"]),
     "anchor": _record(kind="anchor", delta=None, anchor=ANCHOR, requires=["zstd"]),
@@ -234,6 +234,9 @@ def _delta(**fields: Any) -> dict[str, Any]:
         {"fingerprint": "0" * 15},
         {"fingerprint": "G" * 16},
         {"coalesced": 0},
+        {"token_lag": [0, 1]},
+        {"token_lag": [0, 1, -1]},
+        {"token_lag": [0, 1, 1e30]},
         {"step": 2**63},
         {"step": 1.5},
         {"requires": None},

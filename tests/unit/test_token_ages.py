@@ -118,6 +118,8 @@ def test_metrics_are_those_since_the_last_look() -> None:
     assert trained(ages, sample([2]))["token_lag_max"] == 3
     assert ages.metrics() == {}
     assert trained(ages, sample([4]))["token_lag_max"] == 1
+    assert ages.of_version() == (2.0, 3, 3), "of both, since no version was published between"
+    assert ages.of_version() is None
 
 
 def test_batches_are_counted_when_they_are_trained_not_when_they_are_made() -> None:
