@@ -131,6 +131,7 @@ def make_async_trainer(
     stub: bool = True,
     train_dataset: Dataset | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    tools: list[Callable[..., Any]] | None = None,
     **settings: Any,
 ) -> Any:
     """By the callback alone, unless a `weight_transfer` is given; with TRL's own rollout worker, if not with a stub."""
@@ -150,6 +151,7 @@ def make_async_trainer(
         weight_transfer=weight_transfer,
         callbacks=[sync, *callbacks],
         peft_config=peft_config,
+        tools=tools,
     )
 
 
