@@ -67,7 +67,13 @@ def served_digests(model: Any) -> dict[str, str]:
 
 
 def make_trainer(
-    kind: str, server: Server, folder: Path, *callbacks: TrainerCallback, max_steps: int = 3, peft_config: Any = None
+    kind: str,
+    server: Server,
+    folder: Path,
+    *callbacks: TrainerCallback,
+    max_steps: int = 3,
+    peft_config: Any = None,
+    **settings: Any,
 ) -> Any:
     """A trainer whose every batch is compared with the server: it generated with the trainer's weights, bit for bit."""
     import trl
@@ -86,6 +92,7 @@ def make_trainer(
         per_device_eval_batch_size=4,
         max_steps=max_steps,
         learning_rate=1e-4,
+        **settings,
     )
     trainer = getattr(trl, f"{kind}Trainer")(
         model=str(checkpoint_of(server)),
@@ -118,6 +125,21 @@ def test_grpo_generates_with_its_own_weights_bit_for_bit(server: Server, tmp_pat
     for name in ("changed_fraction", "payload_bytes", "bits_per_changed", "encode_s", "ack_s", "upload_s", "coalesced"):
         assert all(f"delta_sync/{name}" in line for line in logs[1:]), name
     assert logs[-1]["delta_sync/changed_fraction"] == sync.history[2].changed_fraction
+
+
+def test_grpo_goes_on_from_a_checkpoint_with_its_weights_on_the_server(server: Server, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    before = DeltaSyncCallback(server.channel, resume=True)
+    make_trainer("GRPO", server, tmp_path, before, **saving).train()
+    sync = DeltaSyncCallback(server.channel, resume=True)
+    trainer = make_trainer("GRPO", server, tmp_path, sync, max_steps=4, **saving)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # each batch is compared with the server
+
+    last = before.history[-1]
+    assert [(record.version - last.version, record.step) for record in sync.history] == [(1, 2), (2, 3), (3, 4)]
+    assert [record.kind for record in sync.history] == ["delta"] * 3
+    server.wait(lambda status: status["version"] == sync.history[-1].version)
+    assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
 
 
 def test_rloo_without_vllm_at_the_trainer_asks_the_server_by_its_url(
