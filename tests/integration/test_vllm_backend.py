@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import urllib.error
 from collections.abc import Iterator
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config
 
+from deltasync.channel.reading import ChannelReader
+from deltasync.stores import open_store
 from deltasync.tensors.bits import cast
 from tests.faults import flipped
 from tests.integration.vllm_server import Server, complete, save_model, serving
@@ -203,3 +207,40 @@ def test_a_version_with_other_bits_than_it_promises_is_rolled_back_by_both(serve
     server.settle()
     push(server, None)
     assert_live(server, checkpoint, server.weights)
+
+
+TRAIN = """
+import vllm.v1.worker.cpu.shm
+import sys, torch, vllm_plugin
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm_plugin.trainer_side import TrainerInit
+
+checkpoint, channel, server, saved = sys.argv[1:]
+vllm_plugin.register()
+model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+init = TrainerInit(channel, {"resume": True}, rank=0)
+parts = dict(client=HTTPVLLMWeightSyncClient(server), source=ModuleSource(model))
+engine = WeightTransferTrainerFactory.trainer_init(init, **parts)
+for _ in range(2):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[..., ::7] *= -1.25
+    engine.send_weights()
+engine.shutdown()
+save_file(dict(model.named_parameters()), saved)
+"""
+
+
+def test_vllms_own_trainer_side_pushes_by_its_factory_and_client(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "sent.safetensors"
+    command = [sys.executable, "-c", TRAIN, str(checkpoint), server.channel, server.url, str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    newest = ChannelReader(open_store(server.channel)).newest()
+    assert newest is not None
+    assert server.json("/weight_info") == {"weight_version": str(newest.record.version)}
+    assert_live(server, checkpoint, load_file(saved))
