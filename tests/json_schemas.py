@@ -331,7 +331,7 @@ def _said(hint: Any) -> str:
         return " or ".join(f'"{value}"' for value in inner)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_said, inner))
-    if origin is list:
+    if origin in (list, tuple):
         return f"list of {_said(inner[0])}"
     if origin is dict:
         return "object" if inner[1] is Any else f"object of {_said(inner[1])}"

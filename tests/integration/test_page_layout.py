@@ -63,6 +63,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
                 delta_objects=1,
                 anchor_objects=4,
                 coalesced=1,
+                token_lag=None if changed is None or version % 50 == 7 else (version % 5 / 3, 2, 3 + version % 2),
             )
         )
     heat = {
