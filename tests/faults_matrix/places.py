@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import zlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -42,11 +44,17 @@ def short_leases() -> Iterator[None]:
         yield
 
 
+def chosen(lab: Lab, kinds: tuple[str, ...] = PLACES) -> tuple[str, ...]:
+    """All places where the table is made; otherwise, to save time, each row has one of them."""
+    turn = zlib.crc32(lab.request.node.name.encode()) % len(kinds)
+    return kinds if "FAULT_RESULTS" in os.environ else kinds[turn : turn + 1]
+
+
 def everywhere(action: Callable[[Open], Seen], kinds: tuple[str, ...] = PLACES) -> Callable[[Lab], Seen]:
-    """Does it in each place; tells what was said in the first one, and the longest recovery."""
+    """Does it in each place, or the `chosen` one; tells what was said in the first, and the longest recovery."""
 
     def run(lab: Lab) -> Seen:
-        urls = [url_of(lab, kind) for kind in kinds]  # fixtures that patch too come first
+        urls = [url_of(lab, kind) for kind in chosen(lab, kinds)]  # fixtures that patch too come first
         with short_leases():
             seen = [action(functools.partial(open_at, url)) for url in urls]
         return Seen(seen[0].said, max(each.recovered_s for each in seen), len(seen))

@@ -33,7 +33,7 @@ from tests.faults_matrix.matrix import (
     timed,
     weights,
 )
-from tests.faults_matrix.places import PLACES, Open, everywhere, open_at, short_leases, url_of
+from tests.faults_matrix.places import Open, chosen, everywhere, open_at, short_leases, url_of
 from tests.http_faults import ignored
 from tests.processes import PROCESSES, end_with_parent
 from tests.writers import restore, snapshot
@@ -242,7 +242,7 @@ def _suspended_everywhere(lab: Lab) -> Seen:
     seen = []
     url_of(lab, "hub")  # its fixtures patch too, and so come first
     with short_leases():
-        for kind in PLACES:
+        for kind in chosen(lab):
             for number in range(REPEATS if kind == "file" else 1):
                 folder = lab.folder / f"{kind} {number}"
                 folder.mkdir()

@@ -53,7 +53,10 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert len(list((tmp_path / "channel/anchors").glob("*/config.json"))) == 1
 
 
-@pytest.mark.parametrize(("name", "processes"), [("plain_loop.py", 1), ("accelerate_loop.py", 1), ("accelerate_loop.py", 2)])
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("plain_loop.py", 1), pytest.param("accelerate_loop.py", 1, marks=pytest.mark.slow), ("accelerate_loop.py", 2)],
+)
 def test_loops(name: str, processes: int, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
     run_example(name, url, *(["--cpu"] if "accelerate" in name else []), cwd=tmp_path, processes=processes)
