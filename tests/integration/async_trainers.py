@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import statistics
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +143,7 @@ def make_async_trainer(
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return AsyncGRPOTrainer(
+    trainer = AsyncGRPOTrainer(
         model=str(checkpoint),
         reward_funcs=share_of_digits,
         args=AsyncGRPOConfig(**({"output_dir": str(checkpoint.parent / "out"), "num_generations": 3} | SHARED | settings)),
@@ -153,6 +155,25 @@ def make_async_trainer(
         peft_config=peft_config,
         tools=tools,
     )
+    if not stub:
+        _end_at_once(trainer.rollout_worker)
+    return trainer
+
+
+def _end_at_once(worker: Any) -> None:
+    """TRL waits for 15 seconds, and then kills, where its process has samples left that nobody takes any more."""
+    stop = worker.stop
+
+    def stop_and_take() -> None:
+        def take() -> None:
+            while worker._process is not None:
+                with contextlib.suppress(queue.Empty):
+                    worker.rollout_buffer.get(timeout=0.1)
+
+        threading.Thread(target=take, daemon=True).start()
+        stop()
+
+    worker.stop = stop_and_take
 
 
 def make_distillation_trainer(
