@@ -45,14 +45,22 @@ def _cell(key, index, bits):
 
 @kernel
 def _fingerprint(key, bits_N):
+    """Here as below, loops that are to handle many elements at a time go over slices from 0: otherwise each index might be
+    negative for all that the compiler knows, and it handles a third as many."""
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
-        part = np.uint64(0)
-        for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, bits_N.size)):
-            part += _cell(key, i, bits_N[i])
-        total += part
+        first = chunk * _CHUNK
+        total += _cells(key, first, bits_N[first : min(first + _CHUNK, bits_N.size)])
     return total
+
+
+@njit(inline="always")
+def _cells(key, first, bits_C):
+    part, at = np.uint64(0), key + np.uint64(first) * _I
+    for i in range(bits_C.size):
+        part += _cell(at, i, bits_C[i])
+    return part
 
 
 @kernel
@@ -65,10 +73,12 @@ def _take(key, bits_N, out_N, mask, largest):
         end = min((chunk + 1) * _CHUNK, bits_N.size)
         for first in range(chunk * _CHUNK, end, _SCATTER_CHUNK):
             last = min(first + _SCATTER_CHUNK, end)
-            out_N[first:last] = bits_N[first:last]
-            for i in range(first, last):
-                bits = np.uint64(out_N[i])
-                part += _cell(key, i, bits)
+            out_C = out_N[first:last]
+            out_C[:] = bits_N[first:last]
+            at = key + np.uint64(first) * _I
+            for i in range(out_C.size):
+                bits = np.uint64(out_C[i])
+                part += _cell(at, i, bits)
                 part_above += (bits & mask) > largest
         total += part
         above += part_above
@@ -79,10 +89,7 @@ def _take(key, bits_N, out_N, mask, largest):
 def _fingerprint_runs(key, start_R, bits_RL):
     total = np.uint64(0)
     for r in prange(start_R.size):
-        part = np.uint64(0)
-        for i in range(bits_RL.shape[1]):
-            part += _cell(key, start_R[r] + i, bits_RL[r, i])
-        total += part
+        total += _cells(key, start_R[r], bits_RL[r])
     return total
 
 
@@ -151,9 +158,10 @@ def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
                 new_C[k - first] = bits_N[at] + step_K[k]
                 bits_N[at] = new_C[k - first]
             # A loop of its own, which the compiler turns into instructions on many elements at a time.
-            for k in range(first, last):
-                old, new = old_C[k - first], new_C[k - first]
-                part += _cell(key, index_K[k], new) - _cell(key, index_K[k], old)
+            index_C = index_K[first:last]
+            for k in range(index_C.size):
+                old, new = old_C[k], new_C[k]
+                part += _cell(key, index_C[k], new) - _cell(key, index_C[k], old)
                 part_above += (np.uint64(new) & mask) > largest
         added += part
         above += part_above
@@ -172,14 +180,15 @@ def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, new_K):
             if k + _AHEAD < last:
                 prefetch(dest, np.uint64(dest_index_K[k + _AHEAD]))
             new_K[k] = dest[np.uint64(dest_index_K[k])]
-        for k in range(first, last):
-            old = new_K[k]
-            new = data_K[k]
+        new_C, data_C, index_C, dest_C = new_K[first:last], data_K[first:last], index_K[first:last], dest_index_K[first:last]
+        for k in range(new_C.size):
+            old = new_C[k]
+            new = data_C[k]
             if not absolute:
                 new += old
-            new_K[k] = new
-            part += _cell(key, index_K[k], new_K[k]) - _cell(key, index_K[k], old)
-            part_check += _weighted(dest_index_K[k], old)
+            new_C[k] = new
+            part += _cell(key, index_C[k], new_C[k]) - _cell(key, index_C[k], old)
+            part_check += _weighted(dest_C[k], old)
         added += part
         check += part_check
     return added, check
