@@ -2,9 +2,9 @@
 
     python -m benchmarks.commit [--size 0.6b] [--commits 8] [--device cuda] [--json]
 
-Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM three times; three minutes on
-two cores, most of it for the start of each vLLM and for the versions: each `--commits` adds three seconds. Nothing else should
-run on the machine.
+Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM three times; under three
+minutes on two cores, most of it for those starts and for the versions: each of `--commits` adds five seconds. Nothing else
+should run on the machine.
 """
 
 from __future__ import annotations
