@@ -1,0 +1,218 @@
+"""How the cost of a version grows with the model, measured to 3 B elements, and from there computed to 1 T and 256 replicas.
+
+    python -m benchmarks.scale [--billions 0.15 0.6 1.2 3] [--link 10] [--store 400] [--json]
+
+Measured, for each size in processes of their own: a publisher to a directory and a host replica, versions that change 1 %.
+Computed, from what the size nearest to 0.6 B took for each element: seconds until a version is stored and
+until all replicas serve it, where the ranks of the trainer and the workers of a replica share the work, each as fast as this
+machine. What that says of the sizes that were measured is compared with them. Nothing here ran on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.commit.versions import change
+from benchmarks.common import say, table, timed
+from benchmarks.join import model, warm_up
+from deltasync import Publisher, Replica
+
+CHANGED = 0.01
+_DELTAS = 4  # the first of them meets new memory and is left out
+_BASE = 0.6e9  # elements of the size that the others are computed from
+_ROUND_TRIPS = 2.5
+_ROUND_TRIP_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """A model, how many ranks publish it together, and how many workers a replica has."""
+
+    name: str
+    elements: float
+    ranks: int
+    workers: int
+
+
+DEPLOYMENTS = (
+    Deployment("7B", 7.6e9, 8, 1),
+    Deployment("30B-A3B", 30.5e9, 16, 2),
+    Deployment("235B-A22B", 235e9, 64, 8),
+    Deployment("1T", 1e12, 256, 16),
+)
+REPLICAS = 8, 64, 256
+
+
+def main() -> None:
+    """Measure what the command line says."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--billions", type=float, nargs="+", default=[0.15, 0.6, 1.2, 3.0], help="elements to measure")
+    parser.add_argument("--link", type=float, default=10.0, help="Gbit/s of each rank, and of each replica")
+    parser.add_argument("--store", type=float, default=400.0, help="Gbit/s that the store gives to all replicas together")
+    parser.add_argument("--folder", type=Path, default=None, help="where channels go; the system's temporary one")
+    parser.add_argument("--part", choices=PARTS, help="used by the benchmark itself")
+    given = parser.parse_args()
+    if given.part is not None:
+        print(json.dumps(PARTS[given.part](given.folder, given.billions[0])))
+        return
+    points = []
+    for billions in given.billions:
+        say(f"{billions:g} B elements")
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            points.append(_in_processes(Path(folder), billions))
+    result = compute(points, given.link, given.store)
+    common.emit(given.json, result, lines(result))
+
+
+def _in_processes(folder: Path, billions: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        command = [sys.executable, "-m", "benchmarks.scale", "--part", part, "--billions", str(billions)]
+        output = subprocess.run([*command, "--folder", str(folder)], cwd=common.ROOT, stdout=subprocess.PIPE, check=True)
+        found |= json.loads(output.stdout)
+    return found
+
+
+def publish(folder: Path, billions: float) -> dict[str, Any]:
+    """Medians of the seconds that `publish` holds the trainer, and until its version is stored."""
+    warm_up()
+    weights = model(2 * billions)
+    held_s, visible_s, sizes = [], [], []
+    with Publisher(f"file://{folder}/channel", dtype="keep", anchor_every=1 << 30) as publisher:
+        publisher.publish(weights).wait(600)
+        for number in range(1, _DELTAS + 2):
+            change(weights, CHANGED, seed=number)
+            seconds, (held, receipt) = timed(lambda: _published(publisher, weights))
+            held_s.append(held)
+            visible_s.append(seconds)
+            sizes.append((receipt.payload_bytes, receipt.changed, receipt.total))
+    payload_bytes, changed, total = sizes[-1]
+    return {
+        "elements": total,
+        "changed": changed,
+        "payload_bytes": payload_bytes,
+        "held_s": statistics.median(held_s[1:]),
+        "visible_s": statistics.median(visible_s[1:]),
+    }
+
+
+def _published(publisher: Publisher, weights: Any) -> tuple[float, Any]:
+    held_s, receipt = timed(lambda: publisher.publish(weights))
+    receipt.wait(600)
+    return held_s, receipt
+
+
+def follow(folder: Path, billions: float) -> dict[str, Any]:
+    """Median of the seconds to fetch a version, decode it and write it into host memory."""
+    warm_up()
+    replica = Replica(f"file://{folder}/channel")
+    replica.sync(1)
+    seconds = [timed(lambda version=version: replica.sync(version))[0] for version in range(2, _DELTAS + 3)]
+    assert replica.audit()
+    return {"apply_s": statistics.median(seconds[1:])}
+
+
+PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {"publish": publish, "follow": follow}
+
+
+def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict[str, Any]:
+    """What the measured sizes say of each other, and of deployments.
+
+    Args:
+        points: What was measured, of each size.
+        link: Gbit/s of a rank and of a replica.
+        store: Gbit/s of the store, to all replicas together.
+    """
+    base = min(points, key=lambda point: abs(point["elements"] - _BASE))
+    checks = [
+        {
+            "elements": point["elements"],
+            **{
+                name: (base[name] * point["elements"] / base["elements"]) / point[name] - 1
+                for name in ("held_s", "visible_s", "apply_s")
+            },
+        }
+        for point in points
+    ]
+    rows = [
+        {"model": deployment.name, "replicas": replicas, **_served(deployment, replicas, base, link, store)}
+        for deployment in DEPLOYMENTS
+        for replicas in REPLICAS
+    ]
+    return {"points": list(points), "base": base["elements"], "errors": checks, "link": link, "store": store, "rows": rows}
+
+
+def _served(deployment: Deployment, replicas: int, base: dict[str, Any], link: float, store: float) -> dict[str, Any]:
+    share = deployment.elements / base["elements"]
+    payload_bytes, weight_bytes = base["payload_bytes"] * share, 2 * deployment.elements
+    trips_s = _ROUND_TRIPS * _ROUND_TRIP_S
+
+    def moved_s(size: float) -> float:
+        up_s = 8 * size / (deployment.ranks * link * 1e9)
+        return up_s + 8 * size * max(1 / (deployment.workers * link * 1e9), replicas / (store * 1e9))
+
+    encoded_s, applied_s = base["visible_s"] * share / deployment.ranks, base["apply_s"] * share / deployment.workers
+    return {
+        "ranks": deployment.ranks,
+        "workers": deployment.workers,
+        "payload_bytes": payload_bytes,
+        "held_s": base["held_s"] * share / deployment.ranks,
+        "served_s": encoded_s + trips_s + moved_s(payload_bytes) + applied_s,
+        "full_s": trips_s + moved_s(weight_bytes),
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """For people."""
+    errors = {check["elements"]: check for check in result["errors"]}
+    yield from table(
+        ("elements", "payload", "trainer held", "stored", "applied", "computed from one size: held, stored, applied"),
+        (
+            (
+                f"{point['elements'] / 1e9:.2f} B",
+                f"{point['payload_bytes'] / 1e6:.1f} MB",
+                *(f"{1e9 * point[name] / point['elements']:.3f} ns" for name in ("held_s", "visible_s", "apply_s")),
+                ", ".join(f"{errors[point['elements']][name]:+.0%}" for name in ("held_s", "visible_s", "apply_s")),
+            )
+            for point in result["points"]
+        ),
+    )
+    yield ""
+    yield from table(
+        (
+            "computed",
+            "ranks",
+            "workers",
+            "replicas",
+            "payload",
+            "trainer held",
+            "served by all",
+            "full weights, links alone",
+        ),
+        (
+            (
+                row["model"],
+                row["ranks"],
+                row["workers"],
+                row["replicas"],
+                f"{row['payload_bytes'] / 1e9:.2f} GB",
+                f"{row['held_s']:.2f} s",
+                f"{row['served_s']:.2f} s",
+                f"{row['full_s']:.1f} s",
+            )
+            for row in result["rows"]
+        ),
+    )
+
+
+if __name__ == "__main__":
+    common.run(main)
