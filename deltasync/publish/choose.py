@@ -109,12 +109,8 @@ class Choice:
 
     def probes(self, version: int) -> list[str]:
         """The other codecs, if it is time to try them."""
-        best = self.best()
-        return [
-            name
-            for name, costs in self._costs.items()
-            if name != best and (len(costs) < _PROBES or version % _PROBE_EVERY == 0)
-        ]
+        best, is_due = self.best(), version % _PROBE_EVERY == 0
+        return [name for name, costs in self._costs.items() if name != best and (is_due or len(costs) < _PROBES)]
 
     def took(self, codec: str, cost: Cost) -> None:
         """Note what a group took."""
