@@ -283,6 +283,13 @@ def placement() -> Iterator[str]:
     return _command_table("placement", placement.lines)
 
 
+def auto() -> Iterator[str]:
+    """Of `python -m benchmarks.auto`: three settings of `codec`, over links."""
+    from benchmarks import auto
+
+    return _command_table("auto", auto.lines)
+
+
 def demo() -> Iterator[str]:
     """The demo's summary."""
     from deltasync.demo import report
@@ -428,6 +435,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "codec-speed": codec_speed,
     "saved": saved,
     "codec-readme": codec_readme,
+    "auto": auto,
     "commit": commit,
     "step": step,
     "recovery": recovery,

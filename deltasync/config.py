@@ -20,6 +20,8 @@ from typing import Annotated, Any, Self, TypedDict
 from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
+AUTO = "auto"
+"""The `codec` of a publisher that chooses between `packed` and `context` itself (`deltasync.publish.choose`)."""
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
 """How a setting says the dtype of each tensor (`deltasync.tensors.bits.dtype_for`)."""
@@ -187,7 +189,8 @@ class PublisherSettings(_Settings):
     """How a publisher writes.
 
     Attributes:
-        codec: Encoding of deltas, one of `CODECS`.
+        codec: Encoding of deltas, one of `CODECS`. Or `auto`: for each, `packed` or `context`, whichever is served sooner on
+            the link that was measured; as `context`, only for replicas of one worker. A sharded trainer stays at `packed`.
         anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
             a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
         dtype: Served dtype: floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
@@ -207,7 +210,7 @@ class PublisherSettings(_Settings):
         trusted_keys: File of the public keys of those who wrote before, if they had other ones.
     """
 
-    codec: Annotated[str, _one_of(CODECS)] = "packed"
+    codec: Annotated[str, _one_of((*CODECS, AUTO))] = "packed"
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _Rule(_DTYPES, DTYPE)] = "bfloat16"
     shadow_placement: Annotated[str, _one_of(PLACEMENTS)] = "auto"

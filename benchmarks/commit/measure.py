@@ -26,7 +26,7 @@ from deltasync.demo.processes import Child
 from deltasync.deploy.serving import require_vllm
 from deltasync.errors import ConfigError
 
-_REPEATS = 7
+_REPEATS = 5
 _ENGINE_S = 1800.0
 
 

@@ -334,17 +334,5 @@ def decode(
     good_B = np.zeros(blocks.base_B.size, np.bool_)
     old = None if context is None else (context.bits_N, *context.classes, context.hazard_BC, context.table_C)
     with threads(tasks(blocks, index_K) if context is None else blocks.base_B.size):
-        _decode(
-            words,
-            word_B,
-            *blocks,
-            tables.freq_TS,
-            tables.start_TS,
-            tables.symbol_TL,
-            top_of(step_K),
-            old,
-            index_K,
-            step_K,
-            good_B,
-        )
+        _decode(words, word_B, *blocks, *tables[:2], tables.symbol_TL, top_of(step_K), old, index_K, step_K, good_B)
     return bool(good_B.all())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from deltasync.channel.documents import Delta, File, Record, Version
 from deltasync.channel.record import INLINE_BYTES, Stored
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
+from deltasync.publish.choose import Choice, Cost
 from deltasync.publish.job import Group, Job
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import Patch, fingerprint
@@ -27,16 +30,17 @@ class Payloads(NamedTuple):
     inline: Encoded | None  # what goes into the record
     bytes: int  # size of all payloads
     patches: dict[str, Patch]  # all steps, if they were asked for
+    codec: str
 
 
 def encode_groups(
-    job: Job, codec_name: str, put: Callable[[int, bytes], Future[File]], *, inline: bool = True, keep: bool = False
+    job: Job, choice: Choice, put: Callable[[int, bytes], Future[File]], *, inline: bool = True, keep: bool = False
 ) -> Payloads:
     """Encode and prove a delta group by group; its parts are stored meanwhile.
 
     Args:
         job: A delta. Its shadow does not change meanwhile but by the tensors that come later.
-        codec_name: The codec.
+        choice: Names the codec, and is told what each group took.
         put: Begins to store a part, by its number from 1 on.
         inline: Whether the last group may go into the record.
         keep: Whether to return the patches.
@@ -48,20 +52,43 @@ def encode_groups(
     files: list[Future[File]] = []
     kept: dict[str, Patch] = {}
     in_record: Encoded | None = None
-    payload_bytes = 0
-    for group, last in job.groups():
-        if not group:
-            continue
-        encoded = encode(job, codec_name, group, job.version - 1)
-        data = encoded.to_bytes()
-        payload_bytes += len(data)
-        if inline and last and len(data) <= INLINE_BYTES:
+    payload_bytes, codec_name = 0, ""
+
+    def send(may_be_inline: bool, encoded: Encoded, data: bytes) -> None:
+        nonlocal in_record
+        if may_be_inline and len(data) <= INLINE_BYTES:
             in_record = encoded
         else:
             files.append(put(len(files) + 1, data))
-        prove(job, codec_name, group, data)  # while it is on its way, which takes longer
+
+    for group, last in job.groups():
+        if not group:
+            continue
+        if not codec_name:
+            for name in choice.probes(job.version):
+                _encode_and_prove(job, choice, name, group)
+            codec_name = choice.best()
+
+        payload_bytes += _encode_and_prove(job, choice, codec_name, group, functools.partial(send, inline and last))
         kept |= {patch.name: patch for patch in group} if keep else {}
-    return Payloads(files, in_record, payload_bytes, kept)
+    choice.groups = len(files) + (in_record is not None) or 1
+    return Payloads(files, in_record, payload_bytes, kept, codec_name or choice.best())
+
+
+def _encode_and_prove(
+    job: Job, choice: Choice, codec_name: str, group: Group, send: Callable[[Encoded, bytes], None] = lambda *_: None
+) -> int:
+    """Bytes of a group's payload, which is proved while it is on its way: that takes longer."""
+    began_s = time.perf_counter()
+    encoded = encode(job, codec_name, group, job.version - 1)
+    data = encoded.to_bytes()
+    encoded_s = time.perf_counter()
+    send(encoded, data)
+    sent_s = time.perf_counter()
+    prove(job, codec_name, group, data)
+    changed = sum(patch.changed for patch in group)
+    choice.took(codec_name, Cost(changed, len(data), encoded_s - began_s, time.perf_counter() - sent_s))
+    return len(data)
 
 
 def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
@@ -75,7 +102,7 @@ def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Enco
     return encoder.finish(job.version, base_version)
 
 
-def compile_ahead(job: Job, codec_name: str) -> None:
+def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
     """Compare, encode and prove one change for each dtype of a job's channel, so that no real one waits for a compiler."""
     dtypes = {spec.dtype for spec in job.channel.specs.values()}
     zeros = {name: torch.zeros(1024, dtype=getattr(torch, name)) for name in dtypes}
@@ -84,7 +111,8 @@ def compile_ahead(job: Job, codec_name: str) -> None:
     steps = shadow.advance([(name, one.to(zero.dtype)) for name, zero in zeros.items()], "keep", 0)
     following = Job(serial=0, version=job.version + 1, channel=job.channel, shadow=shadow, fingerprints=shadow.fingerprints)
     group = [*steps.values()]
-    prove(following, codec_name, group, encode(following, codec_name, group, job.version).to_bytes())
+    for codec_name in codec_names:
+        prove(following, codec_name, group, encode(following, codec_name, group, job.version).to_bytes())
 
 
 def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:

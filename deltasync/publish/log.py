@@ -33,6 +33,7 @@ from deltasync.errors import (
     get_logger,
 )
 from deltasync.publish import put
+from deltasync.publish.choose import MeteredStore
 from deltasync.stores.base import REQUEST_S
 
 logger = get_logger(__name__)
@@ -84,6 +85,7 @@ class Log:
         claimed_s: When the epoch was claimed, by `boot_s`.
 
     Attributes:
+        store: The channel's, timed while objects are put.
         epoch: The epoch, which is in force or claimed; also the author of all keys.
         run_id: The channel's run.
         channel: The channel; None until it is stored.
@@ -111,7 +113,7 @@ class Log:
         self.tip = tip
         self.pending: Stored | None = None
         self.published: dict[int, str] = {}
-        self._reader, self._store = reader, reader.store
+        self._reader, self.store = reader, MeteredStore(reader.store)
         self._settings = settings
         self._signer = signer
         self._lease = lease
@@ -153,7 +155,7 @@ class Log:
             StoreError: it may be stored, or may be later. Who does not put the same bytes again calls `give_up`.
         """
         self._check()
-        return put.put_file(self._store, self._settings, f"{folder}/{name}", data)
+        return put.put_file(self.store, self._settings, f"{folder}/{name}", data)
 
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
@@ -252,7 +254,7 @@ class Log:
                 stored = self._folds[key] = self._encoded(document, key, payload)
         data = stored.data
         if data is not None:
-            put.retried(self._settings, lambda: self._store.put(key, data))
+            put.retried(self._settings, lambda: self.store.put(key, data))
             stored = self._folds[key] = dataclasses.replace(stored, data=None)
         return stored
 
@@ -267,7 +269,7 @@ class Log:
             raise FencedError(str(self._fenced))
 
     def _fence(self, what: str) -> FencedError:
-        self._fenced = FencedError(f"{what} ({self._store.url}). This publisher must stop; only one may write to a channel.")
+        self._fenced = FencedError(f"{what} ({self.store.url}). This publisher must stop; only one may write to a channel.")
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> Stored:
@@ -295,11 +297,11 @@ class Log:
         """Put what only one writer may put, until it is answered."""
         try:
             if self._lease is None:
-                ours = put.retried(self._settings, lambda: put.create(self._store, key, data))
+                ours = put.retried(self._settings, lambda: put.create(self.store, key, data))
             else:
                 self._lease.wait(self._claimed_s)
                 guard = self._look if key != keys.CHANNEL else self._look_for_channel
-                put.retried(self._settings, lambda: self._store.put(key, data, guard=guard))
+                put.retried(self._settings, lambda: self.store.put(key, data, guard=guard))
                 ours = True
         except TransientStoreError as error:
             raise PublishPendingError(
@@ -329,7 +331,7 @@ class Log:
 
     def _look_for_channel(self) -> None:
         assert self._new_channel is not None
-        if put.holds(self._store, keys.CHANNEL, self._new_channel[1]) is False:
+        if put.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
         self._look()
 
@@ -361,7 +363,7 @@ class Log:
                 anchor=known if anchor is None else anchor[1],
             )
             if head != found:
-                put.retried(self._settings, lambda: self._store.put(keys.HEAD, documents.encode(head)))
+                put.retried(self._settings, lambda: self.store.put(keys.HEAD, documents.encode(head)))
         except FencedError as error:
             logger.error("%s", error)
         except DeltaSyncError as error:

@@ -17,6 +17,7 @@ from deltasync.channel.documents import File, Version
 from deltasync.config import PublisherSettings
 from deltasync.errors import PublishError, PublishPendingError
 from deltasync.publish import put
+from deltasync.publish.choose import Choice
 from deltasync.publish.encode import encode_groups
 from deltasync.publish.job import Job
 from deltasync.publish.upload import PUTS
@@ -36,6 +37,7 @@ class PartUploader:
         self._store = store
         self.settings = settings
         self._signals = signals
+        self._choice = Choice(settings.codec, None)
         self._pending: dict[int, Job] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -98,9 +100,7 @@ class PartUploader:
         problem = None
         try:
             job = self._submitted(serial)
-            found = encode_groups(
-                job, self.settings.codec, lambda *part: self._puts.submit(self._put, folder, *part), inline=False
-            )
+            found = encode_groups(job, self._choice, lambda *part: self._puts.submit(self._put, folder, *part), inline=False)
             job.released.set()
             files = [future.result() for future in found.files]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltasync.channel import documents, keys
@@ -15,8 +14,9 @@ from deltasync.channel.record import Stored
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
+from deltasync.publish.choose import Choice
 from deltasync.publish.collect import Weights, requires_of
-from deltasync.publish.encode import compile_ahead, encode, encode_groups
+from deltasync.publish.encode import Payloads, compile_ahead, encode, encode_groups
 from deltasync.publish.job import AbortedError, Job, without_frames
 from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
@@ -66,6 +66,7 @@ class Uploader:
         self._keeper = keeper
         self._since = since
         self._signals = signals
+        self._choice = Choice(settings.codec, None if signals.others else log.store)
         self._fold: tuple[Version, dict[str, Patch]] | None = None
         self._lock = threading.Lock()
         self._waiting: list[Job] = []
@@ -175,7 +176,7 @@ class Uploader:
             self._end(job, None, stored.sha256)
             self._keeper.published(job.version)
             if job.version == 1:
-                self._puts.submit(compile_ahead, job, self.settings.codec)  # while the trainer makes its first step
+                self._puts.submit(compile_ahead, job, self._choice.codecs)  # while the trainer makes its first step
 
     def _end(self, job: Job, error: Exception | None, digest: str = "") -> None:
         self._used_s = time.monotonic()
@@ -241,11 +242,11 @@ class Uploader:
         fold_every = keeper.retention.fold_every
         found = encode_groups(
             job,
-            settings.codec,
+            self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
             keep=bool(fold_every),
         )
-        fold = self._folded(job, found.patches, fold_every)
+        fold = self._folded(job, found, fold_every)
         full_bytes = weight_bytes(job.shadow.specs.values())
         if not self._signals.others and self.is_due(job.version, found.bytes, full_bytes):
             job.weights = Weights.of(job.shadow, settings)
@@ -253,7 +254,7 @@ class Uploader:
         parts = [future.result() for future in found.files] + self._signals.collect(job.serial)
         payload_bytes = found.bytes + sum(file.bytes for file in parts[len(found.files) :])
         job.end_encoding(payload_bytes)
-        delta = Delta(codec=settings.codec, changed=job.changed, parts=parts)
+        delta = Delta(codec=found.codec, changed=job.changed, parts=parts)
         stored = log.append(self._record(job, delta=delta), found.inline)
         self._since = dataclasses.replace(self._since, bytes=self._since.bytes + payload_bytes)
         self._builds_on(job, stored.version)
@@ -262,7 +263,7 @@ class Uploader:
             keeper.announce(stored, weights, requires_of(settings))
         if fold is not None and self._fold is not None:
             base, patches = self._fold
-            delta = Delta(codec=settings.codec, changed=sum(patch.changed for patch in patches.values()))
+            delta = Delta(codec=found.codec, changed=sum(patch.changed for patch in patches.values()))
             keeper.fold(base, stored, delta, fold if patches else None)
             self._fold = (stored.version, {})
         return stored
@@ -303,13 +304,13 @@ class Uploader:
             requires=requires or [],
         )
 
-    def _folded(self, job: Job, patches: Mapping[str, Patch], every: int) -> Encoded | None:
+    def _folded(self, job: Job, found: Payloads, every: int) -> Encoded | None:
         """The fold that is complete with this version."""
         if not every or self._fold is None:
             return None
         base, before = self._fold
-        folded = fold_changes(before, patches)
+        folded = fold_changes(before, found.patches)
         self._fold = (base, folded)
         if job.version - base.version < every:
             return None
-        return encode(job, self.settings.codec, list(folded.values()), base.version)
+        return encode(job, found.codec, list(folded.values()), base.version)

@@ -98,7 +98,8 @@ def _step(steps: _Sparse, known: _Known, patches: Sequence[Patch]) -> tuple[_Spa
     if not outside.all():
         data = data.copy()
         data[np.searchsorted(known_K, index_K[~outside])] += step_K[~outside]
-    return _sum([steps, (index_K[outside], step_K[outside])]), (known_K, data)
+    left = index_K[outside], step_K[outside]
+    return (_sum([steps, left]) if steps[0].size else left), (known_K, data)
 
 
 def _sum(steps: Sequence[_Sparse]) -> _Sparse:

@@ -1,0 +1,130 @@
+"""CHOOSE: the codec by which a delta is served sooner, where the settings leave that to the publisher (`auto`).
+
+All numbers are by-products of publishing: the link is timed while objects are stored, codecs while groups are encoded and
+proved. A codec that is not in use encodes one group now and then, whose payload is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from deltasync.config import AUTO
+from deltasync.stores.base import Store
+from deltasync.stores.wrapper import WrappedStore
+
+_DEFAULT, _SMALLER = "packed", "context"
+_PROBES, _PROBE_EVERY = 3, 50  # the first versions of a publisher, and then one in so many
+_SMALL_BYTES = 4096  # an object that takes as long as any would
+
+
+class MeteredStore(WrappedStore):
+    """A store that is timed while objects are put."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._under_way = self._bytes = 0
+        self._began_s = 0.0
+        self._small_s: deque[float] = deque(maxlen=16)
+        self._large: deque[tuple[int, float]] = deque(maxlen=5)
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`."""
+        with self._timed(len(data)):
+            super().create(key, data)
+
+    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+        """See `Store.put`."""
+        with self._timed(len(data)):
+            super().put(key, data, guard=guard)
+
+    @property
+    def byte_s(self) -> float | None:
+        """Seconds that the link takes for a byte, beside what it takes for any object; None while no large one was put."""
+        with self._lock:
+            any_s = min(self._small_s, default=0.0)
+            rates = [max(seconds - any_s, 0.0) / size for size, seconds in self._large]
+        return statistics.median(rates) if rates else None
+
+    @contextlib.contextmanager
+    def _timed(self, size: int) -> Iterator[None]:
+        """Objects that are put at the same time share the link, so they are timed together."""
+        with self._lock:
+            if not self._under_way:
+                self._began_s, self._bytes = time.perf_counter(), 0
+            self._under_way += 1
+            self._bytes += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                seconds = time.perf_counter() - self._began_s
+                if not self._under_way and self._bytes > _SMALL_BYTES:
+                    self._large.append((self._bytes, seconds))
+                elif not self._under_way:
+                    self._small_s.append(seconds)
+
+
+class Cost(NamedTuple):
+    """What one group took."""
+
+    changed: int
+    bytes: int
+    encode_s: float
+    prove_s: float  # as long as a replica takes to decode it
+
+
+class Choice:
+    """Names the codec of each delta.
+
+    Args:
+        codec: What the settings say.
+        store: Where deltas go; None if `auto` is to mean `packed`, as it does where several ranks would have to agree.
+
+    Attributes:
+        codecs: Those that may be named.
+        groups: How many groups the last delta had.
+    """
+
+    def __init__(self, codec: str, store: MeteredStore | None) -> None:
+        fixed = _DEFAULT if codec == AUTO else codec
+        self.codecs = (_DEFAULT, _SMALLER) if codec == AUTO and store is not None else (fixed,)
+        self.groups = 1
+        self._store = store
+        self._costs: dict[str, deque[Cost]] = {name: deque(maxlen=_PROBES) for name in self.codecs}
+
+    def best(self) -> str:
+        """The codec by which the next delta is served soonest, as far as is known."""
+        byte_s = None if self._store is None else self._store.byte_s
+        if byte_s is None or not all(self._costs.values()):
+            return self.codecs[0]
+        return min(self.codecs, key=lambda name: self._served_s(name, byte_s))
+
+    def probes(self, version: int) -> list[str]:
+        """The other codecs, if it is time to try them."""
+        best, is_due = self.best(), version % _PROBE_EVERY == 0
+        return [name for name, costs in self._costs.items() if name != best and (is_due or len(costs) < _PROBES)]
+
+    def took(self, codec: str, cost: Cost) -> None:
+        """Note what a group took."""
+        self._costs[codec].append(cost)
+
+    def _served_s(self, codec: str, byte_s: float) -> float:
+        """Seconds for each changed element until a replica has decoded it.
+
+        Groups are stored while others are encoded, and fetched while others are stored; only those at both ends wait. A
+        replica is taken to have the publisher's link and its speed.
+        """
+        costs = self._costs[codec]
+        # The least: others were measured while a kernel was being compiled, or the machine had other things to do.
+        encode_s, prove_s = (min(cost[at] / cost.changed for cost in costs) for at in (2, 3))
+        link_s = byte_s * sum(cost.bytes for cost in costs) / sum(cost.changed for cost in costs)
+        shorter_s, longer_s = sorted((encode_s + prove_s, link_s))
+        return longer_s + (shorter_s + link_s) / self.groups + prove_s
