@@ -113,8 +113,9 @@ class Choice:
         return [name for name, costs in self._costs.items() if name != best and (is_due or len(costs) < _PROBES)]
 
     def took(self, codec: str, cost: Cost) -> None:
-        """Note what a group took."""
-        self._costs[codec].append(cost)
+        """Note what a group took, unless nothing changed in it."""
+        if cost.changed:
+            self._costs[codec].append(cost)
 
     def _served_s(self, codec: str, byte_s: float) -> float:
         """Seconds for each changed element until a replica has decoded it.
