@@ -46,7 +46,8 @@ def _cell(key, index, bits):
 @kernel
 def _fingerprint(key, bits_N):
     """Here as below, loops that are to handle many elements at a time go over slices from 0: otherwise each index might be
-    negative for all that the compiler knows, and it handles a third as many."""
+    negative for all that the compiler knows, and it handles a third as many.
+    """
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
