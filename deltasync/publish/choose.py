@@ -30,7 +30,7 @@ class MeteredStore(WrappedStore):
         super().__init__(inner)
         self._lock = threading.Lock()
         self._under_way = self._bytes = 0
-        self._began_s = 0.0
+        self._began_s, self._whole = 0.0, True
         self._small_s: deque[float] = deque(maxlen=16)
         self._large: deque[tuple[int, float]] = deque(maxlen=5)
 
@@ -54,21 +54,24 @@ class MeteredStore(WrappedStore):
 
     @contextlib.contextmanager
     def _timed(self, size: int) -> Iterator[None]:
-        """Objects that are put at the same time share the link, so they are timed together."""
+        """Objects that are put at the same time share the link, so they are timed together; not if one of them failed."""
         with self._lock:
             if not self._under_way:
-                self._began_s, self._bytes = time.perf_counter(), 0
+                self._began_s, self._bytes, self._whole = time.perf_counter(), 0, True
             self._under_way += 1
             self._bytes += size
+        stored = False
         try:
             yield
+            stored = True
         finally:
             with self._lock:
                 self._under_way -= 1
+                self._whole &= stored
                 seconds = time.perf_counter() - self._began_s
-                if not self._under_way and self._bytes > _SMALL_BYTES:
+                if self._whole and not self._under_way and self._bytes > _SMALL_BYTES:
                     self._large.append((self._bytes, seconds))
-                elif not self._under_way:
+                elif self._whole and not self._under_way:
                     self._small_s.append(seconds)
 
 

@@ -68,7 +68,6 @@ def encode_groups(
             for name in choice.probes(job.version):
                 _encode_and_prove(job, choice, name, group)
             codec_name = choice.best()
-
         payload_bytes += _encode_and_prove(job, choice, codec_name, group, functools.partial(send, inline and last))
         kept |= {patch.name: patch for patch in group} if keep else {}
     choice.groups = len(files) + (in_record is not None) or 1

@@ -45,6 +45,19 @@ def test_the_link_is_timed_without_what_any_object_takes(line: Line) -> None:
     assert store.byte_s == pytest.approx(1e-6, rel=0.01)
 
 
+def test_what_failed_says_nothing_of_the_link(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MeteredStore(line)
+    with monkeypatch.context() as patch:
+        patch.setattr(Line, "put", lambda *_, **__: 1 / 0)  # at once, as when a connection is refused
+        for size in (100, 1 << 20):
+            with pytest.raises(ZeroDivisionError):
+                store.put("part", bytes(size))
+    assert store.byte_s is None
+    store.put("head", b"h" * 100)
+    store.put("part", bytes(1 << 20))
+    assert store.byte_s == pytest.approx(1e-6, rel=0.01)
+
+
 def test_objects_that_are_put_at_the_same_time_share_the_link(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, now_s = Barrier(4), [0.0]
 
