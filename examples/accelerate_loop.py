@@ -30,3 +30,4 @@ if __name__ == "__main__":
     if publisher is not None:
         publisher.close()
         save_file(accelerator.unwrap_model(model).state_dict(), "model.safetensors")
+    accelerator.end_training()

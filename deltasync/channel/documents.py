@@ -159,7 +159,7 @@ class Record:
     sha256: Sha256 | None = None
     step: Annotated[int, msgspec.Meta(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     coalesced: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)] = 1
-    token_lag: TokenLag | None = None
+    token_lag: TokenLag | msgspec.UnsetType = msgspec.UNSET
     requires: _Requires = dataclasses.field(default_factory=list)
     body_bytes: Count = 0
     body_sha256: Sha256 = "0" * 64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from deltasync.channel.documents import Record, TokenLag
 from deltasync.channel.keys import Slot
 from deltasync.dashboard.costs import Costs
@@ -157,7 +159,7 @@ def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record
         delta_objects=0 if delta is None else len(delta.parts),
         anchor_objects=0 if beside is None else len(beside.files),
         coalesced=found.coalesced,
-        token_lag=found.token_lag,
+        token_lag=None if found.token_lag is msgspec.UNSET else found.token_lag,
     )
 
 

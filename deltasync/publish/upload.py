@@ -8,6 +8,8 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, Record, Version
 from deltasync.channel.record import Stored
@@ -300,7 +302,7 @@ class Uploader:
             anchor=anchor,
             step=job.step,
             coalesced=job.coalesced,
-            token_lag=job.token_lag,
+            token_lag=msgspec.UNSET if job.token_lag is None else job.token_lag,
             requires=requires or [],
         )
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     assert [line["delta_sync/token_lag_max"] for line in logs] == oldest
     reader = ChannelReader(open_store(url))
     told = {found.step: found.token_lag for version in reader.versions() for found in [reader.record(version).record]}
-    assert told.pop(0) is None
+    assert told.pop(0) is msgspec.UNSET
     assert [told[line["step"]][2] for line in logs] == oldest
     assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
     assert all(0 < line["delta_sync/effective_sample_fraction"] < 1 for line in logs)
