@@ -107,9 +107,9 @@ def _sum(steps: Sequence[_Sparse]) -> _Sparse:
     index = np.concatenate([index_K for index_K, _ in steps])
     order = np.argsort(index, kind="stable")  # merges the ascending runs
     index = index[order]
-    first = np.flatnonzero(np.diff(index, prepend=-1))
-    if not first.size:
+    if not index.size:
         return index, steps[0][1]
+    first = np.append(0, np.flatnonzero(index[1:] != index[:-1]) + 1)
     step = np.concatenate([step_K for _, step_K in steps])[order]
     step_K = np.add.reduceat(step, first, dtype=step.dtype)
     kept = step_K != 0
