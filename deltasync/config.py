@@ -13,7 +13,7 @@ import re
 import socket
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict
 
@@ -147,6 +147,18 @@ def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
         bound = f"from {least} on" if least > 0 else "of 64 bits"
         raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
     return int(value)
+
+
+def token_ages(value: Any) -> tuple[float, float, float]:
+    """Mean, 95th percentile and maximum age of tokens, in versions, that somebody gave.
+
+    Raises:
+        ConfigError: they are something else, or what no reader of the record would take.
+    """
+    ages = value if isinstance(value, Sequence) else ()
+    if len(ages) != 3 or not all(isinstance(age, numbers.Real) and 0 <= float(age) < 1 << 63 for age in ages):
+        raise ConfigError(f"token_lag must be three numbers from 0 on, not {value!r}.")
+    return float(ages[0]), float(ages[1]), float(ages[2])
 
 
 def _require(condition: bool, message: str) -> None:

@@ -119,17 +119,17 @@ class TokenAges:
         """
         trained = np.asarray(sample.completion_mask, dtype=bool)
         versions = getattr(sample.metrics, "versions", np.full(len(trained), UNKNOWN))
-        syncs = self._syncs_of(versions)
-        known = versions != UNKNOWN
+        lags = self._lags_of(versions)
+        known = lags >= 0
         if self.max_lag is not None:
-            old = trained & ~(known & (self._now() - syncs <= self.max_lag))
+            old = trained & ~(known & (lags <= self.max_lag))
             for place in np.flatnonzero(old):
                 sample.completion_mask[place] = 0
             self._masked += int(old.sum())
             self._warn_of_unknown(trained & ~known)
             trained &= ~old
         if (trained & known).any():
-            oldest = int(syncs[trained & known].min())
+            oldest = self._now() - int(lags[trained & known].max())
             sample.model_version = oldest if known[trained].all() else min(oldest, sample.model_version)
         return self.max_lag is None or bool(trained.any())
 
@@ -144,12 +144,11 @@ class TokenAges:
     def train(self, weights: torch.Tensor | None) -> None:
         """Count the oldest batch, which is being trained now; `weights` are the `weight_sums` of all processes."""
         if self._taken:
-            versions = self._taken.popleft()
-            known = versions != UNKNOWN
-            self._unknown += int((~known).sum())
-            lags = (self._now() - self._syncs_of(versions[known])).tolist()
-            self._tokens.update(lags)
-            self._of_version.update(lags)
+            lags = self._lags_of(self._taken.popleft())
+            known = lags[lags >= 0].tolist()
+            self._unknown += len(lags) - len(known)
+            self._tokens.update(known)
+            self._of_version.update(known)
         if weights is not None:
             self._weights += weights.cpu().numpy()
 
@@ -174,21 +173,24 @@ class TokenAges:
             told["effective_sample_fraction"] = size
         return {f"delta_sync/{name}": value for name, value in told.items()}
 
-    def _syncs_of(self, versions: np.ndarray) -> np.ndarray:
-        """The sync of each version; those from before this process count on backwards."""
+    def _lags_of(self, versions: np.ndarray) -> np.ndarray:
+        """The lag of each version; those from before this process count on backwards.
+
+        Below 0 where it is not known: `UNKNOWN`, and versions that this trainer has not published, of another channel say.
+        """
         if not self._syncs:
-            return np.zeros_like(versions)
+            return np.where(versions == UNKNOWN, -1, self._now())
         first, first_sync = next(iter(self._syncs.items()))
         distinct, places = np.unique(versions, return_inverse=True)
         syncs = [self._syncs.get(version, first_sync - (first - version)) for version in distinct.tolist()]
-        return np.asarray(syncs, dtype=np.int64)[places]
+        return np.where(versions == UNKNOWN, -1, self._now() - np.asarray(syncs, dtype=np.int64)[places])
 
     def _warn_of_unknown(self, unknown: np.ndarray) -> None:
         if unknown.any() and not self._warned:
             self._warned = True
             logger.warning(
-                "A reply did not say which version made its tokens, so max_token_lag masks them. If this goes on after the "
-                "start, a server does not follow the channel, or a proxy drops its headers %s and %s.",
+                "A reply did not say which version of this trainer made its tokens, so max_token_lag masks them. If this "
+                "goes on after the start, a server does not follow the channel, or a proxy drops its headers %s and %s.",
                 SPANS_HEADER,
                 HEADER,
             )

@@ -142,7 +142,7 @@ class Record:
         base: What it follows; in a fold, where it starts. None in version 1 and in folds from nothing.
         fingerprint: The model's, at `version`; None in a seal.
         sha256: In a fold, the digest of the record of `version`.
-        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens that it was trained on.
+        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
     """
 
     format: str = FORMAT

@@ -22,7 +22,7 @@ class VersionRow:
         changed: Elements, None without a delta.
         delta_bytes, anchor_bytes: Payload, None where it has none; the anchor may be announced beside it.
         objects: How many files of payload there are beside the record.
-        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens it was trained on; None if unknown.
+        token_lag: Mean, 95th percentile and maximum age in versions of tokens trained for its last publish; None if unknown.
     """
 
     version: int

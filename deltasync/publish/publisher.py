@@ -24,7 +24,7 @@ from deltasync.channel import anchors
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.config import PublisherOptions, PublisherSettings, Retention, whole_number
+from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, PublishError, get_logger
 from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.job import Job, Receipt
@@ -121,8 +121,7 @@ class Publisher:
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
         self._last: Receipt | None = None
-        self._serial = 0
-        self._closed = False
+        self._serial, self._closed = 0, False
         self._uploader: Uploader | PartUploader
         if self._log is not None:
             keeper = Keeper(reader, self._log, retention, files)
@@ -175,8 +174,7 @@ class Publisher:
                 published. On a GPU a mapping or a list is compared fastest: its tensors stay, so that all of them are
                 compared at once; those of a generator are compared one by one.
             step: The trainer's step, a whole number, stored as metadata.
-            token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens that were trained since the version
-                before; stored as metadata, for people and the dashboard.
+            token_lag: Mean, 95th percentile and maximum age, in versions, of tokens trained since the last call; metadata.
 
         Returns:
             The receipt; `receipt.wait()` blocks until the version is visible.
@@ -190,6 +188,7 @@ class Publisher:
         if self._closed:
             raise ConfigError("This publisher is closed.")
         step = None if step is None else whole_number("step", step)
+        token_lag = None if token_lag is None else token_ages(token_lag)
         before_s = time.perf_counter()
         base = self._agree_on_base()
         live: Job | None = None
@@ -325,8 +324,7 @@ class Publisher:
         if begun.resumed:
             self._uploader.resume(self._first.start.end)
             base = base._replace(full=False, collects=False)
-        self._channel, self._held, self._shadow = begun.channel, begun.held, begun.shadow
-        self._specs = begun.channel.specs
+        self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
         return base, begun.changes, begun.reference
 
     def _take(self, named_tensors: Stream, live: Job | None) -> dict[str, Patch]:
@@ -362,11 +360,10 @@ class Publisher:
         shadow, waiting = self._shadow, base.waiting
         assert shadow is not None
         patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
-        own = sum(patch.changed for patch in patches.values())
         # Of full weights that nobody else publishes the uploader works them out, so that the trainer does not wait for it.
         names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
         digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
-        changed, *digests = self._peers.agree(problem, own, *digests)
+        changed, *digests = self._peers.agree(problem, sum(patch.changed for patch in patches.values()), *digests)
         fingerprints = dict(zip(names, digests, strict=True))
         jobs: list[Job] = []
         if reference is not None:

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, open_store
+from deltasync.channel.reading import ChannelReader
 from deltasync.cli import main
 from deltasync.errors import DeltaSyncError
 from trl_callback import DeltaSyncCallback
@@ -141,6 +142,25 @@ def test_a_step(memory_url: str, name: str) -> None:
         receipt = publisher.publish(WEIGHTS, step=np.int64(7))
         receipt.wait(timeout_s=60)
         assert type(receipt.step) is int
+
+
+LAGS: dict[str, Any] = {
+    "two": (0.0, 1.0),
+    "below zero": (-1.0, 0.0, 0.0),
+    "no number": (float("nan"), 0.0, 0.0),
+    "infinite": (0.0, 0.0, float("inf")),
+    "text": "123",
+    "one": 5,
+}
+
+
+@pytest.mark.parametrize("name", LAGS)
+def test_ages_of_tokens(memory_url: str, name: str) -> None:
+    with Publisher(memory_url) as publisher:
+        with pytest.raises(DeltaSyncError, match="token_lag must be three numbers from 0 on"):
+            publisher.publish(WEIGHTS, token_lag=LAGS[name])
+        publisher.publish(WEIGHTS, token_lag=(np.float32(0.5), np.int64(1), 2)).wait(timeout_s=60)
+    assert ChannelReader(open_store(memory_url)).numbered(1).record.token_lag == (0.5, 1.0, 2.0)
 
 
 VERSIONS: dict[str, Any] = {"latest": "latest", "a fraction": 1.5, "truth": True, "zero": 0, "less": -1}

@@ -113,6 +113,18 @@ def test_tokens_of_unknown_versions_are_counted_apart() -> None:
     assert trained(ages_at(5), sample([], mask=[1, 1])) == {"unversioned_token_fraction": 1.0}
 
 
+@pytest.mark.parametrize("foreign", [6, 10**18])
+def test_a_version_that_this_trainer_has_not_published_is_unknown(foreign: int) -> None:
+    """A server that follows another channel; its tokens are not younger than those of the newest version."""
+    ages = ages_at(5)
+    assert trained(ages, sample([4, foreign]))["unversioned_token_fraction"] == 0.5
+    assert ages.of_version() == (1.0, 1, 1)
+    bound = ages_at(5, max_lag=1)
+    mixed = sample([5, foreign])
+    assert bound.admit(mixed) and mixed.completion_mask.tolist() == [1, 0] and mixed.model_version == 5
+    assert not bound.admit(sample([foreign]))
+
+
 def test_metrics_are_those_since_the_last_look() -> None:
     ages = ages_at(5)
     assert trained(ages, sample([2]))["token_lag_max"] == 3
