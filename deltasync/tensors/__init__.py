@@ -14,5 +14,6 @@ __all__ = [
     "fingerprint",
     "fold",
     "index_dtype",
+    "slabs",
     "weight_bytes",
 ]

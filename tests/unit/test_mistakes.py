@@ -61,7 +61,7 @@ def test_paths_are_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown codec": ({"codec": "zip"}, "codec must be one of packed, context, raw, not 'zip'."),
+    "an unknown codec": ({"codec": "zip"}, "codec must be one of packed, context, raw, auto, not 'zip'."),
     "an unknown dtype": (
         {"dtype": "bf16"},
         "dtype must be one of bfloat16, float16, float32, fp8, keep, or dtypes by",
