@@ -52,7 +52,8 @@ def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool,
     threading.Timer(0.2, gate.opened.set).start()
     assert replica.sync() == 5
     _holds(replica, channel)
-    assert [store.calls.count(("read", key)) for key in parts] == [1, 1]
+    # None is read again. The first may have been read already before the calls were cleared.
+    assert [store.calls.count(("read", key)) for key in parts] in ([1, 1], [0, 1])
 
 
 def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
