@@ -49,7 +49,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, two: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> tuple[int, Path]:
     return request.param, request.getfixturevalue("two" if request.param == 2 else "four")
 
