@@ -38,7 +38,8 @@ class Replica:
 
     Args:
         channel: URL of the channel, or several of it and its copies with spaces between them; an opened store; or a reader.
-        trusted_keys, max_age_s: See `ReaderSettings`; from the environment if None. A reader has its own keys.
+        trusted_keys: See `ReaderSettings`; from the environment if None. A reader has its own.
+        max_age_s: Likewise.
 
     Examples:
         >>> replica = Replica("file:///data/run")
