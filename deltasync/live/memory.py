@@ -29,7 +29,6 @@ from deltasync.live.segments import Parts, Segment, combine, unsigned
 from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
 from deltasync.tensors import Patch, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import int_view, signed_view, tensor_of
-from deltasync.tensors.slabs import Slabs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,8 +114,7 @@ class LiveMemory:
         if hasattr(os, "sysconf") and model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
         try:
-            slabs = Slabs()
-            bits = {name: slabs.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
+            bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
         except MemoryError:  # Windows promises no more than it has
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left.") from None
         tensors = {name: tensor_of(bits[name], spec) for name, spec in specs.items()}

@@ -32,7 +32,6 @@ from deltasync.tensors.bits import (
     tensor_of,
 )
 from deltasync.tensors.fold import fold, fold_all
-from deltasync.tensors.slabs import Slabs
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -97,9 +96,8 @@ class Shadow:
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
         tensors, dtype = _tensors(stream, dtype)
-        slabs = Slabs()
         for name, part in _parts(tensors, dtype, rank, specs):
-            held[name], ranges[name] = slabs.zeros(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
+            held[name], ranges[name] = np.empty(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
             copy = TensorSpec(name, specs[name].dtype, tuple(part.held.shape))
             source = (
                 part.held.detach() if part.held.is_cpu else cast(part.held, copy.dtype)
@@ -124,8 +122,7 @@ class Shadow:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
         """
         specs = reader.specs
-        slabs = Slabs()
-        bits = {name: slabs.zeros(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+        bits = {name: np.zeros(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
         memory.audit()

@@ -14,6 +14,5 @@ __all__ = [
     "fingerprint",
     "fold",
     "index_dtype",
-    "slabs",
     "weight_bytes",
 ]
