@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import itertools
+import json
 import queue
 import statistics
 import threading
@@ -17,6 +19,45 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import tests.integration.trainers  # noqa: F401 - sets what TRL reads of the environment
 from trl_callback import DeltaSyncCallback
+
+
+class Completions:
+    """A server in vLLM's place for TRL's own rollout worker.
+
+    Args:
+        answer: Gives the tokens for a request's body, and how many of them each version made, in order.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                assert self.path == "/v1/completions"
+                ids, spans = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
+                body = json.dumps({"choices": [choice]}).encode()
+                self.send_response(200)
+                self.send_header("x-deltasync-versions", f"{spans[0][0]}..{spans[-1][0]}")
+                self.send_header("x-deltasync-spans", json.dumps([spans]))
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self) -> Completions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class StubWorker:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
-import json
+import functools
 import queue
-import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError
 from tests.integration import trainers
-from tests.integration.async_trainers import grpo_sample, make_async_trainer
+from tests.integration.async_trainers import Completions, grpo_sample, make_async_trainer
 from tests.integration.trainers import TOKEN_METRICS, Fleet
 from trl_callback import DeltaSyncCallback
 from trl_callback.compat import _AdmittingQueue
@@ -32,40 +30,11 @@ checkpoint = trainers.checkpoint
 pytestmark = pytest.mark.trl
 
 
-class Completions:
-    """A server that answers each prompt with the same tokens: half of them from version 1, half from the one it serves."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                assert self.path == "/v1/completions"
-                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                (live,) = (replica.version for replica in fleet.replicas.values())
-                choice = {"token_ids": [5 + asked["seed"] % 20] * 8, "logprobs": {"token_logprobs": [-2.0] * 8}}
-                body = json.dumps({"choices": [choice]}).encode()
-                self.send_response(200)
-                self.send_header("x-deltasync-versions", f"1..{live}")
-                self.send_header("x-deltasync-spans", json.dumps([[[1, 4], [live, 4]]]))
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def __enter__(self) -> Completions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+def _halves(fleet: Fleet, asked: dict[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The same tokens for each prompt: half of them from version 1, half from the one that the fleet serves."""
+    (live,) = (replica.version for replica in fleet.replicas.values())
+    assert live is not None
+    return [5 + asked["seed"] % 20] * 8, [(1, 4), (live, 4)]
 
 
 @pytest.mark.parametrize(("max_token_lag", "oldest"), [(None, [0, 1, 2]), (0, [0, 1, 1])])
@@ -75,7 +44,7 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     """The batch of each step but the first is taken one step ahead, which the lag at the step includes."""
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
-    with Fleet(url, "replica") as fleet, Completions(fleet) as server:
+    with Fleet(url, "replica") as fleet, Completions(functools.partial(_halves, fleet)) as server:
         trainer = make_async_trainer(
             checkpoint,
             sync,

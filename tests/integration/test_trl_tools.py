@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
-import json
 import string
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from deltasync.demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration import trainers
-from tests.integration.async_trainers import make_async_trainer
+from tests.integration.async_trainers import Completions, make_async_trainer
 from tests.integration.trainers import Fleet, published_bits, saved_bits
 from trl_callback import DeltaSyncCallback
 from trl_callback.tokens import UNKNOWN, TokenAges
@@ -76,56 +74,28 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-class Server:
+def _turns(fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[list[int], list[tuple[int, int]]]]:
     """Asks for the tool, by version 1, and answers when its result is there, by the version that the fleet serves.
 
     The third group gets its answers once that is a later version; TRL takes each group one step ahead.
     """
+    called = tokenizer.convert_tokens_to_ids("<tool_response>")
+    (replica,) = fleet.replicas.values()
+    answers = itertools.count()
 
-    def __init__(self, fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> None:
-        called = tokenizer.convert_tokens_to_ids("<tool_response>")
-        (replica,) = fleet.replicas.values()
-        answers = itertools.count()
-
-        def turn(prompt: list[int]) -> tuple[str, int]:
-            if called not in prompt:
-                return CALL, 1
+    def turn(asked: dict[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
+        text, version = CALL, 1
+        if called in asked["prompt"]:
             number = next(answers)
             deadline = time.monotonic() + PATIENCE_S
             while number >= 6 and replica.version == 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert replica.version is not None
-            return ANSWER + "2" * number, replica.version
+            text, version = ANSWER + "2" * number, replica.version
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        return ids, [(version, len(ids))]
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
-                text, version = turn(prompt)
-                ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-                choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
-                body = json.dumps({"choices": [choice]}).encode()
-                self.send_response(200)
-                self.send_header("x-deltasync-spans", json.dumps([[[version, len(ids)]]]))
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    return turn
 
 
 def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +110,7 @@ def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(TokenAges, "take", note)
     sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=0)
     tokenizer = letters_tokenizer()
-    with Fleet(url, "replica") as fleet, Server(fleet, tokenizer) as server:
+    with Fleet(url, "replica") as fleet, Completions(_turns(fleet, tokenizer)) as server:
         trainer = make_async_trainer(
             checkpoint,
             sync,
