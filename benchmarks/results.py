@@ -384,49 +384,17 @@ def join() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """What was measured of growth."""
-    found = load("scale")["result"]
-    names = "held_s", "visible_s", "apply_s"
-    yield from _table(
-        ("elements", "payload", "trainer held", "stored", "applied", "computed from 0.6 B: held, stored, applied"),
-        (
-            (
-                f"{point['elements'] / 1e9:.2f} B",
-                f"{point['payload_bytes'] / 1e6:.1f} MB",
-                *(f"{point[name]:.3f} s, {1e9 * point[name] / point['elements']:.2f} ns each" for name in names),
-                ", ".join(f"{error[name]:+.0%}" for name in names),
-            )
-            for point, error in zip(found["points"], found["errors"], strict=True)
-        ),
-    )
-    yield from _source("scale")
+    """Of `python -m benchmarks.scale`: what was measured of growth."""
+    from benchmarks import scale
+
+    return _command_table("scale", scale.measured)
 
 
 def scale_computed() -> Iterator[str]:
     """What that says of larger models."""
-    columns = (
-        "model",
-        "ranks",
-        "workers",
-        "replicas",
-        "payload",
-        "trainer held",
-        "served by all",
-        "full weights, links alone",
-    )
-    yield from _table(
-        columns,
-        (
-            (
-                *(row[name] for name in columns[:4]),
-                f"{row['payload_bytes'] / 1e9:.2f} GB",
-                f"{row['held_s']:.1f} s",
-                f"{row['served_s']:.0f} s",
-                f"{row['full_s']:,.0f} s",
-            )
-            for row in load("scale")["result"]["rows"]
-        ),
-    )
+    from benchmarks import scale
+
+    return _command_table("scale", scale.computed)
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {

@@ -27,6 +27,7 @@ from benchmarks.join import model, warm_up
 from deltasync import Publisher, Replica
 
 CHANGED = 0.01
+_TIMES = "held_s", "visible_s", "apply_s"
 _DELTAS = 4  # the first of them meets new memory and is left out
 _BASE = 0.6e9  # elements of the size that the others are computed from
 _ROUND_TRIPS = 2.5
@@ -136,10 +137,7 @@ def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict
     checks = [
         {
             "elements": point["elements"],
-            **{
-                name: (base[name] * point["elements"] / base["elements"]) / point[name] - 1
-                for name in ("held_s", "visible_s", "apply_s")
-            },
+            **{name: (base[name] * point["elements"] / base["elements"]) / point[name] - 1 for name in _TIMES},
         }
         for point in points
     ]
@@ -173,45 +171,30 @@ def _served(deployment: Deployment, replicas: int, base: dict[str, Any], link: f
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """For people."""
-    errors = {check["elements"]: check for check in result["errors"]}
-    yield from table(
-        ("elements", "payload", "trainer held", "stored", "applied", "computed from one size: held, stored, applied"),
-        (
-            (
-                f"{point['elements'] / 1e9:.2f} B",
-                f"{point['payload_bytes'] / 1e6:.1f} MB",
-                *(f"{1e9 * point[name] / point['elements']:.3f} ns" for name in ("held_s", "visible_s", "apply_s")),
-                ", ".join(f"{errors[point['elements']][name]:+.0%}" for name in ("held_s", "visible_s", "apply_s")),
-            )
-            for point in result["points"]
-        ),
-    )
+    yield from measured(result)
     yield ""
-    yield from table(
-        (
-            "computed",
-            "ranks",
-            "workers",
-            "replicas",
-            "payload",
-            "trainer held",
-            "served by all",
-            "full weights, links alone",
-        ),
-        (
-            (
-                row["model"],
-                row["ranks"],
-                row["workers"],
-                row["replicas"],
-                f"{row['payload_bytes'] / 1e9:.2f} GB",
-                f"{row['held_s']:.2f} s",
-                f"{row['served_s']:.2f} s",
-                f"{row['full_s']:.1f} s",
-            )
-            for row in result["rows"]
-        ),
-    )
+    yield from computed(result)
+
+
+def measured(result: dict[str, Any]) -> Iterator[str]:
+    """What was measured of growth."""
+    rows = []
+    for point, error in zip(result["points"], result["errors"], strict=True):
+        each = (f"{point[name]:.3f} s, {1e9 * point[name] / point['elements']:.2f} ns each" for name in _TIMES)
+        size, payload = f"{point['elements'] / 1e9:.2f} B", f"{point['payload_bytes'] / 1e6:.1f} MB"
+        rows.append((size, payload, *each, ", ".join(f"{error[name]:+.0%}" for name in _TIMES)))
+    base = f"computed from {result['base'] / 1e9:.1f} B: held, stored, applied"
+    yield from table(("elements", "payload", "trainer held", "stored", "applied", base), rows)
+
+
+def computed(result: dict[str, Any]) -> Iterator[str]:
+    """What that says of larger models."""
+    named = "model", "ranks", "workers", "replicas"
+    rows = []
+    for row in result["rows"]:
+        seconds = f"{row['held_s']:.1f} s", f"{row['served_s']:.0f} s", f"{row['full_s']:,.0f} s"
+        rows.append((*(row[name] for name in named), f"{row['payload_bytes'] / 1e9:.2f} GB", *seconds))
+    yield from table((*named, "payload", "trainer held", "served by all", "full weights, links alone"), rows)
 
 
 if __name__ == "__main__":

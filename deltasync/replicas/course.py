@@ -395,10 +395,10 @@ class Course:
         if goes_back(way):
             return list(way)
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
-        count, payload_bytes = 0, 0
+        count, batch_bytes = 0, 0
         while count < len(way):
-            payload_bytes += way[count].payload_bytes
-            ends = have is None if way[0].use_anchor else count >= most or payload_bytes > _BATCH_BYTES
+            batch_bytes += way[count].payload_bytes
+            ends = have is None if way[0].use_anchor else count >= most or batch_bytes > _BATCH_BYTES
             if count and ends:
                 break
             count += 1
