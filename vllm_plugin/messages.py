@@ -20,7 +20,8 @@ from deltasync.errors import (
     SleepingError,
     StageError,
 )
-from deltasync.live import Parts, Region
+from deltasync.live import Parts
+from deltasync.tensors import Region
 from vllm_plugin.log import logger
 
 _T = TypeVar("_T")

@@ -13,8 +13,8 @@ from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import ApplyError, CommitError, printable
-from deltasync.live import Region, combine, model_fingerprint
-from deltasync.tensors import TensorSpec
+from deltasync.live import combine, model_fingerprint
+from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import signed_view
 from vllm_plugin.engine import Engine, call_workers
 from vllm_plugin.load import proof

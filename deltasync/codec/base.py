@@ -17,14 +17,14 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from safetensors import SafetensorError
 
 from deltasync.errors import CorruptDataError, ModelMismatchError, UnsupportedFormatError
-from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, TensorSpec
+from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Region, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError
 _ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
 
 OldBits = Callable[[str], np.ndarray]
-Wanted = Callable[[str], np.ndarray | None]
+Wanted = Callable[[str], Sequence[Region] | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,9 +53,11 @@ class Change:
     """One changed tensor, or a range of it, and the blocks of it that may have changed.
 
     Attributes:
-        index_K: Flat indices where the blocks are counted from: in the tensor, or for `context` in the range.
+        index_K: Flat indices in the tensor, or for `context` in the range, as those of the blocks; ascending in each block.
         new: New bit patterns of the range.
         start: Where the range begins.
+        ways: Rows and columns of tiles, if those are the blocks.
+        by_gaps: Whether it is coded as by `packed`.
     """
 
     spec: TensorSpec
@@ -65,6 +67,8 @@ class Change:
     fingerprint: str
     start: int
     blocks: Blocks
+    ways: tuple[int, int] | None = None
+    by_gaps: bool = False
 
     @property
     def whole(self) -> bool:

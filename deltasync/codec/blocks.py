@@ -5,9 +5,13 @@
     .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors;
                            of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included;
                            of one whose row has `"range": [start, stop]` for blocks of those elements only, from `start` on
+                           of a payload whose metadata has `block_planes`, what each column gains from row to row, column by
+                           column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`)
     .tables  uint8[T]      the tables of all groups, one after the other, without gaps
 
-A block is `block_elements` (metadata) elements of a tensor, its last one what is left; one without changes has no words.
+A block is `block_elements` (metadata) elements of a tensor, its last one what is left, or a tile where its row has `"tiles":
+[rows, columns]` (`tiles` describes them); one without changes has no words. A payload by `context` codes small tensors, and
+those with few changes for their tiles, as `packed` does: their groups have its tables behind two bytes 255.
 A tensor's row in the table of patches names its group by number. A tensor for which all that is larger than all its bits is
 stored as `{name}`: in its dtype and shape, marked `"dense": true`, or compressed, marked `"dense": [sizes of its planes]`
 (`dense` describes them).
@@ -18,28 +22,32 @@ little next to what they describe.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from deltasync.codec import dense
+from deltasync.codec import dense, tiles
 from deltasync.codec.base import RECORD, Change, Encoded, OldBits, Payload, Wanted, spec_for, take
 from deltasync.codec.context import ContextModel
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
-from deltasync.errors import CorruptDataError
+from deltasync.codec.tiles import ADVICE, Grid
+from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import coder
 from deltasync.kernels.rans import Blocks
-from deltasync.tensors import Patch, TensorSpec, index_dtype
+from deltasync.tensors import Patch, Region, TensorSpec, index_dtype, region_end, region_size
 from deltasync.tensors.bits import tensor_of
 
 BLOCK = 1 << 19
 _RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # no entry of a tensor may have these names
 OWN_GROUP = 1 << 15  # changed elements from which on a tensor has tables of its own
-
+_MOST_ROWS = 1 << 24  # of `.blocks`, in planes: what is made of them is bounded by what a payload says
+_GAPS = bytes([255, 255])  # 256 classes from number 255 on, which no tables of `context` have
 
 Model = PackedModel | ContextModel
 """The tables of one group, and what the coder is given beside them."""
@@ -66,12 +74,21 @@ class BlockEncoder:
             start: Where the range begins.
         """
         origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
+        grid = Grid.fit(spec, start, stop) if self._model.needs_old else None
+        if grid is not None and index_K.size >= tiles.FEW * grid.count:
+            at_K, bound_B = grid.order(index_K)
+            blocks = grid.blocks(bound_B)
+            blocks = blocks._replace(base_B=blocks.base_B - start, end_B=blocks.end_B - start)
+            index_K, step_K = index_K[at_K] - index_K.dtype.type(start), step_K[at_K]
+            self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, grid.ways))
+            return
         if origin:
             index_K = index_K - index_K.dtype.type(origin)
         first, last = (start - origin) // BLOCK, -(-(start - origin + new.size) // BLOCK)
         bound_B = np.searchsorted(index_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
         blocks = Blocks.of(stop - origin, BLOCK, bound_B, first)
-        self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks))
+        by_gaps = not self._model.needs_old or grid is not None or spec.element_count < tiles.SMALL
+        self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, by_gaps=by_gaps))
 
     def finish(self, version: int, base_version: int) -> Encoded:
         """The payload."""
@@ -82,12 +99,14 @@ class BlockEncoder:
         used: dict[int, int] = {}
         for change, group in zip(self._changes, group_of, strict=True):
             row = rows[change.spec.name] = {"changed": change.index_K.size, "fingerprint": change.fingerprint}
-            coded, row_BF = _encode(models[group], change)
+            coded, row_BF = _encode(models[group], change, self._model.block_fields)
             found = _dense(change, coded.nbytes + row_BF.nbytes)
             if found is not None:
                 row["dense"], arrays[change.spec.name] = found
                 continue
             row["group"] = used.setdefault(group, len(used))
+            if change.ways is not None:
+                row["tiles"] = change.ways
             if not change.whole and self._model.needs_old:
                 row["range"] = [change.start, change.start + change.new.size]
             elif not change.whole:
@@ -95,11 +114,11 @@ class BlockEncoder:
                 row["blocks"] = [first, first + len(row_BF)]
             words.append(coded)
             blocks.append(row_BF)
-        tables = b"".join(models[group].to_bytes() for group in used)
-        arrays[".blocks"] = torch.from_numpy(np.concatenate(blocks))
+        tables = b"".join(self._marked(models[group]) for group in used)
+        arrays[".blocks"], metadata = _rows_entry(np.concatenate(blocks))
         arrays[".words"] = torch.from_numpy(np.concatenate(words).view(np.int32))
         arrays[".tables"] = torch.from_numpy(np.frombuffer(bytearray(tables), np.uint8))
-        return Encoded.of(self._model.codec, version, base_version, rows, arrays, {"block_elements": str(BLOCK)})
+        return Encoded.of(self._model.codec, version, base_version, rows, arrays, {"block_elements": str(BLOCK), **metadata})
 
     def _fit(self) -> tuple[list[Model], list[int]]:
         """The models, and which of them each change has."""
@@ -107,18 +126,27 @@ class BlockEncoder:
         keys: list[Hashable] = []
         for change in self._changes:
             own = change.index_K.size >= OWN_GROUP
-            keys.append(change.spec.name if own else self._model.group(change))
+            keys.append(change.spec.name if own else (change.by_gaps, _model_of(change).group(change)))
             members.setdefault(keys[-1], []).append(change)
         number = {key: at for at, key in enumerate(members)}
-        return [self._model.fit(changes) for changes in members.values()], [number[key] for key in keys]
+        return [_model_of(changes[0]).fit(changes) for changes in members.values()], [number[key] for key in keys]
+
+    def _marked(self, model: Model) -> bytes:
+        return (b"" if isinstance(model, self._model) else _GAPS) + model.to_bytes()
 
 
-def _encode(model: Model, change: Change) -> tuple[np.ndarray, np.ndarray]:
-    """Words, uint32[W], and rows of `.blocks`, int32[B, F]."""
+def _model_of(change: Change) -> type[Model]:
+    return PackedModel if change.by_gaps else ContextModel
+
+
+def _encode(model: Model, change: Change, fields: int) -> tuple[np.ndarray, np.ndarray]:
+    """Words, uint32[W], and rows of `.blocks`, int32[B, F], zeros in columns that the model has no use for."""
     level_BF = model.levels(change)
     context = model.context(change.spec, change.new, level_BF)
     words, count_B = coder.encode(change.blocks, change.index_K, change.step_K, model.tables, context)
-    return words, np.column_stack([np.diff(change.blocks.bound_B), count_B, level_BF]).astype(np.int32)
+    row_BF = np.zeros((count_B.size, fields), np.int32)
+    row_BF[:, 0], row_BF[:, 1], row_BF[:, 2 : 2 + level_BF.shape[1]] = np.diff(change.blocks.bound_B), count_B, level_BF
+    return words, row_BF
 
 
 def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | None:
@@ -130,6 +158,39 @@ def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | N
     if found is not None and found[1].nbytes < sparse_bytes:
         return found
     return (True, tensor_of(change.new.copy(), change.spec)) if sparse_bytes >= change.new.nbytes else None
+
+
+def _rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, dict[str, str]]:
+    """The entry `.blocks`, and what the metadata says of it."""
+    more_BF = np.diff(row_BF, axis=0, prepend=np.zeros_like(row_BF[:1]))
+    found = dense.compress(np.ascontiguousarray(((more_BF << 1) ^ (more_BF >> 31)).T).view(np.uint32).reshape(-1))
+    if found is None:
+        return torch.from_numpy(row_BF), {}
+    return found[1], {"block_planes": json.dumps(found[0])}
+
+
+def rows_of(payload: Payload, count: int, fields: int) -> np.ndarray:
+    """The rows of `.blocks`, int32[B, F].
+
+    Raises:
+        CorruptDataError: they are not so many, or one has a negative number of elements or words.
+    """
+    entry = payload.arrays.get(".blocks")
+    if "block_planes" in payload.metadata and count <= _MOST_ROWS:
+        try:
+            sizes = json.loads(payload.metadata["block_planes"])
+        except (ValueError, RecursionError):
+            sizes = None
+        number_N = dense.decompress(entry, sizes, TensorSpec(".blocks", "int32", (fields, count)))
+        more_FB = ((number_N >> 1) ^ (0 - (number_N & 1))).view(np.int32).reshape(fields, count)
+        row_BF = np.cumsum(more_FB, axis=1, dtype=np.int32).T
+    elif entry is not None and entry.dtype == torch.int32 and entry.shape == (count, fields):
+        row_BF = entry.numpy()
+    else:
+        raise CorruptDataError(f"Payload has no table of blocks, int32[{count}, {fields}].")
+    if (row_BF[:, :2] < 0).any():
+        raise CorruptDataError("Payload has a block of a negative number of elements or words.")
+    return row_BF
 
 
 class BlockCodec:
@@ -156,18 +217,18 @@ class BlockCodec:
         Args:
             payload: An opened payload of this codec.
             specs: The channel's tensor table.
-            old: Gives the bits of a tensor before the delta, flat and unsigned; only `context` needs them.
-            wanted: Gives the ranges of a tensor that the caller holds, as int64[R, 2] of first elements and those behind the
-                last, or None for all of it. Changes outside may be left out; whole blocks without a wanted element are
-                not decoded. Dense patches always hold the whole tensor.
+            old: Gives the bits of a tensor before the delta, flat and unsigned, anything where they are not wanted; only
+                `context` needs them.
+            wanted: Gives what the caller holds of a tensor, None for all of it. Changes outside may be left out; whole
+                blocks without a wanted element are not decoded. Dense patches always hold the whole tensor.
 
         Raises:
-            StageError: the codec needs `old`.
+            StageError: the codec needs `old`, or more of a tensor than is wanted.
             CorruptDataError: anything in the payload contradicts itself or the table.
         """
-        streams = _Streams(self._model, payload, old if self.needs_old else None)
+        streams = _Streams(self._model, payload, specs, old if self.needs_old else None)
         for name, row in payload.patches.items():
-            spec = spec_for(specs, name, row["changed"])
+            spec = specs[name]
             if mark := row.get("dense"):
                 plain = mark is True
                 array = payload.arrays.get(name)
@@ -177,25 +238,33 @@ class BlockCodec:
                 patch = streams.next_patch(spec, row, None if wanted is None else wanted(name))
                 if patch.data.size:
                     yield patch
-        streams.check_exhausted()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """The blocks of a tensor that a payload has: `count` of those of a range, from the `first` on, or its tiles."""
+
+    start: int
+    stop: int
+    first: int
+    count: int
+    grid: Grid | None
 
 
 class _Streams:
     """Reads the blocks of a payload from front to back."""
 
-    def __init__(self, model: type[Model], payload: Payload, old: OldBits | None) -> None:
+    def __init__(self, model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> None:
         declared = payload.metadata.get("block_elements", "")
         if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
             raise CorruptDataError(f"Payload has blocks of {declared!r} elements.")
         self._block_elements = int(declared)
         self._model = model
         self._old = old
-        table = payload.arrays.get(".blocks")
-        wanted = (model.block_fields,)
-        if table is None or table.dtype != torch.int32 or table.shape[1:] != wanted or (table[:, :2] < 0).any():
-            raise CorruptDataError(f"Payload block table is not int32[B, {wanted[0]}] of non-negative numbers.")
-        self._row_BF = table.numpy()
-        self._word_B = np.concatenate(([0], np.cumsum(self._row_BF[:, 1], dtype=np.int64)))
+        rows = ((spec_for(specs, name, row["changed"]), row) for name, row in payload.patches.items())
+        self._cuts = {spec.name: self._cut(spec, row) for spec, row in rows if not row.get("dense")}
+        self._row_BF = rows_of(payload, sum(cut.count for cut in self._cuts.values()), model.block_fields)
+        self._word_B = _bounds(self._row_BF[:, 1])
         self._words = take(payload, ".words", "int32", int(self._word_B[-1]))
         self._next = 0
         tables = payload.arrays.get(".tables")
@@ -208,38 +277,59 @@ class _Streams:
             if len(self._groups) == len(payload.patches):
                 raise CorruptDataError("Payload has more tables than patches.")
             self._groups.append(cursor.at)
-            model.read(cursor)
+            self._read(cursor)
         self._tables = cursor.data
         self._group: tuple[int, Model] | None = None
 
-    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], ranges: np.ndarray | None) -> Patch:
-        changed, (start, stop) = row["changed"], self._range(spec, row)
-        first_block, last_block = self._span(spec, row, stop - start)
-        first, self._next = self._next, self._next + last_block - first_block
-        row_BF = self._row_BF[first : self._next]
-        if self._next > len(self._row_BF):
-            raise CorruptDataError(f"Payload ends within {spec.name!r}.")
-        bound_B = np.concatenate(([0], np.cumsum(row_BF[:, 0], dtype=np.int64)))
-        if bound_B[-1] != changed:
-            raise CorruptDataError(f"Payload changes {bound_B[-1]} elements of {spec.name!r}, its table says {changed}.")
-        blocks = Blocks.of(stop - start, self._block_elements, bound_B, first_block)
-        blocks = Blocks(blocks.base_B + start, blocks.end_B + start, bound_B)
-        if (row_BF[:, 0] > blocks.end_B - blocks.base_B).any():
-            raise CorruptDataError(f"Payload changes more elements of {spec.name!r} than a block has.")
-        words, word_B = self._words, self._word_B[first : self._next + 1]
-        if ranges is not None:
-            at = np.flatnonzero(_touched(blocks, ranges))
+    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], regions: Sequence[Region] | None) -> Patch:
+        cut, model = self._cuts[spec.name], self._tables_of(row.get("group"))
+        first, self._next = self._next, self._next + cut.count
+        row_BF, word_B, words = self._row_BF[first : self._next], self._word_B[first : self._next + 1], self._words
+        blocks = self._blocks(cut, _bounds(row_BF[:, 0]))
+        if blocks.bound_B[-1] != row["changed"] or (row_BF[:, 0] > blocks.size_B).any():
+            raise CorruptDataError(f"Payload has a table of patches or of blocks that counts the changes of {spec} wrong.")
+        if regions is not None:
+            at = self._held(spec, cut, model, blocks, regions)
             words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at] or [words[:0]])
             row_BF = row_BF[at]
-            word_B, bound_B = (np.concatenate(([0], np.cumsum(row_BF[:, f], dtype=np.int64))) for f in (1, 0))
-            blocks = Blocks(blocks.base_B[at], blocks.end_B[at], bound_B)
-        model = self._tables_of(row.get("group"))
-        context = model.context(spec, None if self._old is None else self._old(spec.name), row_BF[:, 2:])
-        index_K = np.empty(bound_B[-1], index_dtype(spec.element_count))
-        step_K = np.empty(bound_B[-1], spec.bits_dtype)
+            blocks = blocks._replace(base_B=blocks.base_B[at], end_B=blocks.end_B[at], bound_B=_bounds(row_BF[:, 0]))
+            word_B = _bounds(row_BF[:, 1])
+        old_N = self._old(spec.name) if model.needs_old and self._old is not None else None
+        context = model.context(spec, old_N, row_BF[:, 2:])
+        index_K = np.empty(blocks.bound_B[-1], index_dtype(spec.element_count))
+        step_K = np.empty(index_K.size, spec.bits_dtype)
         if not coder.decode(blocks, words, word_B, model.tables, context, index_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
+        if cut.grid is not None:
+            at_K = np.argsort(index_K, kind="stable")
+            index_K, step_K = index_K[at_K], step_K[at_K]
         return Patch(spec.name, index_K, step_K, absolute=False)
+
+    def _blocks(self, cut: _Cut, bound_B: np.ndarray) -> Blocks:
+        if cut.grid is not None:
+            return cut.grid.blocks(bound_B)
+        blocks = Blocks.of(cut.stop - cut.start, self._block_elements, bound_B, cut.first)
+        return blocks._replace(base_B=blocks.base_B + cut.start, end_B=blocks.end_B + cut.start)
+
+    def _held(self, spec: TensorSpec, cut: _Cut, model: Model, blocks: Blocks, regions: Sequence[Region]) -> np.ndarray:
+        """Which blocks to decode for these regions."""
+        if cut.grid is not None:
+            return cut.grid.held(spec.name, regions)
+        if model.needs_old and sum(map(region_size, set(regions))) != spec.element_count:
+            raise StageError(f"This worker holds a part of {spec}, which has no tiles; {ADVICE}")
+        return np.flatnonzero(_touched(blocks, regions))
+
+    def _cut(self, spec: TensorSpec, row: Mapping[str, Any]) -> _Cut:
+        start, stop = self._range(spec, row)
+        if "tiles" not in row:
+            first, last = self._span(spec, row, stop - start)
+            return _Cut(start, stop, first, last - first, None)
+        match row["tiles"]:
+            case [int(down), int(across)] if self._model.needs_old and "blocks" not in row:
+                grid = Grid.cut(spec, start, stop, (down, across))
+                if grid is not None:
+                    return _Cut(start, stop, 0, grid.count, grid)
+        raise CorruptDataError(f"Payload has the tiles {row['tiles']!r} of {spec.name!r}, of shape {spec.shape}.")
 
     def _range(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
         """Which elements of the tensor are cut into blocks: the first one, and the one behind the last."""
@@ -258,20 +348,27 @@ class _Streams:
                 return first, last
         raise CorruptDataError(f"Payload has blocks {row['blocks']!r} of {spec.name!r}, which has {count}.")
 
-    def check_exhausted(self) -> None:
-        if self._next != len(self._row_BF):
-            raise CorruptDataError("Payload has more blocks than its table of patches.")
-
     def _tables_of(self, group: object) -> Model:
         if not isinstance(group, int) or not 0 <= group < len(self._groups):
             raise CorruptDataError(f"Payload has no tables of group {group!r}.")
         if self._group is None or self._group[0] != group:
-            self._group = group, self._model.read(Cursor(self._tables, self._groups[group]))
+            self._group = group, self._read(Cursor(self._tables, self._groups[group]))
         return self._group[1]
 
+    def _read(self, cursor: Cursor) -> Model:
+        if self._model.needs_old and cursor.data[cursor.at : cursor.at + len(_GAPS)] == _GAPS:
+            cursor.at += len(_GAPS)
+            return PackedModel.read(cursor)
+        return self._model.read(cursor)
 
-def _touched(blocks: Blocks, range_R2: np.ndarray) -> np.ndarray:
-    """Which blocks hold an element of the ranges."""
+
+def _bounds(count_B: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(count_B, dtype=np.int64)))
+
+
+def _touched(blocks: Blocks, regions: Sequence[Region]) -> np.ndarray:
+    """Which blocks lie within the first and the last element of a region, or overlap them."""
+    range_R2 = np.array([(region[0], region_end(region)) for region in regions], np.int64).reshape(-1, 2)
     low_RB, high_RB = (np.clip(range_R2[:, side, None], blocks.base_B, blocks.end_B) for side in (0, 1))
     touched_B: np.ndarray = np.any(high_RB > low_RB, axis=0)
     return touched_B

@@ -61,8 +61,7 @@ def _class_counts(change: Change) -> np.ndarray:
     """About how many elements each class has in each block, float64[B, C]; of the new values, which hardly differ."""
     period = _SAMPLE_RUN * max(1, min(change.new.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
     count_BC = counts.count_classes(change.blocks, change.new, classes_of(change.spec), _SAMPLE_RUN, period)
-    size_B = change.blocks.end_B - change.blocks.base_B
-    return count_BC * (size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
+    return count_BC * (change.blocks.size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
 
 
 class ContextModel:

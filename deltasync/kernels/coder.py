@@ -11,6 +11,7 @@ from deltasync.kernels import rans
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.counts import bucket, tasks, top_of, zigzag
 from deltasync.kernels.cpu import threads
+from deltasync.kernels.intrinsics import prefetch
 from deltasync.kernels.rans import Blocks, Context, Tables
 
 _STATE_MIN = np.uint64(rans.STATE_MIN)
@@ -26,6 +27,10 @@ _LAST_SLOT = int(_TIME_START[-1])
 _LOOKUP_BITS = rans.TIME_BITS - 8
 _SEGMENT_AT = (np.searchsorted(_TIME_START, np.arange(256) << _LOOKUP_BITS, side="right") - 1).astype(np.int64)
 _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U63 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 63))
+_AHEAD, _LINE = (
+    8,
+    64,
+)  # runs of a tile that are on their way from memory, which follow no pattern that it knows; bytes of a line
 _WORD = np.uint64(0xFFFFFFFF)
 
 
@@ -160,8 +165,8 @@ def _push_moment(out, at, x, time, hazard):
 
 
 @njit(inline="always")
-def _pull_moment(words, at, end, x, index, last, old_N, shift, mask, hazard_C):
-    """The first element to change from `index` on; `last` if the stream is malformed."""
+def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C):
+    """The first element to change from `index` on, and where its run ends; `last` if the stream is malformed."""
     begin = np.int64(0)
     slot = x & (_TIME_SLOTS - _U1)
     while slot >= np.uint64(_LAST_SLOT) and at <= end:
@@ -170,44 +175,60 @@ def _pull_moment(words, at, end, x, index, last, old_N, shift, mask, hazard_C):
         begin -= _TIME_END
         slot = x & (_TIME_SLOTS - _U1)
     if at > end:
-        return at, x, last
+        return at, x, last, run
     wanted = _time_after(np.int64(slot))
     hazard = np.int64(0)
     i = np.uint64(index)
-    while i < np.uint64(last):
-        hazard = hazard_C[(old_N[i] >> shift) & mask]
-        if begin + hazard >= wanted:
+    while True:
+        while i < np.uint64(run):
+            hazard = hazard_C[(old_N[i] >> shift) & mask]
+            if begin + hazard >= wanted:
+                break
+            begin += hazard
+            i += _U1
+        if i < np.uint64(run) or run >= last:
             break
-        begin += hazard
-        i += _U1
+        run += stride
+        i = np.uint64(run - width)
+        for ahead in range(run - width + _AHEAD * stride, run + _AHEAD * stride, _LINE // old_N.itemsize):
+            prefetch(old_N, ahead)
     if begin < 0:
-        return at, x, last
+        return at, x, last, run
     start = _time_slot(begin)
     x = np.uint64(_time_slot(begin + hazard) - start) * (x >> _TIME_BITS) + slot - np.uint64(start)
     at, x = _pull(words, at, end, x)
-    return at, x, np.int64(i)
+    return at, x, np.int64(i), run
 
 
 @kernel
-def _times(base_B, bound_B, new_N, index_K, step_K, shift, mask, hazard_BC, class_K, time_K, wait_B):
+def _times(base_B, end_B, bound_B, width, stride, new_N, index_K, step_K, shift, mask, hazard_BC, class_K, time_K, wait_B):
     """Class of each change's old value, and the time since the one before."""
     for b in prange(base_B.size):
         hazard_C = hazard_BC[b]
         # Unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
         i = np.uint64(base_B[b])
+        run = np.uint64(min(end_B[b], base_B[b] + width))
         waits = np.int64(0)
         for k in range(bound_B[b], bound_B[b + 1]):
             index = np.uint64(index_K[k])
             t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-            while i + _U4 <= index:
-                t0 += hazard_C[(new_N[i] >> shift) & mask]
-                t1 += hazard_C[(new_N[i + _U1] >> shift) & mask]
-                t2 += hazard_C[(new_N[i + _U2] >> shift) & mask]
-                t3 += hazard_C[(new_N[i + _U3] >> shift) & mask]
-                i += _U4
-            while i < index:
-                t0 += hazard_C[(new_N[i] >> shift) & mask]
-                i += _U1
+            while True:
+                stop = min(index, run)
+                while i + _U4 <= stop:
+                    t0 += hazard_C[(new_N[i] >> shift) & mask]
+                    t1 += hazard_C[(new_N[i + _U1] >> shift) & mask]
+                    t2 += hazard_C[(new_N[i + _U2] >> shift) & mask]
+                    t3 += hazard_C[(new_N[i + _U3] >> shift) & mask]
+                    i += _U4
+                while i < stop:
+                    t0 += hazard_C[(new_N[i] >> shift) & mask]
+                    i += _U1
+                if index < run:
+                    break
+                run += np.uint64(stride)
+                i = run - np.uint64(width)
+                for ahead in range(np.int64(i) + _AHEAD * stride, np.int64(run) + _AHEAD * stride, _LINE // new_N.itemsize):
+                    prefetch(new_N, ahead)
             old = new_N[index]
             old -= step_K[k]
             class_K[k] = (old >> shift) & mask
@@ -260,7 +281,9 @@ def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS
 
 
 @kernel
-def _decode(words, word_B, base_B, end_B, bound_B, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K, good_B):
+def _decode(
+    words, word_B, base_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K, good_B
+):
     """`old` is None for gaps."""
     if old is not None:
         old_N, shift, mask, hazard_BC, table_C = old
@@ -279,12 +302,15 @@ def _decode(words, word_B, base_B, end_B, bound_B, freq_TS, start_TS, symbol_TL,
         index, last, table = base_B[b] - 1, end_B[b], 1 if old is None else 0
         if old is not None:
             hazard_C = hazard_BC[b]
+        run = min(last, base_B[b] + width)
         for k in range(low, high):
             if old is None:
                 at, x, gap = _pull_number(words, at, end, x, symbol_TL[0], freq_TS[0], start_TS[0])
                 index = last if gap >= np.uint64(last - index - 1) else index + 1 + np.int64(gap)
             else:
-                at, x, index = _pull_moment(words, at, end, x, index + 1, last, old_N, shift, mask, hazard_C)
+                at, x, index, run = _pull_moment(
+                    words, at, end, x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_C
+                )
                 if index < last:
                     table = table_C[(old_N[np.uint64(index)] >> shift) & mask]
             at, x, step = _pull_number(words, at, end, x, symbol_TL[table], freq_TS[table], start_TS[table])
@@ -300,14 +326,14 @@ def encode(
     blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, tables: Tables, context: Context | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Words of all blocks and how many each has, none for a block without changes; without a context as `packed`."""
-    base_B, _, bound_B = blocks
+    base_B, _, bound_B, _, _ = blocks
     wait_B = np.zeros(base_B.size, np.int64)
     times = None
     if context is not None:
         class_K, time_K = np.empty(index_K.size, np.uint8), np.empty(index_K.size, np.int64)
         new_N, classes, hazard_BC, table_C = context
         with threads(base_B.size):
-            _times(base_B, bound_B, new_N, index_K, step_K, *classes, hazard_BC, class_K, time_K, wait_B)
+            _times(*blocks, new_N, index_K, step_K, *classes, hazard_BC, class_K, time_K, wait_B)
         times = hazard_BC, table_C, class_K, time_K
     # Where the room for each block's words ends, first that of the first begins; enough for the rarest symbols.
     words_per_change = -(-(2 * rans.TABLE_BITS + 30 + 8 * step_K.itemsize) // 32)

@@ -48,11 +48,18 @@ def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
 
 
 @kernel
-def _count_classes(base_B, end_B, bits_N, shift, mask, run, period, count_BC):
+def _count_classes(base_B, end_B, width, stride, bits_N, shift, mask, run, period, count_BC):
     for b in prange(base_B.size):
-        for start in range(base_B[b], end_B[b], period):
-            for i in range(start, min(start + run, end_B[b])):
-                count_BC[b, (bits_N[i] >> shift) & mask] += 1
+        left, begin = 0, base_B[b]  # elements to skip, and where a run of the block begins
+        while begin < end_B[b]:
+            end = min(end_B[b], begin + width)
+            start = begin + left
+            while start < end:
+                for i in range(start, min(start + run, end)):
+                    count_BC[b, (bits_N[i] >> shift) & mask] += 1
+                start += period
+            left = start - end
+            begin += stride
 
 
 @kernel
@@ -90,7 +97,7 @@ def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int
     """Elements of each class in the first `run` of every `period` elements, int64[B, C]."""
     count_BC = np.zeros((blocks.base_B.size, int(classes.mask) + 1), np.int64)
     with threads(blocks.base_B.size):
-        _count_classes(blocks.base_B, blocks.end_B, bits_N, *classes, run, period, count_BC)
+        _count_classes(blocks.base_B, blocks.end_B, blocks.width, blocks.stride, bits_N, *classes, run, period, count_BC)
     return count_BC
 
 

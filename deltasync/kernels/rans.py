@@ -56,11 +56,20 @@ class Blocks(NamedTuple):
     Attributes:
         base_B, end_B: First element of each block, and the one behind its last.
         bound_B: First change of each block in the tensor's, and how many there are; shape B + 1.
+        width, stride: The elements of a block are runs of `width`, one every `stride` elements; by default they are one run.
     """
 
     base_B: np.ndarray
     end_B: np.ndarray
     bound_B: np.ndarray
+    width: int = 1 << 62
+    stride: int = 1 << 62
+
+    @property
+    def size_B(self) -> np.ndarray:
+        """Elements of each block."""
+        run_B, rest_B = np.divmod(self.end_B - self.base_B - 1, self.stride)
+        return run_B * self.width + rest_B + 1
 
     @classmethod
     def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray, first: int = 0) -> Self:

@@ -1,6 +1,6 @@
 """Live weights as segments of memory, and the commit: the only code that writes them."""
 
 from deltasync.live.memory import CommitReport, LiveMemory, Staged
-from deltasync.live.segments import Parts, Region, Segment, combine, model_fingerprint
+from deltasync.live.segments import Parts, Segment, combine, model_fingerprint
 
-__all__ = ["CommitReport", "LiveMemory", "Parts", "Region", "Segment", "Staged", "combine", "model_fingerprint"]
+__all__ = ["CommitReport", "LiveMemory", "Parts", "Segment", "Staged", "combine", "model_fingerprint"]

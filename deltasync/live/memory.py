@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy, Swap, undo
 from deltasync.live.segments import Parts, Segment, combine, unsigned
 from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
-from deltasync.tensors import Patch, TensorSpec, fingerprint, weight_bytes
+from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes
 from deltasync.tensors.bits import int_view, signed_view, tensor_of
 
 
@@ -127,18 +126,9 @@ class LiveMemory:
         return combine([self.regions], [self.parts])
 
     def gather(self, name: str) -> np.ndarray:
-        """Copy of a tensor's bit patterns out of live memory, flat, unsigned, on the host.
-
-        Raises:
-            StageError: not all of the tensor is in live memory.
-        """
-        segments = self._place(name)
-        spec = self._specs[name]
-        held = sum(math.prod(size for size, _ in dims) for _, dims in set(self.regions[name]))
-        if held != spec.element_count:
-            raise StageError(f"Only {held} elements of {spec} are in this worker's memory; publish with codec='packed'.")
-        flat_N = np.empty(spec.element_count, spec.bits_dtype)
-        for segment in segments:
+        """Copy of a tensor's bit patterns out of live memory, flat, unsigned, on the host; zeros outside of `regions`."""
+        flat_N = np.zeros(self._specs[name].element_count, self._specs[name].bits_dtype)
+        for segment in self._place(name):
             segment.source(signed_view(flat_N)).copy_(segment.live)
         return flat_N
 
@@ -147,13 +137,12 @@ class LiveMemory:
             raise StageError(f"{name} has no addressable place in live memory.")
         return self._segments[name]
 
-    def held(self, name: str) -> np.ndarray | None:
-        """Ranges of a tensor outside which it has no element in live memory, as `codec.Wanted` gives them."""
+    def held(self, name: str) -> Sequence[Region] | None:
+        """What live memory holds of a tensor, as `codec.Wanted` gives it."""
         if name not in self._segments:
             return None  # for `stage` to refuse
-        spans = [segment.span() for segment in self._segments[name]]
-        whole = (0, self._specs[name].element_count)
-        return None if whole in spans else np.array(spans, np.int64).reshape(-1, 2)
+        whole = self._specs[name].element_count
+        return None if any(region_size(region) == whole for region in self.regions[name]) else self.regions[name]
 
     def audit(self) -> None:
         """Recompute `parts` from every bit of live memory."""

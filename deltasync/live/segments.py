@@ -14,12 +14,9 @@ import numpy as np
 import torch
 
 from deltasync.errors import StageError
-from deltasync.tensors import fingerprint
+from deltasync.tensors import Region, fingerprint
 
 _DIFFERS = -1
-
-Region = tuple[int, tuple[tuple[int, int], ...]]
-"""Elements of a flat tensor: the first one, then (size, stride) of each dimension, the largest stride first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +80,6 @@ class Segment:
         """The live memory from the segment's first to its last element, gaps included, shape [span]."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
         return self.live.as_strided((span if self.live.numel() else 0,), (1,))
-
-    def span(self) -> tuple[int, int]:
-        """Range of the flat checkpoint tensor that the segment lies in, gaps included."""
-        if not self.live.numel():
-            return self.offset, self.offset
-        last = sum((size - 1) * stride for size, stride in zip(self.live.shape, self.stride, strict=True))
-        return self.offset, self.offset + last + 1
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """The segment as runs of consecutive checkpoint elements.

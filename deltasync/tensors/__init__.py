@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from deltasync.tensors.specs import ITEM_BYTES, SAFETENSORS_DTYPES, Patch, TensorSpec, check_specs, index_dtype, weight_bytes
+from deltasync.tensors.specs import (
+    ITEM_BYTES,
+    SAFETENSORS_DTYPES,
+    Patch,
+    Region,
+    TensorSpec,
+    check_specs,
+    index_dtype,
+    region_end,
+    region_size,
+    weight_bytes,
+)
 
 __all__ = [
     "ITEM_BYTES",
     "SAFETENSORS_DTYPES",
     "Patch",
+    "Region",
     "TensorSpec",
     "bits",
     "check_specs",
     "fingerprint",
     "fold",
     "index_dtype",
+    "region_end",
+    "region_size",
     "weight_bytes",
 ]

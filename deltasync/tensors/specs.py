@@ -39,6 +39,21 @@ def index_dtype(element_count: int) -> np.dtype:
     return np.dtype(np.int32 if element_count < 1 << 31 else np.int64)
 
 
+Region = tuple[int, tuple[tuple[int, int], ...]]
+"""Elements of a flat tensor: the first one, then (size, stride) of each dimension, the largest stride first."""
+
+
+def region_size(region: Region) -> int:
+    """Number of elements."""
+    return math.prod(size for size, _ in region[1])
+
+
+def region_end(region: Region) -> int:
+    """Where the flat tensor goes on behind the region's last element; its first, if it has none."""
+    offset, dims = region
+    return offset + 1 + sum((size - 1) * stride for size, stride in dims) if region_size(region) else offset
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype (torch's name without the prefix) and shape of a checkpoint tensor."""

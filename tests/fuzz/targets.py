@@ -40,7 +40,7 @@ from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.events import _events
 from deltasync.stores.object import ObstoreStore
-from deltasync.tensors import Patch, TensorSpec
+from deltasync.tensors import Patch, Region, TensorSpec
 from tests.channels import EPOCH, RUN
 from tests.fuzz import containers
 from tests.fuzz.containers import Parts
@@ -187,9 +187,9 @@ def payload(data: bytes) -> None:
                 patch.apply(old_bits(patch.name))
 
 
-def _wanted(name: str) -> np.ndarray | None:
+def _wanted(name: str) -> list[Region]:
     count = SPECS[name].element_count
-    return np.array([[0, 1], [count // 2, count // 2 + 70]], np.int64) if count > 100 else np.empty((0, 2), np.int64)
+    return [(0, ((1, 1),)), (count // 2, ((70, 1),))] if count > 100 else []
 
 
 def _check(patch: Patch) -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint, staging
-from deltasync.tensors import Patch, TensorSpec, fingerprint
+from deltasync.tensors import Patch, TensorSpec, fingerprint, region_end, region_size
 from deltasync.tensors.bits import bits_of, int_view, tensor_of
 from tests import strategies as our
 
@@ -85,13 +85,13 @@ def test_runs_are_the_elements_in_any_order(place: Place) -> None:
 
 
 @given(places())
-def test_a_segment_lies_within_its_span(place: Place) -> None:
-    low, high = place.segment.span()
+def test_a_region_ends_behind_its_last_element(place: Place) -> None:
+    region = place.segment.region()
     index_N = place.segment.source(torch.arange(place.element_count))
-    if index_N.numel():
-        assert (low, high) == (int(index_N.min()), int(index_N.max()) + 1)
-    else:
-        assert low == high
+    assert region_size(region) == index_N.numel()
+    assert (region[0], region_end(region)) == (
+        (int(index_N.min()), int(index_N.max()) + 1) if index_N.numel() else (region[0], region[0])
+    )
 
 
 def test_an_empty_segment_holds_nothing() -> None:
@@ -222,12 +222,11 @@ def test_copies_that_differ_have_no_fingerprint() -> None:
     assert model_fingerprint({"v": 5, **memory.fingerprints}) == -1
 
 
-def test_a_tensor_that_is_held_in_part_cannot_be_gathered() -> None:
+def test_a_tensor_that_is_held_in_part_is_gathered_where_it_is_held() -> None:
     spec = TensorSpec("w", "bfloat16", (4, 2))
-    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(2, 2, dtype=torch.int16), (2, 1), 4)]})
-    with pytest.raises(StageError, match="4 elements of w"):
-        memory.gather("w")
-    assert memory.held("w").tolist() == [[4, 8]]  # type: ignore[union-attr]
+    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.ones(2, 2, dtype=torch.int16), (2, 1), 4)]})
+    assert memory.gather("w").tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert memory.held("w") == [(4, ((4, 1),))]
 
 
 @given(our.specs(), st.data())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.live import LiveMemory, Region, Segment
-from deltasync.tensors import TensorSpec
+from deltasync.live import LiveMemory, Segment
+from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import cast, int_view
 from vllm_plugin.load.plan import LoadPlan
 

@@ -1,0 +1,155 @@
+"""Tiles: how `context` cuts matrices, so that a worker decodes an even shard of one from what it holds.
+
+A matrix, the last two dimensions of a tensor, is cut into rows of tiles, all of one shape. They follow each other by
+matrix, then by row of tiles, then from left to right; each is a block, whose elements follow each other by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+import numpy as np
+
+from deltasync.errors import StageError
+from deltasync.kernels.rans import Blocks
+from deltasync.tensors import Region, TensorSpec
+
+TILE = 1 << 14
+"""Fewest elements of a tile."""
+SMALL = 4 * TILE
+"""Elements below which a tensor is not worth tiles."""
+FEW = 32
+"""Changes for each tile below which gaps take less: about 3 bits more for each change, and not the about 70 of a tile."""
+
+MOST_WAYS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """The tiles of a range of a tensor, at most 16 by 16 in a matrix.
+
+    Attributes:
+        shape: Matrices, rows and columns of the tensor.
+        first: Matrix, row and column where the range begins; the column is 0.
+        counts: Matrices in the range, rows of tiles in each, tiles in a row.
+        tile: Matrices (1), rows and columns of a tile.
+    """
+
+    shape: tuple[int, int, int]
+    first: tuple[int, int, int]
+    counts: tuple[int, int, int]
+    tile: tuple[int, int, int]
+
+    @classmethod
+    def cut(cls, spec: TensorSpec, start: int, stop: int, ways: tuple[int, int]) -> Self | None:
+        """The elements from `start` to `stop` in so many rows and columns of tiles; None if it does not come out even."""
+        if len(spec.shape) < 2 or start >= stop or not 1 <= min(ways) <= max(ways) <= MOST_WAYS:
+            return None
+        height, width = spec.shape[-2:]
+        matrix, row = divmod(start // width, height)
+        rows = min(height, (stop - start) // width)
+        count = (stop - start) // (rows * width) if rows else 0
+        even = start % width == 0 and count * rows * width == stop - start and rows % ways[0] == width % ways[1] == 0
+        if not even or row + rows > height:
+            return None
+        shape = math.prod(spec.shape[:-2]), height, width
+        return cls(shape, (matrix, row, 0), (count, *ways), (1, rows // ways[0], width // ways[1]))
+
+    @classmethod
+    def fit(cls, spec: TensorSpec, start: int, stop: int) -> Self | None:
+        """The tiles into which a writer cuts a range; None if it stays in one piece.
+
+        They depend on the shape of the tensor: up to 16 by 16 in a matrix of 4 M elements or more, 8 by 8 from 1 M on. Those
+        of a range are whole ones, or a part of one row of them: a trainer may be sharded in another way than its replicas.
+        """
+        whole = cls.cut(spec, start, stop, (1, 1))
+        if whole is None or (most := math.isqrt(whole.shape[1] * whole.shape[2] // TILE)) < 2:
+            return None
+        most = min(MOST_WAYS, 1 << (most.bit_length() - 1))
+        down, across = (math.gcd(most, size) for size in whole.shape[1:])
+        band, row, rows = whole.shape[1] // down, whole.first[1], whole.tile[1]
+        if row % band == rows % band == 0:
+            down = rows // band
+        elif row // band == (row + rows - 1) // band:
+            down = 1
+        else:
+            return None
+        return cls.cut(spec, start, stop, (down, across)) if down * across > 1 else None
+
+    @property
+    def ways(self) -> tuple[int, int]:
+        """As `cut` takes them."""
+        return self.counts[1:]
+
+    @property
+    def count(self) -> int:
+        """Number of tiles."""
+        return math.prod(self.counts)
+
+    @property
+    def elements(self) -> int:
+        """Elements of a tile."""
+        return math.prod(self.tile)
+
+    def blocks(self, bound_B: np.ndarray) -> Blocks:
+        """The tiles, whose changes are counted by `bound_B`, in flat indices of the tensor."""
+        (_, height, width), (_, rows, columns) = self.shape, self.tile
+        matrix_M, row_R, column_C = (edge_E[:-1] for edge_E in self._edges())
+        base_B = ((matrix_M[:, None, None] * height + row_R[:, None]) * width + column_C).reshape(-1)
+        return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width)
+
+    def order(self, index_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Elements, by flat indices of the tensor, in the order of tiles.
+
+        Args:
+            index_K: The indices, ascending, all in the range.
+
+        Returns:
+            Which of them comes first, second, ..., and of each tile the first one in that order (`Blocks.bound_B`).
+        """
+        (_, height, width), (matrix, row, _), (_, rows, columns) = self.shape, self.first, self.tile
+        row_K = index_K // width
+        column_K = index_K - row_K * width
+        # The rows of a range are those of one matrix, or of whole ones.
+        tile_K = (row_K - (matrix * height + row)) // rows * self.counts[2] + column_K // columns
+        # By radix, a byte at a time, where there are few enough.
+        at_K = np.argsort(tile_K.astype(np.min_scalar_type(self.count - 1)), kind="stable")
+        return at_K, np.searchsorted(tile_K[at_K], np.arange(self.count + 1))
+
+    def held(self, name: str, regions: Iterable[Region]) -> np.ndarray:
+        """Numbers of the tiles that hold an element of these regions of a tensor, ascending.
+
+        Raises:
+            StageError: they hold a part of a tile.
+        """
+        found_MRC = np.zeros(self.counts, np.int64)
+        for offset, dims in set(regions):
+            size = math.prod(count for count, _ in dims)
+            if not size:
+                continue
+            last = offset + sum((count - 1) * stride for count, stride in dims)
+            box = [(int(low), int(high) + 1) for low, high in np.array(np.unravel_index([offset, last], self.shape))]
+            if math.prod(high - low for low, high in box) != size:
+                raise StageError(f"This worker holds no whole rows or columns of {name}; {ADVICE}")
+            overlaps = [_overlap(edge_E, *side) for edge_E, side in zip(self._edges(), box, strict=True)]
+            found_MRC += math.prod(np.ix_(*overlaps))
+        if (found_MRC % self.elements).any():
+            raise StageError(f"This worker holds parts of the tiles of {name}, {self.ways[0]} by {self.ways[1]}; {ADVICE}")
+        return np.flatnonzero(found_MRC)
+
+    def _edges(self) -> Iterator[np.ndarray]:
+        """Of each dimension, where its tiles begin, and where the last one ends."""
+        for first, count, size in zip(self.first, self.counts, self.tile, strict=True):
+            yield first + np.arange(count + 1, dtype=np.int64) * size
+
+
+ADVICE = "it cannot decode `context`; publish with codec='packed'."
+"""To those who hold something else than whole tiles."""
+
+
+def _overlap(edge_E: np.ndarray, low: int, high: int) -> np.ndarray:
+    overlap: np.ndarray = np.clip(np.minimum(edge_E[1:], high) - np.maximum(edge_E[:-1], low), 0, None)
+    return overlap

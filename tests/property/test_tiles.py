@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync import codec
+from deltasync.codec import tiles
+from deltasync.codec.base import Payload
+from deltasync.codec.tiles import Grid
+from deltasync.errors import CorruptDataError, StageError
+from deltasync.live import LiveMemory, Segment
+from deltasync.tensors import TensorSpec, index_dtype
+from deltasync.tensors.bits import tensor_of
+
+SHARDS = [(dim, ways) for dim in (-2, -1) for ways in (1, 2, 4, 8, 16)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", 4)
+    monkeypatch.setattr(tiles, "SMALL", 0)
+    monkeypatch.setattr(tiles, "FEW", 0)
+
+
+def changed(spec: TensorSpec, fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Bits before and after; small numbers change by one step, as in training."""
+    random = np.random.default_rng(seed)
+    old_N = tensor_of(np.zeros(spec.element_count, spec.bits_dtype), spec)
+    old_N = (
+        (torch.from_numpy(random.standard_normal(spec.element_count)) * 0.02)
+        .to(old_N.dtype)
+        .view(torch.int16)
+        .numpy()
+        .view("u2")
+    )
+    new_N = old_N + (random.random(old_N.size) < fraction).astype("u2")
+    return old_N, new_N
+
+
+def encoded(spec: TensorSpec, old_N: np.ndarray, new_N: np.ndarray, start: int = 0, stop: int | None = None) -> Payload:
+    at_K = np.flatnonzero(old_N[start:stop] != new_N[start:stop]) + start
+    encoder = codec.get("context").encoder()
+    step_K = new_N[at_K] - old_N[at_K]
+    encoder.add(spec, at_K.astype(index_dtype(old_N.size)), step_K, new_N[start:stop], "0" * 16, start)
+    return codec.open_payload(encoder.finish(2, 1).to_bytes())
+
+
+def shard(spec: TensorSpec, old_N: np.ndarray, dim: int, ways: int, rank: int) -> LiveMemory:
+    """What one of several workers holds of a tensor, in memory of its own."""
+    whole = tensor_of(old_N, spec).view(torch.int16)
+    size = spec.shape[dim] // ways
+    part = whole.narrow(dim, rank * size, size)
+    return LiveMemory({spec.name: spec}, {spec.name: [Segment(part.contiguous(), part.stride(), part.storage_offset())]})
+
+
+@pytest.mark.parametrize(("dim", "ways"), SHARDS)
+@pytest.mark.parametrize("shape", [(256, 128), (64, 512), (3, 64, 128)])
+def test_every_even_shard_is_decoded_from_what_it_holds(shape: tuple[int, ...], dim: int, ways: int) -> None:
+    spec = TensorSpec("w", "bfloat16", shape)
+    old_N, new_N = changed(spec, 0.05)
+    payload = encoded(spec, old_N, new_N)
+    assert payload.patches["w"]["tiles"] == [16, 16]
+    reached_N = old_N.copy()
+    for rank in range(ways):
+        memory = shard(spec, old_N, dim, ways, rank)
+        gathered_N = memory.gather("w")
+        assert ways == 1 or not np.array_equal(gathered_N, old_N)
+        (patch,) = codec.get("context").decode(payload, {"w": spec}, lambda _, bits_N=gathered_N: bits_N, memory.held)
+        assert patch.index_K is not None and (np.diff(patch.index_K) > 0).all()
+        coordinate_K = np.unravel_index(patch.index_K, shape)[dim] // (shape[dim] // ways)
+        assert (coordinate_K == rank).all()  # its share, and nothing else
+        patch.apply(reached_N)
+    np.testing.assert_array_equal(reached_N, new_N)
+
+
+@pytest.mark.parametrize(("dim", "ways"), SHARDS)
+@pytest.mark.parametrize("ranks", [1, 2, 8, 32])
+def test_a_sharded_trainer_may_cut_in_another_way_than_its_replicas(ranks: int, dim: int, ways: int) -> None:
+    spec = TensorSpec("w", "bfloat16", (256, 128))
+    old_N, new_N = changed(spec, 0.05)
+    size = old_N.size // ranks
+    payloads = [encoded(spec, old_N, new_N, rank * size, (rank + 1) * size) for rank in range(ranks)]
+    reached_N = old_N.copy()
+    for payload, worker in itertools.product(payloads, range(ways)):
+        memory = shard(spec, old_N, dim, ways, worker)
+        for patch in codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held):
+            patch.apply(reached_N)
+    np.testing.assert_array_equal(reached_N, new_N)
+
+
+def test_experts_are_decoded_by_who_holds_them() -> None:
+    spec = TensorSpec("experts", "bfloat16", (4, 64, 128))
+    old_N, new_N = changed(spec, 0.05)
+    payload = encoded(spec, old_N, new_N)
+    memory = shard(spec, old_N, -3, 4, 2)
+    (patch,) = codec.get("context").decode(payload, {"experts": spec}, memory.gather, memory.held)
+    expected = np.flatnonzero(old_N != new_N)
+    np.testing.assert_array_equal(patch.index_K, expected[expected // (64 * 128) == 2])
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=1),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.data(),
+    st.integers(0, 2**31),
+)
+def test_any_range_of_any_matrix_comes_back(
+    lead: list[int], rows: int, columns: int, data: st.DataObject, seed: int
+) -> None:
+    spec = TensorSpec("w", "bfloat16", (*lead, rows, columns))
+    old_N, new_N = changed(spec, 0.3, seed)
+    unit = data.draw(st.sampled_from([1, columns, rows * columns]))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, old_N.size // unit), min_size=2, max_size=2)))
+    start, stop = start * unit, stop * unit
+    expected = np.flatnonzero(old_N[start:stop] != new_N[start:stop]) + start
+    if not expected.size:
+        return
+    payload = encoded(spec, old_N, new_N, start, stop)
+    known_N = np.zeros_like(old_N)
+    known_N[start:stop] = old_N[start:stop]
+    for patch in codec.get("context").decode(payload, {"w": spec}, lambda _: known_N):
+        patch.apply(old_N)
+    np.testing.assert_array_equal(old_N[start:stop], new_N[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways"),
+    [
+        ((4096, 4096), (16, 16)),
+        ((3072, 1024), (8, 8)),
+        ((151936, 1024), (16, 16)),
+        ((128, 768, 2048), (8, 8)),
+        ((50257, 768), (1, 16)),
+        ((50257, 777), None),
+        ((128, 128), None),
+        ((1 << 24,), None),
+        ((), None),
+        ((0, 4096), None),
+    ],
+)
+def test_ways_follow_from_the_shape(
+    shape: tuple[int, ...], ways: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    grid = Grid.fit(TensorSpec("w", "bfloat16", shape), 0, math.prod(shape))
+    assert (None if grid is None else grid.ways) == ways
+    assert grid is None or grid.elements * grid.count == math.prod(shape)
+
+
+@pytest.mark.parametrize(("dim", "ways"), [(-2, 3), (-1, 3), (-2, 32)])
+def test_a_part_of_a_tile_is_refused(dim: int, ways: int) -> None:
+    spec = TensorSpec("w", "bfloat16", (192, 192))
+    old_N, new_N = changed(spec, 0.05)
+    memory = shard(spec, old_N, dim, ways, 1)
+    with pytest.raises(StageError, match=r"parts of the tiles of w, 16 by 16; .*codec='packed'"):
+        list(codec.get("context").decode(encoded(spec, old_N, new_N), {"w": spec}, memory.gather, memory.held))
+
+
+def test_what_is_no_block_of_a_matrix_is_refused() -> None:
+    spec = TensorSpec("w", "bfloat16", (128, 128))
+    old_N, new_N = changed(spec, 0.05)
+    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(200, dtype=torch.int16), (1,), 7)]})
+    with pytest.raises(StageError, match="no whole rows or columns of w"):
+        list(codec.get("context").decode(encoded(spec, old_N, new_N), {"w": spec}, memory.gather, memory.held))
+
+
+def test_a_tensor_without_tiles_is_for_those_who_hold_it_whole() -> None:
+    spec = TensorSpec("w", "bfloat16", (31, 37))
+    old_N, new_N = changed(spec, 0.05)
+    payload = encoded(spec, old_N, new_N)
+    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(37, dtype=torch.int16), (1,), 0)]})
+    with pytest.raises(StageError, match=r"a part of w.*which has no tiles; .*codec='packed'"):
+        list(codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held))
+
+
+@pytest.mark.parametrize(("rule", "value"), [("FEW", 32), ("SMALL", 4096)])
+def test_small_tensors_and_few_changes_are_coded_for_every_shard(
+    rule: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, rule, value)
+    monkeypatch.setattr(tiles, "TILE", 64 if rule == "FEW" else 1 << 14)
+    spec = TensorSpec("w", "bfloat16", (63, 64) if rule == "SMALL" else (64, 64))
+    old_N, new_N = changed(spec, 0.05)
+    payload = encoded(spec, old_N, new_N)
+    assert "tiles" not in payload.patches["w"]
+    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(100, dtype=torch.int16), (1,), 7)]})
+    (patch,) = codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held)
+    patch.apply(old_N)
+    np.testing.assert_array_equal(old_N[7:107], new_N[7:107])
+
+
+@pytest.mark.parametrize("declared", [[0, 1], [3, 1], [1, 17], [0, 0], ["1", 1], [1], 4, [True, -1]])
+def test_tiles_that_cannot_be_are_damage(declared: object) -> None:
+    spec = TensorSpec("w", "bfloat16", (128, 128))
+    old_N, new_N = changed(spec, 0.05)
+    payload = encoded(spec, old_N, new_N)
+    payload.patches["w"]["tiles"] = declared  # type: ignore[index]
+    with pytest.raises(CorruptDataError, match="tiles"):
+        list(codec.get("context").decode(payload, {"w": spec}, lambda _: old_N))
+
+
+@pytest.mark.parametrize("planes", ["[]", "[9, 9, 9, 9]", "{", "[1e400]", '["1", 2, 3, 4]'])
+def test_a_table_of_blocks_that_cannot_be_is_damage(planes: str) -> None:
+    spec = TensorSpec("w", "bfloat16", (64, 64))
+    old_N, new_N = changed(spec, 0.3)
+    payload = encoded(spec, old_N, new_N)
+    assert "block_planes" in payload.metadata
+    payload.metadata["block_planes"] = planes  # type: ignore[index]
+    with pytest.raises(CorruptDataError):
+        list(codec.get("context").decode(payload, {"w": spec}, lambda _: old_N))
