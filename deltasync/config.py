@@ -202,7 +202,7 @@ class PublisherSettings(_Settings):
 
     Attributes:
         codec: Encoding of deltas, one of `CODECS`. Or `auto`: for each, `packed` or `context`, whichever is served sooner on
-            the link that was measured; as `context`, only for replicas of one worker. A sharded trainer stays at `packed`.
+            the link that was measured. A sharded trainer stays at `packed`.
         anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
             a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
         dtype: Served dtype: floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see

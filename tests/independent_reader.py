@@ -342,8 +342,11 @@ class Channel:
             found[name] = array(entries[name], dtype, shape) if mark is True else planes(entries[name], mark, dtype, shape)
         check(entries.keys() == dense | {".words", ".blocks", ".tables"}, "entries")
         words = array(entries[".words"], "int32", (-1,)).tolist()
-        rows = array(entries[".blocks"], "int32", (-1, 3 if context else 2)).astype("<u4").view("<i4")
-        rows = rows.reshape(-1, 3 if context else 2).tolist()
+        blocks = {
+            name: places(patches[name], model[name][1], block_elements, context) for name in patches if name not in dense
+        }
+        shape = (sum(map(len, blocks.values())), 3 if context else 2)
+        rows = block_rows(entries[".blocks"], metadata.get("block_planes"), shape).tolist()
         tables = array(entries[".tables"], "uint8", (-1,)).tobytes()
         groups, at = [], 0
         while at < len(tables):
@@ -354,14 +357,8 @@ class Channel:
                 continue
             dtype, _, old = model[name]
             new, left = old.copy(), patches[name]["changed"]
-            low, high = patches[name].get("range", [0, len(old)]) if context else [0, len(old)]
-            check(0 <= low <= high <= len(old) and not {"range", "blocks"} <= patches[name].keys(), name, "range")
-            count = -(-(high - low) // block_elements)
-            start, stop = patches[name].get("blocks", [0, count])
-            check(0 <= start <= stop <= count, name, "blocks")
-            for first in range(low + start * block_elements, min(low + stop * block_elements, high), block_elements):
-                block = old[first : min(first + block_elements, high)].tolist()
-                check(bool(rows), "too few blocks")
+            for at in blocks[name]:
+                block = old[at].tolist()
                 changed, used, *level = rows.pop(0)
                 check(0 <= changed <= len(block) and 0 <= used <= len(words), "block")
                 left -= changed
@@ -371,15 +368,45 @@ class Channel:
                 stream = Stream(words[:used])
                 del words[:used]
                 group = groups[patches[name]["group"]]
-                decode = context_block if context else packed_block
-                for index, step in decode(stream, group, block, changed, dtype, *level):
+                by_gaps = isinstance(group, list)
+                decode = packed_block if by_gaps else context_block
+                for index, step in decode(stream, group, block, changed, dtype, *([] if by_gaps else level)):
                     check(index < len(block), "index outside its block")
-                    new[first + index] = (block[index] + step) % 2 ** DTYPES[dtype][0]
+                    new[at[index]] = (block[index] + step) % 2 ** DTYPES[dtype][0]
                 stream.end()
             check(left == 0, name, "changed")
             found[name] = new
         check(not rows and not words, "blocks or words left")
         return found
+
+
+def places(patch: dict, shape: tuple[int, ...], block_elements: int, context: bool) -> list[np.ndarray]:
+    """The elements of each block that a payload has of a tensor."""
+    count = elements(shape)
+    low, high = patch.get("range", [0, count]) if context else [0, count]
+    check(0 <= low <= high <= count and not {"range", "blocks"} <= patch.keys(), "range")
+    if "tiles" not in patch:
+        edges = [*range(low, high, block_elements), high]
+        start, stop = patch.get("blocks", [0, len(edges) - 1])
+        check(0 <= start <= stop < len(edges), "blocks")
+        return [np.arange(edges[b], edges[b + 1]) for b in range(start, stop)]
+    check(context and "blocks" not in patch and len(shape) >= 2 and low < high, "tiles")
+    down, across = patch["tiles"]
+    rows, columns = shape[-2:]
+    height = min(rows, (high - low) // columns)
+    # all of one matrix or more, or some rows of one
+    check(low % columns == 0 and height > 0 and (high - low) % (height * columns) == 0, "range of tiles")
+    check(low // columns % rows + height <= rows, "range of tiles")
+    check(1 <= down <= 16 and 1 <= across <= 16 and height % down == 0 and columns % across == 0, "tiles")
+    found = np.arange(low, high).reshape(-1, down, height // down, across, columns // across)
+    return list(found.swapaxes(2, 3).reshape(-1, height * columns // (down * across)))
+
+
+def block_rows(entry: Entry, sizes: str | None, shape: tuple[int, int]) -> np.ndarray:
+    if sizes is None:
+        return array(entry, "int32", (-1, -1)).astype("<u4").view("<i4").reshape(shape)
+    gained = planes(entry, json.loads(sizes), "int32", shape).astype(np.int64).reshape(shape[::-1])
+    return np.cumsum(np.where(gained % 2, -(gained // 2) - 1, gained // 2), axis=1).T
 
 
 def elements(shape: tuple[int, ...]) -> int:
@@ -607,7 +634,12 @@ def survival(t: int) -> int:
     return KNOTS[j] if t == j << 16 else KNOTS[j] + (((t - (j << 16)) * (KNOTS[j + 1] - KNOTS[j])) >> 16)
 
 
-def context_tables(data: bytes, at: int) -> tuple[tuple[dict[int, int], dict[int, int], list[SymbolTable]], int]:
+ByClass = tuple[dict[int, int], dict[int, int], list[SymbolTable]]
+
+
+def context_tables(data: bytes, at: int) -> tuple[ByClass | list[SymbolTable], int]:
+    if data[at : at + 2] == b"\xff\xff":
+        return packed_tables(data, at + 2)
     first, classes = data[at], range(data[at], data[at] + data[at + 1] + 1)
     check(classes[-1] <= 255, "class", first)
     at += 2
@@ -626,7 +658,7 @@ def context_tables(data: bytes, at: int) -> tuple[tuple[dict[int, int], dict[int
 
 def context_block(
     stream: Stream,
-    group: tuple[dict[int, int], dict[int, int], list[SymbolTable]],
+    group: ByClass,
     old: list[int],
     changed: int,
     dtype: str,

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 from transformers import Qwen2Config
 
-from deltasync import Publisher
-from deltasync.channel import keys
+from deltasync import Publisher, codec
+from deltasync.channel import keys, payloads
+from deltasync.channel.reading import ChannelReader
 from deltasync.demo.processes import get_json
 from tests.integration.vllm_server import Server, complete, digests, save_model, serving
 
@@ -19,8 +20,9 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Biases, one key and value head that both workers copy, tied embeddings of a vocabulary that they pad."""
-    fields = {"vocab_size": 71, "intermediate_size": 192, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    """Biases, one key and value head that both workers copy, tied embeddings of a vocabulary that they pad, and a network
+    whose matrices have tiles."""
+    fields = {"vocab_size": 71, "intermediate_size": 512, "num_key_value_heads": 1, "tie_word_embeddings": True}
     checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
     cores = sorted(os.sched_getaffinity(0))[-2:]
     bind = "|".join(map(str, cores))
@@ -57,6 +59,24 @@ def test_a_tensor_that_changed_completely_is_committed_by_both(server: Server) -
     server.weights["model.layers.1.mlp.down_proj.weight"] *= -1.5
     server.weights["model.layers.0.self_attn.k_proj.bias"] += 1.0
     server.assert_serves(server.publish())
+
+
+def test_both_workers_decode_their_tiles(server: Server) -> None:
+    assert server.publisher is not None
+    server.publisher.close()
+    server.publisher = Publisher(server.channel, codec="context", resume=True)
+    for _ in range(3):
+        server.step()
+        server.assert_serves(version := server.publish())
+    reader = ChannelReader(server.store)
+    (data,) = [data for _, data in payloads.fetch(reader, reader.numbered(version))]
+    payload = codec.open_payload(data)
+    cut = {name.split(".")[-2]: row.get("tiles") for name, row in payload.patches.items() if "layers.0" in name}
+    assert payload.codec == "context"
+    assert [cut[name] for name in ("gate_proj", "up_proj", "down_proj")] == [[2, 2]] * 3  # by rows, by rows, by columns
+    commits = server.status()["commits"]
+    assert [commit["version"] for commit in commits[-3:]] == [version - 2, version - 1, version]
+    assert not any(commit["anchor"] for commit in commits[-3:])
 
 
 def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anchor_heals(server: Server) -> None:
