@@ -132,6 +132,13 @@ class LiveMemory:
             segment.source(signed_view(flat_N)).copy_(segment.live)
         return flat_N
 
+    def bits(self, name: str) -> np.ndarray:
+        """As `gather`; live memory itself where they lie there so, which is not to be changed."""
+        segments = self._place(name)
+        if len(segments) == 1 and self._device_of(segments[0].live) is None and segments[0].is_flat(self._specs[name]):
+            return unsigned(segments[0].flat())
+        return self.gather(name)
+
     def _place(self, name: str) -> list[Segment]:
         if name not in self._segments:
             raise StageError(f"{name} has no addressable place in live memory.")

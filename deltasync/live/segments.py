@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import StageError
-from deltasync.tensors import Region, fingerprint
+from deltasync.tensors import Region, TensorSpec, fingerprint
 
 _DIFFERS = -1
 
@@ -80,6 +80,11 @@ class Segment:
         """The live memory from the segment's first to its last element, gaps included, shape [span]."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
         return self.live.as_strided((span if self.live.numel() else 0,), (1,))
+
+    def is_flat(self, spec: TensorSpec) -> bool:
+        """Whether all elements of a tensor lie in live memory as in the checkpoint."""
+        whole = self.live.numel() == spec.element_count and self.live.is_contiguous()
+        return whole and self.stride == self.live.stride()
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
         """The segment as runs of consecutive checkpoint elements.

@@ -164,7 +164,7 @@ class Follower:
         """
         later, fingerprints = self._folded(way[streamed:])
         for stored in way[:streamed]:
-            for patch, expected in self._patches(stored, self.memory.gather):
+            for patch, expected in self._patches(stored, self.memory.bits):
                 if patch.name not in later:
                     yield patch, expected
                     continue
@@ -189,8 +189,10 @@ class Follower:
         fingerprints: dict[str, int] = {}
 
         def old(name: str) -> np.ndarray:
+            if not done.get(name):
+                return self.memory.bits(name)
             bits_N = self.memory.gather(name)
-            for patch in done.get(name, ()):
+            for patch in done[name]:
                 patch.apply(bits_N)
             return bits_N
 

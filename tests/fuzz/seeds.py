@@ -17,7 +17,7 @@ from deltasync import codec
 from deltasync.channel import anchors, documents, keys
 from deltasync.channel.documents import Opening, Reference, Version
 from deltasync.channel.heartbeat import Heartbeat, write
-from deltasync.codec import blocks
+from deltasync.codec import blocks, tiles
 from deltasync.kernels import reference
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, tensor_of
@@ -41,10 +41,13 @@ def weights(round_: int) -> dict[str, torch.Tensor]:
 
 
 def payloads(name: str) -> Iterator[bytes]:
-    """One change in one block, many, many in small blocks, and all, which goes dense."""
+    """One change in one block, many, many in small blocks and tiles, and all, which goes dense."""
     for block, density in ((1 << 19, 0.01), (1 << 19, 0.3), (64, 0.1), (1 << 19, 1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "BLOCK", block)
+            if block == 64:
+                for limit, value in (("TILE", block), ("SMALL", 4 * block), ("FEW", 1)):
+                    patch.setattr(tiles, limit, value)
             encoder = codec.get(name).encoder()
             for spec in SPECS.values():
                 old_N = old_bits(spec.name)

@@ -148,6 +148,7 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
 
     staged = memory.stage([(patch, wanted)])
     np.testing.assert_array_equal(memory.gather("w"), old_N)
+    np.testing.assert_array_equal(memory.bits("w"), old_N)
     assert memory.fingerprints == before
 
     report = memory.commit(staged)
