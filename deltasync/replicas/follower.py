@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -104,25 +104,35 @@ class Follower:
         """Something went wrong that may have left other bits than those of `version`."""
         self._settled = False
 
-    def load(self, stored: Stored) -> Version:
-        """Take full weights into host memory that is of no version, so that nothing needs to be kept to undo it.
+    def load(self, way: Sequence[Stored]) -> Version:
+        """Take a way into host memory that nobody uses yet, so that nothing needs to be kept to undo it.
+
+        If it raises, `version` is the last one that is there whole, or None.
 
         Raises:
-            StoreError, FormatError, MissingVersionError, StageError: the bits are still of no version.
-            FingerprintMismatchError: likewise; the bits are not the published ones.
+            StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
         """
-        assert self.version is None
-        self.failed, self._settled = None, False
-        try:
-            with _map_out_of_memory(stored.record.version):
-                self.memory.load(payloads.weights(self.reader, stored))
-        except (MissingVersionError, StageError, CorruptDataError):
-            self.failed = stored.key
-            raise
+        self.failed = None
+        with contextlib.closing(self._fetched(way)) as fetched:
+            for stored in way:
+                with self._blaming(stored):
+                    got = next(fetched)
+                with self._loading(stored):
+                    if stored.use_anchor:
+                        self.memory.load(payloads.weights(self.reader, stored))
+                    else:
+                        self.memory.patch(payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got))
+        return way[-1].version
+
+    @contextlib.contextmanager
+    def _loading(self, stored: Stored) -> Iterator[None]:
+        """Live memory is of no version meanwhile, and of this one then."""
+        self.version, self._settled = None, False
+        with self._blaming(stored), _map_out_of_memory(stored.record.version):
+            yield
         if f"{model_fingerprint(self.memory.fingerprints):016x}" != stored.record.fingerprint:
             raise FingerprintMismatchError(f"The tensors of version {stored.record.version} are not its model.")
         self.identified(stored)
-        return stored.version
 
     def stage(self, way: Sequence[Stored]) -> StagedVersion:
         """Fetch, check, decode, merge and translate a way. Live weights are untouched.
@@ -143,9 +153,18 @@ class Follower:
     def _patches(
         self, stored: Stored, old: codec.OldBits, fetched: Iterator[Sequence[tuple[str, bytes]]] | None = None
     ) -> Iterator[tuple[Patch, int]]:
-        try:
+        with self._blaming(stored):
             got = None if fetched is None else next(fetched)
             yield from payloads.patches(self.reader, stored, old, self.memory.held, got)
+
+    def _fetched(self, way: Sequence[Stored]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
+        return ahead(lambda stored: payloads.fetch(self.reader, stored), way, _FETCHED_AHEAD)
+
+    @contextlib.contextmanager
+    def _blaming(self, stored: Stored) -> Iterator[None]:
+        """Note whose objects are missing or damaged."""
+        try:
+            yield
         except (MissingVersionError, StageError, CorruptDataError) as error:
             self.failed = stored.key
             # Decoding by the old bits also fails if those are not what they are taken for; an audit finds out.
@@ -196,8 +215,7 @@ class Follower:
                 patch.apply(bits_N)
             return bits_N
 
-        fetching = ahead(lambda stored: payloads.fetch(self.reader, stored), way, _FETCHED_AHEAD)
-        with contextlib.closing(fetching) as fetched:
+        with contextlib.closing(self._fetched(way)) as fetched:
             for stored in way:
                 for patch, expected in self._patches(stored, old, fetched):
                     patches = done.setdefault(patch.name, [])

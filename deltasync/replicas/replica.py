@@ -137,6 +137,7 @@ class Replica:
     def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> None:
         """Take every step to where the pin points. What fails is left out where there is another way."""
         detours, looked = 0, not look
+        joins = self.identity is None
         while True:
             if self._follower is not None and not self._follower.settled:
                 before = self.identity
@@ -154,7 +155,7 @@ class Replica:
                 self._follower = Follower(self._reader, memory)
             follower = self._follower
             try:
-                self._take(follower, way)
+                self._take(follower, way, joins)
             except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
                 detours += 1
                 self._course.refused(way, follower.failed, error)
@@ -165,14 +166,14 @@ class Replica:
                 if not look:
                     return
 
-    def _take(self, follower: Follower, way: list[Stored]) -> None:
-        if follower.version is None and self._is_alone:
+    def _take(self, follower: Follower, way: list[Stored], joins: bool) -> None:
+        """Take a way; while a replica joins, which nobody looks at yet, without what would undo it."""
+        if self._is_alone and (joins or follower.version is None):
             before = time.perf_counter()
-            version = follower.load(way[0])
+            version = follower.load(way)
             load_s = time.perf_counter() - before
-            logger.info("loaded version=%d digest=%.12s load_s=%.3f", version.version, version.sha256, load_s)
-            way = way[1:]
-        if not way:
+            said = "loaded version=%d digest=%.12s steps=%d load_s=%.3f"
+            logger.info(said, version.version, version.sha256, len(way), load_s)
             return
         staged = follower.stage(way)
         with self._undisturbed():
