@@ -16,7 +16,7 @@ from deltasync.channel.documents import Record, Version
 from deltasync.channel.plan import goes_back, payload_bytes
 from deltasync.channel.reading import ChannelReader, ahead
 from deltasync.channel.record import Stored
-from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, StageError
+from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
 from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.tensors import Patch
 from deltasync.tensors.fold import fold_all
@@ -78,6 +78,7 @@ class Follower:
         self.failed: str | None = None
         self._fingerprint: str | None = None
         self._settled = True
+        self._loaded: list[Stored] = []  # how the bits came that `load` wrote
 
     @property
     def settled(self) -> bool:
@@ -107,22 +108,35 @@ class Follower:
     def load(self, way: Sequence[Stored]) -> Version:
         """Take a way into host memory that nobody uses yet, so that nothing needs to be kept to undo it.
 
-        If it raises, `version` is the last one that is there whole, or None.
+        What a version got wrong is loaded anew, up to the version before: if this raises, `version` is the last one that is
+        there whole, or None.
 
         Raises:
             StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
         """
         self.failed = None
+        try:
+            self._load(way)
+        except DeltaSyncError:
+            if self.version is None and self._loaded:
+                failed = self.failed
+                self._load([*self._loaded])
+                self.failed = failed
+            raise
+        return way[-1].version
+
+    def _load(self, way: Sequence[Stored]) -> None:
         with contextlib.closing(self._fetched(way)) as fetched:
             for stored in way:
                 with self._blaming(stored):
                     got = next(fetched)
                 with self._loading(stored):
                     if stored.use_anchor:
+                        self._loaded.clear()
                         self.memory.load(payloads.weights(self.reader, stored))
                     else:
                         self.memory.patch(payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got))
-        return way[-1].version
+                self._loaded.append(stored)
 
     @contextlib.contextmanager
     def _loading(self, stored: Stored) -> Iterator[None]:

@@ -30,7 +30,7 @@ from deltasync.errors import (
     TransientStoreError,
     UnsupportedFormatError,
 )
-from tests.channels import Made
+from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
 
@@ -107,6 +107,51 @@ def test_a_damaged_part_changes_nothing(scene: Scene, change: Callable[[bytes], 
     scene.store.heal()
     assert scene.replica.sync() == 2
     scene.assert_at(2)
+
+
+@DAMAGES
+@pytest.mark.parametrize("lost", [2, 3])
+def test_who_joins_keeps_what_came_before_a_damaged_part(
+    scene: Scene, lost: int, change: Callable[[bytes], bytes] | None
+) -> None:
+    third = {name: tensor.clone() for name, tensor in _second().items()}
+    third["b.weight"].view(torch.int16)[7, 1] -= 2
+    scene.channel.delta(third, parts=1, inline=False)
+    scene.channel.head()
+    _lie(scene.store, keys.parts_folder(lost, EPOCH), change)
+    scene.store.calls.clear()
+    replica = Replica(scene.store)
+    with pytest.raises(REFUSED, match=keys.PARTS):
+        replica.sync()
+    assert replica.version == lost - 1
+    assert_same_bits(replica.state_dict(), FIRST if lost == 2 else _second())
+    scene.store.heal()
+    assert replica.sync() == 3
+    assert_same_bits(replica.state_dict(), third)
+    assert len([key for _, key in scene.store.calls if key.startswith(keys.ANCHORS)]) == 1
+
+
+def test_a_join_that_is_cut_short_goes_on_from_there(scene: Scene) -> None:
+    scene.store.fail_at("read", keys.PARTS, times=99)
+    replica = Replica(scene.store)
+    with pytest.raises(TransientStoreError):
+        replica.sync()
+    assert replica.version == 1
+    scene.store.heal()
+    assert replica.sync() == 2
+    assert_same_bits(replica.state_dict(), _second())
+    assert len([key for _, key in scene.store.calls if key.startswith(keys.ANCHORS)]) == 2  # of two replicas
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+def test_a_delta_with_other_bits_than_its_record_says_is_not_joined_by(memory_url: str, codec: str) -> None:
+    scene = _scene(memory_url, codec)
+    _replaced(scene, scene.second, fingerprint="0" * 16)
+    replica = Replica(scene.store)
+    with pytest.raises(MissingVersionError, match="tensors of version 2 are not its model"):
+        replica.sync()
+    assert replica.version == 1
+    assert_same_bits(replica.state_dict(), FIRST)
 
 
 @DAMAGES
