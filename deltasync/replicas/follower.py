@@ -126,27 +126,33 @@ class Follower:
         return way[-1].version
 
     def _load(self, way: Sequence[Stored]) -> None:
-        with contextlib.closing(self._fetched(way)) as fetched:
-            for stored in way:
-                with self._blaming(stored):
-                    got = next(fetched)
-                with self._loading(stored):
-                    if stored.use_anchor:
-                        self._loaded.clear()
-                        self.memory.load(payloads.weights(self.reader, stored))
-                    else:
-                        self.memory.patch(payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got))
-                self._loaded.append(stored)
+        wanted: dict[str, int] = {}
+        count = 0
+        try:
+            with contextlib.closing(self._fetched(way)) as fetched:
+                for stored in way:
+                    with self._blaming(stored), _map_out_of_memory(stored.record.version):
+                        got = next(fetched)
+                        self.version, self._settled = None, False
+                        if stored.use_anchor:
+                            self._loaded.clear()
+                            self.memory.load(payloads.weights(self.reader, stored))
+                        else:
+                            patches = payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got)
+                            wanted |= self.memory.patch(patches)
+                    count += 1
+        finally:
+            if count and self._holds(way[count - 1], wanted):
+                self.identified(way[count - 1])
+                self._loaded += way[:count]
+        if self.version != way[-1].version:
+            raise FingerprintMismatchError(f"The tensors of version {way[-1].record.version} are not its model.")
 
-    @contextlib.contextmanager
-    def _loading(self, stored: Stored) -> Iterator[None]:
-        """Live memory is of no version meanwhile, and of this one then."""
-        self.version, self._settled = None, False
-        with self._blaming(stored), _map_out_of_memory(stored.record.version):
-            yield
-        if f"{model_fingerprint(self.memory.fingerprints):016x}" != stored.record.fingerprint:
-            raise FingerprintMismatchError(f"The tensors of version {stored.record.version} are not its model.")
-        self.identified(stored)
+    def _holds(self, stored: Stored, wanted: Mapping[str, int]) -> bool:
+        """Whether the fingerprints are these, and the model's that of a version."""
+        found = self.memory.fingerprints
+        right = all(found.get(name) == expected for name, expected in wanted.items())
+        return right and f"{model_fingerprint(found):016x}" == stored.record.fingerprint
 
     def stage(self, way: Sequence[Stored]) -> StagedVersion:
         """Fetch, check, decode, merge and translate a way. Live weights are untouched.
