@@ -290,6 +290,13 @@ def auto() -> Iterator[str]:
     return _command_table("auto", auto.lines)
 
 
+def shards() -> Iterator[str]:
+    """Of `python -m benchmarks.shards`: `context` under tensor parallelism."""
+    from benchmarks import shards
+
+    return _command_table("shards", shards.lines)
+
+
 def demo() -> Iterator[str]:
     """The demo's summary."""
     from deltasync.demo import report
@@ -404,6 +411,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "saved": saved,
     "codec-readme": codec_readme,
     "auto": auto,
+    "shards": shards,
     "commit": commit,
     "step": step,
     "recovery": recovery,
