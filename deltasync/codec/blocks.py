@@ -76,10 +76,10 @@ class BlockEncoder:
         origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
         grid = Grid.fit(spec, start, stop) if self._model.needs_old else None
         if grid is not None and index_K.size >= tiles.FEW * grid.count:
-            at_K, bound_B = grid.order(index_K)
+            index_K, step_K, bound_B = grid.by_tiles(index_K, step_K)
             blocks = grid.blocks(bound_B)
             blocks = blocks._replace(base_B=blocks.base_B - start, end_B=blocks.end_B - start)
-            index_K, step_K = index_K[at_K] - index_K.dtype.type(start), step_K[at_K]
+            index_K -= index_K.dtype.type(start)
             self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, grid.ways))
             return
         if origin:
@@ -288,11 +288,12 @@ class _Streams:
         blocks = self._blocks(cut, _bounds(row_BF[:, 0]))
         if blocks.bound_B[-1] != row["changed"] or (row_BF[:, 0] > blocks.size_B).any():
             raise CorruptDataError(f"Payload has a table of patches or of blocks that counts the changes of {spec} wrong.")
+        at_B = np.arange(cut.count)
         if regions is not None:
-            at = self._held(spec, cut, model, blocks, regions)
-            words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at] or [words[:0]])
-            row_BF = row_BF[at]
-            blocks = blocks._replace(base_B=blocks.base_B[at], end_B=blocks.end_B[at], bound_B=_bounds(row_BF[:, 0]))
+            at_B = self._held(spec, cut, model, blocks, regions)
+            words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at_B] or [words[:0]])
+            row_BF = row_BF[at_B]
+            blocks = blocks._replace(base_B=blocks.base_B[at_B], end_B=blocks.end_B[at_B], bound_B=_bounds(row_BF[:, 0]))
             word_B = _bounds(row_BF[:, 1])
         old_N = self._old(spec.name) if model.needs_old and self._old is not None else None
         context = model.context(spec, old_N, row_BF[:, 2:])
@@ -301,8 +302,7 @@ class _Streams:
         if not coder.decode(blocks, words, word_B, model.tables, context, index_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of {spec.name!r}.")
         if cut.grid is not None:
-            at_K = np.argsort(index_K, kind="stable")
-            index_K, step_K = index_K[at_K], step_K[at_K]
+            index_K, step_K = cut.grid.ascending(at_B, blocks.bound_B, index_K, step_K)
         return Patch(spec.name, index_K, step_K, absolute=False)
 
     def _blocks(self, cut: _Cut, bound_B: np.ndarray) -> Blocks:

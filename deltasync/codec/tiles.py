@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from deltasync.errors import StageError
+from deltasync.kernels import counts
 from deltasync.kernels.rans import Blocks
 from deltasync.tensors import Region, TensorSpec
 
@@ -96,28 +97,31 @@ class Grid:
 
     def blocks(self, bound_B: np.ndarray) -> Blocks:
         """The tiles, whose changes are counted by `bound_B`, in flat indices of the tensor."""
-        (_, height, width), (_, rows, columns) = self.shape, self.tile
-        matrix_M, row_R, column_C = (edge_E[:-1] for edge_E in self._edges())
-        base_B = ((matrix_M[:, None, None] * height + row_R[:, None]) * width + column_C).reshape(-1)
+        (base_G, width), (_, rows, columns) = self._bands(), self.tile
+        base_B = (base_G[:, None] + np.arange(self.counts[2]) * columns).reshape(-1)
         return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width)
 
-    def order(self, index_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Elements, by flat indices of the tensor, in the order of tiles.
+    def by_tiles(self, index_K: np.ndarray, step_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Changes of the range, ascending, in the order of tiles; and of each tile the first one (`Blocks.bound_B`)."""
+        base_G, width = self._bands()
+        bound_G = np.append(np.searchsorted(index_K, base_G), index_K.size)
+        across, columns = self.counts[2], self.tile[2]
+        index_K, step_K, bound_GC = counts.regroup(bound_G, base_G, across, width, columns, index_K, step_K)
+        return index_K, step_K, np.append(bound_GC, index_K.size)
 
-        Args:
-            index_K: The indices, ascending, all in the range.
+    def ascending(
+        self, at_B: np.ndarray, bound_B: np.ndarray, index_K: np.ndarray, step_K: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The inverse, of some tiles, ascending, whose changes are counted by `bound_B`."""
+        base_G, width = self._bands()
+        bound_G = bound_B[np.searchsorted(at_B, np.arange(base_G.size + 1) * self.counts[2])]
+        return counts.regroup(bound_G, base_G, self.tile[1], width, None, index_K, step_K)[:2]
 
-        Returns:
-            Which of them comes first, second, ..., and of each tile the first one in that order (`Blocks.bound_B`).
-        """
-        (_, height, width), (matrix, row, _), (_, rows, columns) = self.shape, self.first, self.tile
-        row_K = index_K // width
-        column_K = index_K - row_K * width
-        # The rows of a range are those of one matrix, or of whole ones.
-        tile_K = (row_K - (matrix * height + row)) // rows * self.counts[2] + column_K // columns
-        # By radix, a byte at a time, where there are few enough.
-        at_K = np.argsort(tile_K.astype(np.min_scalar_type(self.count - 1)), kind="stable")
-        return at_K, np.searchsorted(tile_K[at_K], np.arange(self.count + 1))
+    def _bands(self) -> tuple[np.ndarray, int]:
+        """Where the rows of tiles begin, flat indices of the tensor, and how long rows are."""
+        matrix_M, row_R, _ = (edge_E[:-1] for edge_E in self._edges())
+        _, height, width = self.shape
+        return ((matrix_M[:, None] * height + row_R) * width).reshape(-1), width
 
     def held(self, name: str, regions: Iterable[Region]) -> np.ndarray:
         """Numbers of the tiles that hold an element of these regions of a tensor, ascending.

@@ -1,4 +1,7 @@
-"""How often each symbol occurs in what is to be coded, and each class of elements in a tensor: what tables are fitted to."""
+"""How often each symbol occurs in what is to be coded, and each class of elements in a tensor: what tables are fitted to.
+
+And, by counting too, changes in another order.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,32 @@ def _count_steps(part_P, new_N, index_K, step_K, shift, mask, top, class_K, step
             step_PCS[p, class_K[k], step] += 1
 
 
+@kernel
+def _regroup(bound_G, base_G, width, columns, by_tile, index_K, step_K, bound_GC, to_index_K, to_step_K):
+    # By inverses, half a step away from where rounding could matter: a division takes longer than all the rest.
+    row_part, tile_part = 1.0 / width, 1.0 / columns
+    for g in prange(base_G.size):
+        next_C = np.zeros(bound_GC.shape[1] + 1, np.int64)
+        next_C[0] = bound_G[g]
+        for counting in (True, False):
+            for k in range(bound_G[g], bound_G[g + 1]):
+                offset = np.int64(index_K[k]) - base_G[g]
+                c = np.int64((offset + 0.5) * row_part)
+                if by_tile:
+                    c = np.int64((offset - c * width + 0.5) * tile_part)
+                if counting:
+                    next_C[c + 1] += 1
+                else:
+                    at = next_C[c]
+                    next_C[c] += 1
+                    to_index_K[at] = index_K[k]
+                    to_step_K[at] = step_K[k]
+            if counting:
+                for c in range(bound_GC.shape[1]):
+                    next_C[c + 1] += next_C[c]
+                    bound_GC[g, c] = next_C[c]
+
+
 def top_of(step_K: np.ndarray) -> np.uint64:
     """The highest bit of these steps."""
     return np.uint64(1 << (8 * step_K.itemsize - 1))
@@ -110,3 +139,33 @@ def count_steps(new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, clas
     with threads(part_count):
         _count_steps(part_P, new_N, index_K, step_K, *classes, top_of(step_K), class_K, step_PCS)
     return step_PCS.sum(axis=0, dtype=np.int64)
+
+
+def regroup(
+    bound_G: np.ndarray,
+    base_G: np.ndarray,
+    keys: int,
+    width: int,
+    columns: int | None,
+    index_K: np.ndarray,
+    step_K: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Changes of a matrix, sorted within each group by their rows, or by tiles; those of one stay in order.
+
+    Args:
+        bound_G: First change of each group, and how many there are; shape G + 1.
+        base_G: Where the first row of each group begins.
+        keys: Rows of a group, or tiles in one.
+        width: Length of a row.
+        columns: Length of a tile's rows, None to sort by rows.
+        index_K, step_K: The changes, group after group.
+
+    Returns:
+        Indices and steps anew, and the first change of each row or tile, int64[G, keys].
+    """
+    to_index_K, to_step_K = np.empty_like(index_K), np.empty_like(step_K)
+    bound_GC = np.empty((base_G.size, keys), np.int64)
+    with threads(min(base_G.size, index_K.size // _PART)):
+        changes = index_K, step_K, bound_GC, to_index_K, to_step_K
+        _regroup(bound_G, base_G, width, columns or width, columns is not None, *changes)
+    return to_index_K, to_step_K, bound_GC
