@@ -158,7 +158,8 @@ def regroup(
         keys: Rows of a group, or tiles in one.
         width: Length of a row.
         columns: Length of a tile's rows, None to sort by rows.
-        index_K, step_K: The changes, group after group.
+        index_K: Flat indices of the changes, group after group.
+        step_K: Their steps.
 
     Returns:
         Indices and steps anew, and the first change of each row or tile, int64[G, keys].
