@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from deltasync.housekeeping import Progress
-
 _Result = TypeVar("_Result")
 
 
@@ -84,8 +82,7 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
                 tasks[what] = shown.add_task(what, total=total)
             shown.update(tasks[what], completed=done, total=total)
 
-        told: Progress = tell
-        return action(*arguments, progress=told, **options)
+        return action(*arguments, progress=tell, **options)
 
 
 def count(number: int, what: str) -> str:

@@ -31,13 +31,8 @@ def vllm_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that start vLLM as a replica.
 
-    Args:
-        model: What vLLM serves.
-        channel: URL of the channel.
-        arguments: vLLM's own, which win over the defaults here.
-        environ: Environment to extend.
-        adapter: Name to serve the channel's adapter under; None for a channel of the model.
-        trusted_keys: File of the keys that must have signed it; None for what the environment says.
+    vLLM's own `arguments` win over the defaults here. `adapter` is None for a channel of the model, and `trusted_keys` for
+    what the environment says.
     """
     given = {argument.split("=")[0] for argument in arguments}
     defaults = (

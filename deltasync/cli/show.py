@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import Stored
     from deltasync.housekeeping import Progress
+
+_field = functools.partial(field, width=16)
 
 
 @channel_command("show", "The document as JSON, with its key and digest.")
@@ -60,10 +63,6 @@ def command(reader: ChannelReader, what: str, as_json: bool) -> None:
     fractions = {name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed}
     for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
         echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
-
-
-def _field(name: str, value: object) -> None:
-    field(name, value, 16)
 
 
 def _find(reader: ChannelReader, what: str) -> Stored:

@@ -113,10 +113,21 @@ def named(version: int, sha256: str | None, step: int | None = None) -> str:
 
 def sentence(change: dict[str, Any]) -> str:
     """A change as a line for people."""
-    what = change["event"]
-    if what == "waiting":
-        return f"{change['channel']}: waiting for the first version"
-    said = _SAID[what](change) if what in _SAID else f"{what}: {change[what]}"
+    match what := change["event"]:
+        case "waiting":
+            return f"{change['channel']}: waiting for the first version"
+        case "version":
+            said = _version(change)
+        case "anchor":
+            said = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+        case "fold":
+            said = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+        case "replica":
+            said = _replica(change)
+        case "forgotten":
+            said = f"{count(change['count'], 'version')} forgotten, {change['left']} left"
+        case _:
+            said = f"{what}: {change[what]}"
     return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {said}"
 
 
@@ -127,14 +138,6 @@ def _version(change: dict[str, Any]) -> str:
     return f"{named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
 
 
-def _anchor(change: dict[str, Any]) -> str:
-    return f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
-
-
-def _fold(change: dict[str, Any]) -> str:
-    return f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
-
-
 def _replica(change: dict[str, Any]) -> str:
     live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
     error = "" if change["error"] is None else f": {change['error']}"
@@ -143,13 +146,6 @@ def _replica(change: dict[str, Any]) -> str:
     strange = ", which is another than the channel's" if change["strange"] else ""
     pin = "" if change["pin"] is None else f", pinned to {change['pin']}"
     return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{pin}{live}{error}"
-
-
-def _forgotten(change: dict[str, Any]) -> str:
-    return f"{count(change['count'], 'version')} forgotten, {change['left']} left"
-
-
-_SAID = {"version": _version, "anchor": _anchor, "fold": _fold, "replica": _replica, "forgotten": _forgotten}
 
 
 def screen(found: Snapshot) -> RenderableType:
