@@ -31,7 +31,7 @@ from deltasync.tensors.bits import (
     spec_of,
     tensor_of,
 )
-from deltasync.tensors.fold import fold, fold_all
+from deltasync.tensors.fold import fold_all
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -147,12 +147,7 @@ class Shadow:
     ) -> dict[str, Patch]:
         """Take the stream: the steps, in flat indices of the whole tensors. If it raises, `retreat` undoes what was taken.
 
-        Args:
-            stream: Every tensor of the model.
-            dtype: As `PublisherSettings.dtype`.
-            rank: This process's rank.
-            placement: As `PublisherSettings.shadow_placement`.
-            on_change: Told of each changed tensor, whose bits stay the new ones for the rest of the stream.
+        `on_change` is told of each changed tensor, whose bits stay the new ones for the rest of the stream.
 
         Raises:
             ModelMismatchError: it holds other tensors, or other ranges of them.
@@ -336,9 +331,9 @@ def fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dic
     """Fold two sets of steps, tensor by tensor."""
     folded = dict(first)
     for name, patch in second.items():
-        merged = fold(folded[name], patch) if name in folded else patch
-        if merged is None:
-            del folded[name]
+        merged = fold_all((folded[name], patch)) if name in folded else [patch]
+        if merged:
+            folded[name] = merged[0]
         else:
-            folded[name] = merged
+            del folded[name]
     return folded

@@ -115,12 +115,7 @@ class Peers:
         return value  # type: ignore[return-value]
 
     def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-        """One tensor's bit patterns, flat, at the first rank; nothing useful at the others.
-
-        Args:
-            held: What this rank holds of it.
-            ranges: What each rank holds; together all of it.
-        """
+        """One tensor's bit patterns, flat, at the first rank; nothing useful at the others. The ranges are of each rank."""
         if self.rank:
             if held.size:
                 self._together(lambda: dist.send(_bytes_of(held), group_dst=0, group=self._group))
@@ -152,8 +147,6 @@ class Signals:
 
     Args:
         store: Key-value store that all ranks share, on a connection that nobody else uses; None for one that is alone.
-        rank: This process's rank.
-        size: How many ranks there are.
         timeout_s: How long to wait for an answer, or for the next line of the log.
     """
 
