@@ -39,6 +39,7 @@ _COMMANDS = {
 
 _TOGETHER = {
     **dict.fromkeys(("check", "repair", "forget", "prune", "fold", "export", "cp"), "housekeeping"),
+    **dict.fromkeys(("follow", "relay"), "follow"),
     **dict.fromkeys(("sync", "pin"), "servers"),
 }
 """Modules that hold several commands."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -159,10 +159,9 @@ class Observer:
     def _read_header(self, number: int) -> dict[str, int]:
         key, delta = self._line[number].key, self._document(number).delta
         assert delta is not None
-        changed: dict[str, int] = {}
+        changed = Counter[str]()
         for file in (File(key=key, bytes=self._sizes[key], sha256=""), *delta.parts):
-            for name, count in read_changed(self._reader.store, file).items():
-                changed[name] = changed.get(name, 0) + count
+            changed.update(read_changed(self._reader.store, file))
         return changed
 
     def _waiting_for_headers(self) -> list[int]:
