@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from deltasync import errors
 from deltasync.channel.documents import File
-from deltasync.errors import DeltaSyncError, PublishError, StoreError, get_logger
+from deltasync.errors import PublishError, StoreError, error_of, get_logger
 from deltasync.tensors.fingerprint import MASK
 
 logger = get_logger(__name__)
@@ -85,7 +84,7 @@ class Peers:
         if problem is not None:
             raise problem
         if failure is not None:
-            raise error_of((failure[0], f"Rank 0 failed: {failure[1]}"))
+            raise error_of(failure[0], f"Rank 0 failed: {failure[1]}", PublishError)
         return value  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
@@ -105,7 +104,7 @@ class Peers:
             if error is not None:
                 raise error
             rank, (kind, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
-            raise error_of((kind, f"Rank {rank} failed, so nothing was published: {message}"))
+            raise error_of(kind, f"Rank {rank} failed, so nothing was published: {message}", PublishError)
         return sums[1:]
 
     def all(self, action: Callable[[], _Value]) -> _Value:
@@ -236,15 +235,6 @@ class Signals:
         self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
         data: bytes = self._store.get(key)
         return data
-
-
-def error_of(description: tuple[str, str]) -> DeltaSyncError:
-    """The error that another rank described."""
-    kind, message = description
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, DeltaSyncError):
-        return found(message)
-    return PublishError(f"{kind}: {message}")
 
 
 def _described(error: BaseException) -> tuple[str, str]:
