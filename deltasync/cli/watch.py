@@ -1,4 +1,4 @@
-"""`deltasync watch`: a run in the terminal, from its channel alone."""
+"""`deltasync watch | dashboard`: a run in the terminal or as a page, from its channel alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,7 +34,7 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 @click.option(
     "--last", type=click.IntRange(min=1), default=100, show_default=True, help="Versions to begin with, the newest."
 )
-def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
+def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
     """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
 
     Not on a terminal: one line per change. Reads documents and heartbeats only. Ends with Ctrl-C, or as the options say.
@@ -240,3 +241,30 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+@channel_command("dashboard")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file, and exit.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="On 127.0.0.1; 0 for any.")
+@interval
+@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Versions to show, the newest.")
+@click.option(
+    "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Versions to show per-layer changes for."
+)
+def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
+    """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
+
+    Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
+    """
+    from deltasync.dashboard import Observer, PageServer, page
+
+    observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
+    if out is not None:
+        reader.channel()  # a page of nothing is a mistake in the URL
+        with_bars(observer.look)
+        with_bars(observer.read_headers, heat)
+        out.write_bytes(page(observer.snapshot()))
+        return
+    with PageServer(observer, port, interval_s) as server:
+        echo(server.url)
+        server.run()
