@@ -336,11 +336,9 @@ class ReplicaSettings(ReaderSettings):
         return [prefix for prefix in found if prefix]
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
-        """These settings with a replica's name that is the same when its server starts again, unless a name was given.
+        """These settings with a name that is the same when the server starts again at its port, unless a name was given.
 
-        Args:
-            port: That the server listens on.
-            rank: The engine's, where several share one port.
+        `rank` is the engine's, where several share one port.
         """
         if self.replica_id != _default_replica_id():
             return self

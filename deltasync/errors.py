@@ -182,6 +182,14 @@ class AckTimeoutError(DeltaSyncError):
     exit_code = 10
 
 
+def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncError:
+    """The error that another process tells of by its class and message; of `other` if its class is none of these."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, DeltaSyncError):
+        return found(message)
+    return other(f"Unexpected {kind}: {message}")
+
+
 # Whoever may write one heartbeat, or the name of one tensor, chooses text that people read. All of it passes `printable`
 # before it is shown: the messages above by themselves, everything else where it is written.
 

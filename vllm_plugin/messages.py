@@ -10,15 +10,16 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from deltasync import errors
 from deltasync.channel.documents import Number, Version
 from deltasync.errors import (
+    UNREADABLE_JSON,
     ApplyError,
     ConfigError,
     DeltaSyncError,
     FingerprintMismatchError,
     SleepingError,
     StageError,
+    error_of,
 )
 from deltasync.live import Parts
 from deltasync.tensors import Region
@@ -47,10 +48,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     def error(self) -> DeltaSyncError:
         """The error again; an ApplyError if its class is none of deltasync's."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, DeltaSyncError):
-            return kind(self.message)
-        return ApplyError(f"Unexpected {self.kind}: {self.message}")
+        return error_of(self.kind, self.message, ApplyError)
 
 
 def is_safe(error: BaseException) -> bool:
@@ -216,5 +214,5 @@ def body_of(data: bytes, kind: type[_T]) -> _T:
     """
     try:
         return msgspec.json.decode(data if data.strip() else b"{}", type=kind)
-    except errors.UNREADABLE_JSON as error:
+    except UNREADABLE_JSON as error:
         raise ConfigError(f"The body is not what this route takes: {error}.") from None

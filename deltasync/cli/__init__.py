@@ -39,6 +39,9 @@ _COMMANDS = {
 
 _TOGETHER = {
     **dict.fromkeys(("check", "repair", "forget", "prune", "fold", "export", "cp"), "housekeeping"),
+    **dict.fromkeys(("serve", "router"), "serve"),
+    **dict.fromkeys(("follow", "relay"), "follow"),
+    **dict.fromkeys(("watch", "dashboard"), "watch"),
     **dict.fromkeys(("sync", "pin"), "servers"),
 }
 """Modules that hold several commands."""

@@ -1,8 +1,10 @@
-"""`deltasync follow`: a replica in host memory, to watch a channel and prove its bits."""
+"""`deltasync follow | relay`: go on with a channel, in host memory or in other stores, as versions are published."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -10,11 +12,29 @@ from typing import TYPE_CHECKING
 import click
 
 from deltasync.cli.options import channel_command, timeout
-from deltasync.cli.output import echo, echo_json, with_bars
+from deltasync.cli.output import echo, echo_json, show_copied, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
+    from deltasync.housekeeping import Copied
     from deltasync.stores import ObjectInfo
+
+
+class _News(threading.Event):
+    """Set when a store tells of a new record."""
+
+    _info: ObjectInfo | None = None
+
+    def tell(self, info: ObjectInfo | None) -> None:
+        """For `Poll`."""
+        self._info = info
+        self.set()
+
+    def take(self) -> ObjectInfo | None:
+        """What was told since the last time."""
+        self.clear()
+        info, self._info = self._info, None
+        return info
 
 
 @channel_command("follow", "One JSON object per version.")
@@ -23,7 +43,7 @@ if TYPE_CHECKING:
     "--pin", "where", metavar="WHERE", help="Take only some versions, as DELTASYNC_PIN says it: see deltasync pin."
 )
 @timeout
-def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: float | None, as_json: bool) -> None:
+def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: float | None, as_json: bool) -> None:
     """Follow CHANNEL with a replica in host memory; every version's bits are checked.
 
     Waits for the first version. Ends with Ctrl-C, or as the options say.
@@ -35,27 +55,18 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
     settings = ReplicaSettings.from_env(pin=where)
     pin = Pin.parse(settings.pin)
     replica = Replica(reader)
-    changed = threading.Event()
-    told: ObjectInfo | None = None
-
-    def tell(info: ObjectInfo | None) -> None:
-        nonlocal told
-        told = info
-        changed.set()
-
+    news = _News()
     seen_s = time.monotonic()
     waiting: DeltaSyncError | None = None
     poll = None
     while True:
-        changed.clear()
-        failed = False
+        known, failed = news.take(), False
         before, started = replica.identity, time.perf_counter()
         try:
             if before is not None:
-                replica.poll(told, pin)
+                replica.poll(known, pin)
             else:
                 with_bars(lambda progress: replica.sync() if pin == NEWEST else replica.poll(pin=pin))
-            told = None
         except DeltaSyncError as error:
             if once or (before is None and not isinstance(error, NotPublishedError)):
                 raise
@@ -79,5 +90,48 @@ def command(reader: ChannelReader, once: bool, where: str | None, timeout_s: flo
                 raise waiting
             return
         if poll is None:
-            poll = Poll(reader.store, settings.poll_interval_s, tell)
-        changed.wait(poll.delay_s(identity != before, settled=not failed))
+            poll = Poll(reader.store, settings.poll_interval_s, news.tell)
+        news.wait(poll.delay_s(identity != before, settled=not failed))
+
+
+@channel_command("relay", "One JSON object per step that copied something.", metavar="SOURCE")
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option("--once", is_flag=True, help="Copy what there is and exit, as `cp` does.")
+def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: bool) -> None:
+    """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is checked.
+
+    Waits for the channel. Nothing at TARGET is replaced but head, and nothing is deleted. Stopped or killed, each TARGET can
+    be read, and running it again goes on. Ends with Ctrl-C or SIGTERM.
+    """
+    from deltasync import housekeeping
+    from deltasync.config import ReplicaSettings
+    from deltasync.errors import ChannelInUseError, ConfigError, DeltaSyncError, ObjectExistsError, RunMismatchError
+    from deltasync.replicas import Poll
+    from deltasync.stores import open_store
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def show(copied: Copied) -> int:
+        return show_copied(copied, as_json, f"version {copied.version}: {copied.objects} objects, {copied.bytes:,} bytes")
+
+    relay = housekeeping.Relay(reader, [open_store(target) for target in targets])
+    if once:
+        copied = with_bars(relay.step)
+        sys.exit(0 if copied is None else show(copied))
+    said, news = "", _News()
+    with Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, news.tell) as poll:
+        while True:
+            known, copied, failed = news.take(), None, False
+            try:
+                copied = relay.step(known) if relay.version else with_bars(relay.step)
+                said = ""
+            except (RunMismatchError, ChannelInUseError, ObjectExistsError, ConfigError):
+                raise  # a target is something else
+            except DeltaSyncError as error:
+                failed = True
+                if str(error) != said:
+                    said = str(error)
+                    echo(f"deltasync: {error} Trying again.", err=True)
+            if copied is not None:
+                show(copied)
+            news.wait(poll.delay_s(copied is not None, settled=not failed))

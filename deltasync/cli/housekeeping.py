@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from deltasync.cli.options import channel_command, grace
-from deltasync.cli.output import count, echo, echo_json, field, ranges, with_bars
+from deltasync.cli.output import count, echo, echo_json, field, ranges, show_copied, with_bars
 from deltasync.config import CODECS
 
 if TYPE_CHECKING:
@@ -219,12 +219,6 @@ def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     from deltasync.stores import open_store
 
     copied = with_bars(housekeeping.copy, reader, open_store(target))
-    if as_json:
-        echo_json({**dataclasses.asdict(dataclasses.replace(copied, problems=[])), "problems": [*map(str, copied.problems)]})
-    else:
-        for problem in copied.problems:
-            echo(f"not copied: {problem}", err=True)
-        there = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
-        stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{there}"
-        echo(f"{target} is at version {copied.version}: {stored}")
-    sys.exit(max((problem.exit_code for problem in copied.problems), default=0))
+    there = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
+    stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{there}"
+    sys.exit(show_copied(copied, as_json, f"{target} is at version {copied.version}: {stored}"))

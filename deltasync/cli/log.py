@@ -35,11 +35,7 @@ _COLUMNS = (
 def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, Any]:
     """What `log` tells of a version, a fold or an announced anchor, as plain data.
 
-    Args:
-        key: The object's.
-        record: Its document.
-        sha256: Digest of the version that it is or leads to.
-        total: Elements of all tensors.
+    `sha256` is that of the version that it is or leads to, `total` the elements of all tensors.
     """
     delta, anchor, reference = record.delta, record.anchor, record.reference
     changed = total if delta is None else delta.changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from deltasync.housekeeping import Progress
+    from deltasync.housekeeping import Copied
 
 _Result = TypeVar("_Result")
 
@@ -84,8 +85,18 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
                 tasks[what] = shown.add_task(what, total=total)
             shown.update(tasks[what], completed=done, total=total)
 
-        told: Progress = tell
-        return action(*arguments, progress=told, **options)
+        return action(*arguments, progress=tell, **options)
+
+
+def show_copied(copied: Copied, as_json: bool, said: str) -> int:
+    """Print what was copied, or what is `said` of it; the exit code of its problems."""
+    if as_json:
+        echo_json({**dataclasses.asdict(dataclasses.replace(copied, problems=[])), "problems": [*map(str, copied.problems)]})
+    else:
+        for problem in copied.problems:
+            echo(f"not copied: {problem}", err=True)
+        echo(said)
+    return max((problem.exit_code for problem in copied.problems), default=0)
 
 
 def count(number: int, what: str) -> str:

@@ -1,12 +1,15 @@
-"""`deltasync serve`: the vLLM command line with what a replica needs filled in."""
+"""`deltasync serve | router`: the vLLM command line with what a replica needs filled in, and HAProxy in front of several."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import click
 
@@ -31,13 +34,8 @@ def vllm_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that start vLLM as a replica.
 
-    Args:
-        model: What vLLM serves.
-        channel: URL of the channel.
-        arguments: vLLM's own, which win over the defaults here.
-        environ: Environment to extend.
-        adapter: Name to serve the channel's adapter under; None for a channel of the model.
-        trusted_keys: File of the keys that must have signed it; None for what the environment says.
+    vLLM's own `arguments` win over the defaults here. `adapter` is None for a channel of the model, and `trusted_keys` for
+    what the environment says.
     """
     given = {argument.split("=")[0] for argument in arguments}
     defaults = (
@@ -65,7 +63,7 @@ def vllm_command(
 @click.option("--port", default=8000, show_default=True, help="vLLM's port.")
 @click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
-def command(
+def serve(
     model: str,
     channel: str,
     adapter: str | None,
@@ -112,3 +110,36 @@ def command(
         echo(f"deltasync: others reach {host}, so /deltasync/* wants a token, made now: {_TOKEN}={env[_TOKEN]}", err=True)
         echo(f"deltasync: set it for trainers that ask this server, or set {_TOKEN} before you start.", err=True)
     os.execvpe(line[0], line, env)
+
+
+@click.command("router")
+@click.argument("replicas", nargs=-1, required=True, metavar="URL...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8080, show_default=True)
+@click.option("--ca-file", default="@system-ca", show_default=True, help="Who may certify replicas at https://.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write HAProxy's files there, start nothing.")
+def router(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Path | None) -> None:
+    """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.
+
+    Requests to /v1 go to one that is up, those that begin alike to the same one, and those with the header
+    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas tells about all.
+
+    \b
+      ROUTER_TOKEN   what requests must present as a bearer token; not set: nothing
+      REPLICA_TOKEN  what the replicas are presented with; not set: what the client sent
+      ROUTER_WAIT_S  how long a request waits for its version, by default 10
+    """
+    from deltasync.deploy.router import servers, write
+
+    found = servers(replicas, ca_file)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        echo(str(write(out, found)))
+        return
+    if shutil.which("haproxy") is None:
+        raise ConfigError("HAProxy is not installed. On Debian or Ubuntu: apt-get install haproxy.")
+    check_port(host, port)
+    file = write(Path(tempfile.mkdtemp(prefix="deltasync-router-")), found)
+    env = {name: value for name, value in os.environ.items() if name != "ROUTER_REPLICAS"}
+    env |= {"ROUTER_BIND": f"{host}:{port}", "ROUTER_PROBES": f"deltasync-router-{host}:{port}"}
+    os.execvpe("haproxy", ["haproxy", "-db", "-f", str(file)], env)

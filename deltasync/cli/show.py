@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import Stored
     from deltasync.housekeeping import Progress
+
+_field = functools.partial(field, width=16)
 
 
 @channel_command("show", "The document as JSON, with its key and digest.")
@@ -62,10 +66,6 @@ def command(reader: ChannelReader, what: str, as_json: bool) -> None:
         echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
 
 
-def _field(name: str, value: object) -> None:
-    field(name, value, 16)
-
-
 def _find(reader: ChannelReader, what: str) -> Stored:
     from deltasync.channel import keys
     from deltasync.errors import ConfigError, NotPublishedError
@@ -94,7 +94,7 @@ def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[
     from deltasync.dashboard.heat import read_changed
     from deltasync.housekeeping import in_parallel
 
-    record, ways, changed = stored.record, {}, dict[str, int]()
+    record, ways, changed = stored.record, {}, Counter[str]()
     if record.is_version:
         infos = [info for span, info in reader.folds() if span.version == record.version]
         found = zip(infos, in_parallel(reader.document, infos, "folds", progress), strict=True)
@@ -102,6 +102,5 @@ def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
         for counts in in_parallel(lambda file: read_changed(reader.store, file), files, "payload headers", progress):
-            for name, count in counts.items():
-                changed[name] = changed.get(name, 0) + count
+            changed.update(counts)
     return ways, changed

@@ -1,4 +1,4 @@
-"""`deltasync watch`: a run in the terminal, from its channel alone."""
+"""`deltasync watch | dashboard`: a run in the terminal or as a page, from its channel alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,7 +34,7 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 @click.option(
     "--last", type=click.IntRange(min=1), default=100, show_default=True, help="Versions to begin with, the newest."
 )
-def command(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
+def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
     """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
 
     Not on a terminal: one line per change. Reads documents and heartbeats only. Ends with Ctrl-C, or as the options say.
@@ -113,10 +114,21 @@ def named(version: int, sha256: str | None, step: int | None = None) -> str:
 
 def sentence(change: dict[str, Any]) -> str:
     """A change as a line for people."""
-    what = change["event"]
-    if what == "waiting":
-        return f"{change['channel']}: waiting for the first version"
-    said = _SAID[what](change) if what in _SAID else f"{what}: {change[what]}"
+    match what := change["event"]:
+        case "waiting":
+            return f"{change['channel']}: waiting for the first version"
+        case "version":
+            said = _version(change)
+        case "anchor":
+            said = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+        case "fold":
+            said = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+        case "replica":
+            said = _replica(change)
+        case "forgotten":
+            said = f"{count(change['count'], 'version')} forgotten, {change['left']} left"
+        case _:
+            said = f"{what}: {change[what]}"
     return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {said}"
 
 
@@ -127,14 +139,6 @@ def _version(change: dict[str, Any]) -> str:
     return f"{named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
 
 
-def _anchor(change: dict[str, Any]) -> str:
-    return f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
-
-
-def _fold(change: dict[str, Any]) -> str:
-    return f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
-
-
 def _replica(change: dict[str, Any]) -> str:
     live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
     error = "" if change["error"] is None else f": {change['error']}"
@@ -143,13 +147,6 @@ def _replica(change: dict[str, Any]) -> str:
     strange = ", which is another than the channel's" if change["strange"] else ""
     pin = "" if change["pin"] is None else f", pinned to {change['pin']}"
     return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{pin}{live}{error}"
-
-
-def _forgotten(change: dict[str, Any]) -> str:
-    return f"{count(change['count'], 'version')} forgotten, {change['left']} left"
-
-
-_SAID = {"version": _version, "anchor": _anchor, "fold": _fold, "replica": _replica, "forgotten": _forgotten}
 
 
 def screen(found: Snapshot) -> RenderableType:
@@ -244,3 +241,30 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+@channel_command("dashboard")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file, and exit.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="On 127.0.0.1; 0 for any.")
+@interval
+@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Versions to show, the newest.")
+@click.option(
+    "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Versions to show per-layer changes for."
+)
+def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
+    """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
+
+    Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
+    """
+    from deltasync.dashboard import Observer, PageServer, page
+
+    observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
+    if out is not None:
+        reader.channel()  # a page of nothing is a mistake in the URL
+        with_bars(observer.look)
+        with_bars(observer.read_headers, heat)
+        out.write_bytes(page(observer.snapshot()))
+        return
+    with PageServer(observer, port, interval_s) as server:
+        echo(server.url)
+        server.run()

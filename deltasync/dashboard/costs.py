@@ -141,17 +141,10 @@ def estimate(
     now_s: float,
     unseen: int = 0,
 ) -> Costs:
-    """Add up.
+    """Add up what was seen to be published, of so many versions, what the channel holds, and what its replicas fetched.
 
-    Args:
-        url: The channel's.
-        stored: What was seen to be published.
-        held: The records, folds and files that the channel holds, also those that were not read.
-        versions: How many versions these are of.
-        beats: Each replica's last heartbeat.
-        created_s: When the channel was created, by the epoch; also taken for an object of which the store does not tell.
-        now_s: The time now, by the epoch.
-        unseen: How many versions there were besides; they are not counted.
+    Times are seconds by the epoch; `created_s` is also taken for an object of which the store does not tell. `unseen`
+    versions besides are not counted.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
     priced = url.startswith("s3://") and "endpoint=" not in url

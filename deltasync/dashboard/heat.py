@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from deltasync.channel.documents import File
@@ -54,10 +55,9 @@ class Layers:
     """The layers of a channel, in the order of its tensor table."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        self._element_counts: dict[str, int] = {}
+        self._element_counts = Counter[str]()
         for spec in specs:
-            layer = layer_of(spec.name)
-            self._element_counts[layer] = self._element_counts.get(layer, 0) + spec.element_count
+            self._element_counts[layer_of(spec.name)] += spec.element_count
 
     @property
     def names(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.dashboard.costs import Costs, Stored, estimate
 from deltasync.dashboard.heat import Layers, read_changed
-from deltasync.dashboard.snapshot import FoldRow, LagRow, ReplicaRow, Snapshot, fold_row, version_row
+from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, fold_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.housekeeping import Progress, in_parallel, quiet
 from deltasync.stores.base import ObjectInfo, Store
@@ -34,7 +34,6 @@ class Observer:
     and of each heartbeat, and a listing now and then.
 
     Args:
-        store: The channel's.
         last: How many of the newest versions to read.
         heat: Versions whose deltas' headers are read too, by `read_headers`.
         trusted_keys: See `ChannelReader`.
@@ -89,8 +88,10 @@ class Observer:
         files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
         self._held = {info.key: info for info in (*slots.values(), *(info for _, info in folds), *files)}
         recent_folds = [info for span, info in folds if span.version > last - self._last - 1]
-        self._read([*recent.values(), *recent_folds], progress)
-        versions = [slot for slot in slots if (found := self._documents.get(slot.key)) is not None and found.is_version]
+        unknown = {info.key: info for info in (*recent.values(), *recent_folds) if info.key not in self._documents}
+        for key, found in self._gather(unknown, self._reader.document, "records", progress):
+            self._documents[key], self._sizes[key] = found, unknown[key].bytes
+        versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
         # Of two versions with one number the later epoch's is the channel's; what is after the newest was left behind.
@@ -100,11 +101,6 @@ class Observer:
             if self._document(number).delta is not None:
                 self._unread_headers.add(number)
         self._listed_s = time.monotonic()
-
-    def _read(self, infos: list[ObjectInfo], progress: Progress) -> None:
-        unknown = {info.key: info for info in infos if info.key not in self._documents}
-        for key, found in self._gather(unknown, self._reader.document, "records", progress):
-            self._documents[key], self._sizes[key] = found, unknown[key].bytes
 
     def _gather(
         self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
@@ -163,10 +159,9 @@ class Observer:
     def _read_header(self, number: int) -> dict[str, int]:
         key, delta = self._line[number].key, self._document(number).delta
         assert delta is not None
-        changed: dict[str, int] = {}
+        changed = Counter[str]()
         for file in (File(key=key, bytes=self._sizes[key], sha256=""), *delta.parts):
-            for name, count in read_changed(self._reader.store, file).items():
-                changed[name] = changed.get(name, 0) + count
+            changed.update(read_changed(self._reader.store, file))
         return changed
 
     def _waiting_for_headers(self) -> list[int]:
@@ -174,18 +169,16 @@ class Observer:
         return [number for number in newest if number in self._unread_headers]
 
     def snapshot(self, error: str | None = None) -> Snapshot:
-        """What was seen so far.
-
-        Args:
-            error: Why nothing newer was.
-        """
+        """What was seen so far; `error` is why nothing newer was."""
         now_s = time.time()
         if not self._line:
             return Snapshot(url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values()))
         channel = self._reader.channel()
         specs = self._reader.specs.values()
         digests = self._digests()
-        announced = self._announced()
+        beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind == "fold"]
+        announced = {each.slot: each for each in beside if each.anchor is not None}
+        folds = [fold_row(each) for each in beside if each.delta is not None]
         shown = list(self._line.values())[-self._last :]
         rows = [version_row(slot, self._documents[slot.key], digests.get(slot), announced.get(slot)) for slot in shown]
         newest = rows[-1]
@@ -203,7 +196,7 @@ class Observer:
             versions=rows,
             forgotten=newest.version - len(self._numbers),
             unread=len(self._numbers) - len(rows),
-            folds=sorted(self._folds(), key=lambda fold: fold.version),
+            folds=sorted(folds, key=lambda fold: fold.version),
             replicas=[self._replica_row(beat, newest.version, now_s) for beat in self._beats],
             lags=list(self._lags),
             layers=self._layers.names if self._layers is not None and self._heat_last else [],
@@ -223,17 +216,6 @@ class Observer:
             if record.base is not None:
                 found[record.base.slot] = record.base.sha256
         return found
-
-    def _beside(self) -> list[Record]:
-        """Folds and announced anchors that are there."""
-        found = [self._documents[key] for key in self._held if key in self._documents]
-        return [record for record in found if record.kind == "fold"]
-
-    def _announced(self) -> dict[Slot, Record]:
-        return {each.slot: each for each in self._beside() if each.anchor is not None}
-
-    def _folds(self) -> list[FoldRow]:
-        return [fold_row(record) for record in self._beside() if record.delta is not None]
 
     def _costs(self, now_s: float, created_s: float, newest: int) -> Costs:
         stored, versions = [], 0

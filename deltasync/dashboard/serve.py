@@ -38,12 +38,9 @@ def page(snapshot: Snapshot | None = None) -> bytes:
 
 
 class PageServer:
-    """Looks at a channel in a thread of its own and serves what it saw, to this machine only.
+    """Looks at a channel in a thread of its own, with an observer of its own, and serves what it saw to this machine only.
 
-    Args:
-        observer: Not to be used by anybody else meanwhile.
-        port: 0 for any.
-        interval_s: Between two looks.
+    Port 0 is any; `interval_s` is between two looks.
 
     Raises:
         ConfigError: the port cannot be used.

@@ -133,14 +133,7 @@ class Snapshot:
 
 
 def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
-    """The row of a version.
-
-    Args:
-        slot: Where its record is.
-        found: That record's document.
-        sha256: Its digest, None as long as nothing names it.
-        announced: The fold that announces an anchor of it, if there is one.
-    """
+    """The row of a version, by its slot and record, the record's digest and the fold that announces an anchor of it."""
     delta = found.delta
     weights = found if found.anchor is not None else announced
     beside = None if weights is None or weights.anchor is None or weights.reference is not None else weights.anchor

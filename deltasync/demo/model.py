@@ -87,11 +87,7 @@ COUNTING = Task(
 
 
 def load_task(name: str) -> Task:
-    """The task of this name: `counting`, or that of an installed package.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The task of this name: `counting`, or that of an installed package; ConfigError if there is none."""
     if name == "counting":
         return COUNTING
     try:
@@ -137,13 +133,7 @@ def warm_up(
 def build_checkpoint(
     out: Path, seed: int, on_progress: ProgressCallback | None = None, task: str = "counting"
 ) -> tuple[int, float]:
-    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM.
-
-    Args:
-        out: The directory, created if missing; files of an earlier checkpoint in it are overwritten.
-        seed: Determines the initial weights and the demonstrations. Also sets torch's global seed.
-        on_progress: Called after each step of the warm-up.
-        task: See `load_task`.
+    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM. Sets torch's global seed.
 
     Returns:
         The number of parameters, and the loss at the end of the warm-up.

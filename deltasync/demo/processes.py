@@ -46,14 +46,14 @@ class Child:
     """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
 
     `deltasync.demo.supervisor`, a process between the two, sees to that, SIGKILL included. What a child leaves behind when
-    it ends by itself is ended too; elsewhere than on Linux that is only what stays in its process group.
+    it ends by itself is ended too. Linux only.
 
     Args:
         name: For messages, as the start of a sentence.
         command: Program and arguments.
         env: Its whole environment.
         log: File for stdout and stderr; None leaves them where those of this process go.
-        cores: The CPU cores that it and its children may use; None leaves them all.
+        cores: The CPU cores that it and its children may use.
         stop_s: How long after SIGTERM it has to end, and then its children, before they get SIGKILL.
     """
 
@@ -100,11 +100,7 @@ class Child:
         return self._process.poll() is None
 
     def wait(self, timeout_s: float | None = None, what: str = "to end") -> int:
-        """Wait for its end; its exit code, or the negative number of the signal that ended it.
-
-        Raises:
-            DeltaSyncError: it took longer than `timeout_s`.
-        """
+        """Wait for its end; its exit code, or the negative number of the signal. DeltaSyncError after `timeout_s`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as late:
@@ -118,11 +114,7 @@ class Child:
             raise self._error(f"{how}.")
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:
-        """Wait for `condition` while the process runs.
-
-        Raises:
-            DeltaSyncError: it ended, or took longer.
-        """
+        """Wait for `condition` while the process runs; DeltaSyncError if it ended, or that took longer."""
         deadline = time.monotonic() + timeout_s
         while True:
             running = self.running()
@@ -136,7 +128,7 @@ class Child:
             time.sleep(0.1)
 
     def pids(self) -> list[int]:
-        """The command's process and all its descendants, the oldest first; empty where there is no `/proc`."""
+        """The command's process and all its descendants, the oldest first."""
         return supervisor.descendants(self._process.pid)
 
     def _late(self, timeout_s: float, what: str) -> DeltaSyncError:

@@ -32,14 +32,7 @@ def bits_proven(published: list[dict[str, Any]], proofs: list[dict[str, Any]]) -
 
 
 def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """The numbers of `summary.json`.
-
-    Args:
-        out: The demo's directory, with `metrics.jsonl` and `published.jsonl`.
-        status: The server's last status.
-        proofs: Digests of its live memory.
-        wall_s: Seconds the demo took.
-    """
+    """The numbers of `summary.json`, from a demo's directory, the server's last status and digests of its live memory."""
     published = list(read_lines(out / "published.jsonl"))
     rewards = [line["reward"] for line in read_lines(out / "metrics.jsonl") if line["reward"] is not None]
     commits = status["commits"]

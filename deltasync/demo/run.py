@@ -41,14 +41,7 @@ Say = Callable[[str], None]
 def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    Args:
-        out: Directory for everything the demo writes; an earlier demo's is replaced.
-        say: Called with one line at a time as things happen.
-        steps: Optimizer steps.
-        seed: Seed of model, warm-up, prompts and trainer.
-        port: The server's port; 0 takes a free one.
-        codec: Encoding of the deltas.
-        task: What the model learns, see `deltasync.demo.model.load_task`.
+    The options are those of `deltasync demo`; `say` gets one line at a time as things happen.
 
     Raises:
         ConfigError: a package is missing, the port is in use, or the directory is not a demo's.

@@ -3,10 +3,10 @@
     python -IS supervisor.py < request
 
 when the command has ended, when it gets SIGTERM, SIGINT or SIGHUP, and when its parent is gone, SIGKILL included. It imports
-nothing of the package and starts in some 30 ms. On Linux it is a subreaper: whatever loses its parent below it, in whatever
-session, becomes its child and is found. First the command alone gets SIGTERM, so that it can take down its own children in
-order; what is left afterwards gets SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit code, or by
-the same signal.
+nothing of the package and starts in some 30 ms. It is a subreaper (Linux only): whatever loses its parent below it, in
+whatever session, becomes its child and is found. First the command alone gets SIGTERM, so that it can take down its own
+children in order; what is left afterwards gets SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit
+code, or by the same signal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-_LINUX = sys.platform == "linux"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _LOOK_S = 0.2  # between two looks whether the parent is still there
@@ -35,9 +34,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below a process, zombies left out, the oldest first; none where there is no `/proc`."""
+    """The living processes below a process, zombies left out, the oldest first."""
     parents: dict[int, tuple[int, int]] = {}  # by pid: its parent, and when it began
-    for entry in filter(str.isdigit, os.listdir("/proc") if _LINUX else ()):
+    for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
             # After the name, which may hold spaces and parentheses: state, parent, and 18 fields later the start.
             fields = file.read().rpartition(b")")[2].split()
@@ -93,15 +92,9 @@ class _Supervisor:
         return self._status is not None
 
     def _left(self) -> list[int]:
-        """What is to be signalled: descendants; without `/proc`, the command's process group."""
+        """What is to be signalled."""
         self._ended()
-        if _LINUX:
-            return descendants(os.getpid())
-        try:
-            os.killpg(self._command, 0)
-        except OSError:
-            return []
-        return [-self._command]
+        return descendants(os.getpid())
 
     def _clear(self, number: signal.Signals, timeout_s: float) -> None:
         """Send a signal once to whatever is left, and wait for its end."""
@@ -144,7 +137,7 @@ def _start(command: list[str], env: dict[str, str]) -> int:
 
 
 def _prctl(option: int, value: int) -> None:
-    if _LINUX and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -111,13 +111,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 def build_trainer(
     args: argparse.Namespace, callbacks: Sequence[TrainerCallback], weight_transfer: Any = None
 ) -> AsyncGRPOTrainer:
-    """Build the trainer, ready for `train()`.
-
-    Args:
-        args: What `parse_args` returns.
-        callbacks: Callbacks before the one that writes the metrics.
-        weight_transfer: What syncs the weights, if none of the callbacks does.
-    """
+    """Build the trainer, ready for `train()`; `weight_transfer` syncs the weights if none of the callbacks does."""
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 

@@ -46,8 +46,8 @@ def varlen_attention(
         value: Shape of `key`.
         cu_seqlens_q: Shape (sequences + 1,): where the queries of each sequence start, and the end of the last.
         cu_seqlens_k: The same for keys. No sequence may have fewer keys than queries.
-        max_seqlen_q: Most queries of a sequence; not needed here.
-        max_seqlen_k: Most keys of a sequence; not needed here.
+        max_seqlen_q: Not needed here.
+        max_seqlen_k: Not needed here.
         softmax_scale: Factor on the scores, 1 / sqrt(head size) by default.
         causal: Must be true.
         window_size: Must be (-1, -1), no sliding window.

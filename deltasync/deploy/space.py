@@ -139,15 +139,12 @@ def _require(secrets: Mapping[str, str], needed: Mapping[str, str]) -> None:
 
 def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:
     """What to call, in order, so that these Spaces exist with these settings, and the bucket of their channel too."""
-    calls = list(_bucket(settings.variables.get("DELTASYNC_CHANNEL", "")))
+    channel, calls = settings.variables.get("DELTASYNC_CHANNEL", ""), list[Call]()
+    if channel.startswith("hf://"):
+        calls = [Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True})]
     for space in spaces:
         calls += _space(space, settings)
     return calls
-
-
-def _bucket(channel: str) -> Iterator[Call]:
-    if channel.startswith("hf://"):
-        yield Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True})
 
 
 def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:

@@ -41,12 +41,7 @@ class Weights:
     def put(
         self, put_file: Callable[[str, str, bytes | memoryview], File], folder: str, companions: Mapping[str, bytes]
     ) -> Anchor:
-        """Store all files, each while the next one is made.
-
-        Args:
-            put_file: Stores a file in a folder.
-            folder: The anchor's folder.
-            companions: What lies beside the weights.
+        """Store all files in an anchor's folder, each while the next one is made; `companions` lie beside the weights.
 
         Raises:
             CorruptDataError: the weights in memory are damaged.
@@ -83,13 +78,7 @@ def collect_weights(
 ) -> Weights | None:
     """The weight files of a sharded trainer, in a temporary directory of the first rank; None at the others.
 
-    Args:
-        peers: All ranks, which all call this.
-        shadow: What this one holds.
-        specs: The tensors, in the same order on all ranks.
-        held: Ranges of each rank.
-        fingerprints: Those of the whole tensors.
-        settings: The first rank's.
+    All ranks call this, with tensors in the same order, the ranges of each rank and the fingerprints of the whole tensors.
 
     Raises:
         OSError: no room on the first rank's disk; then all ranks raise.

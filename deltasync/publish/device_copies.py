@@ -68,14 +68,9 @@ class DeviceCopies:
             diff.drop()
 
     def differences(self, name: str, held: torch.Tensor, dtype: str, placement: str, lasting: bool) -> Iterator[Difference]:
-        """What differs in this tensor, and in others that waited for it; not in all that wait still.
+        """What differs in this tensor's range, and in others that waited for it; not in all that wait still.
 
-        Args:
-            name: The tensor's name.
-            held: The range of it that the stream holds.
-            dtype: The tensor's served dtype.
-            placement: As `PublisherSettings.shadow_placement`.
-            lasting: Whether the tensor keeps its memory and bits until `rest` was called. Otherwise it is compared at once.
+        It is compared at once unless it is `lasting`: then it keeps its memory and bits until `rest` was called.
         """
         copy = self._held.get(name)
         if copy is None and held.numel():

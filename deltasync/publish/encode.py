@@ -38,12 +38,8 @@ def encode_groups(
 ) -> Payloads:
     """Encode and prove a delta group by group; its parts are stored meanwhile.
 
-    Args:
-        job: A delta. Its shadow does not change meanwhile but by the tensors that come later.
-        choice: Names the codec, and is told what each group took.
-        put: Begins to store a part, by its number from 1 on.
-        inline: Whether the last group may go into the record.
-        keep: Whether to return the patches.
+    The job's shadow does not change meanwhile but by the tensors that come later. `put` begins to store a part, by its
+    number from 1 on. With `inline` the last group may go into the record, with `keep` the patches are returned.
 
     Raises:
         AbortedError: the stream failed.

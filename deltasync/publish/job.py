@@ -32,12 +32,10 @@ class Job:
 
     Attributes:
         serial: Number of the job, the same on all ranks.
-        version: The version's number.
-        channel: The channel, which may not be stored yet.
+        channel: May not be stored yet.
         shadow: Holds what is published, until the job is `released`.
         full: Whether it is full weights, and its changes do not matter.
         live: Whether its changes come while the stream is read; otherwise they are `patches`.
-        step, token_lag: As given to `publish`.
         coalesced: Publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
         patches: Steps against the version before, which later ones are folded into while it waits.

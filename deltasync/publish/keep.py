@@ -26,13 +26,7 @@ _LEAST_BETWEEN = 16  # versions between two times of forgetting: each reads the 
 
 
 class Keeper:
-    """Looks after one channel as `retention` says.
-
-    Args:
-        reader: The channel's.
-        log: The channel's.
-        retention: What to keep.
-        model_files: What lies beside the weights of an anchor, by name.
+    """Looks after one channel as `retention` says; `model_files`, by name, lie beside the weights of an anchor.
 
     Attributes:
         announcing: Whether an anchor is under way.

@@ -78,17 +78,13 @@ class Log:
     """Puts records, files, folds and head as `docs/format.md` says. One thread appends; other methods may run in several.
 
     Args:
-        reader: The channel's.
-        settings: How often a put is repeated.
-        signer: Signs channel.json and records, if there is one.
         lease: How writers succeed each other; None where the store decides.
         claimed_s: When the epoch was claimed, by `boot_s`.
 
     Attributes:
         store: The channel's, timed while objects are put.
         epoch: The epoch, which is in force or claimed; also the author of all keys.
-        run_id: The channel's run.
-        channel: The channel; None until it is stored.
+        channel: None until it is stored.
         tip: The newest version that is stored, None before the first.
         pending: A record that was put and not answered yet; its number is taken.
         published: Digests of the records that this log stored, by number; the newest 65,536.

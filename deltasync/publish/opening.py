@@ -79,14 +79,8 @@ def open_channel(
 ) -> Log:
     """Open a channel to write to it: its log, which goes on from the newest version. Whoever wrote to it before is fenced.
 
-    Where the store does not decide, this waits for the lease to settle; if there is no channel yet, the log does.
-
-    Args:
-        reader: The channel's.
-        settings: The publisher's.
-        resume: Whether to continue a run.
-        signer: Signs what is stored.
-        lease: How long to wait and to look; as the settings say if None.
+    Where the store does not decide, this waits for the `lease` to settle, by default as the settings say; if there is no
+    channel yet, the log does.
 
     Raises:
         ChannelInUseError: it holds a run, and is not to be continued, or is of another dtype.

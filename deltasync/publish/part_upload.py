@@ -15,13 +15,13 @@ import torch.distributed as dist
 from deltasync.channel import keys
 from deltasync.channel.documents import File, Version
 from deltasync.config import PublisherSettings
-from deltasync.errors import PublishError, PublishPendingError
+from deltasync.errors import PublishError, PublishPendingError, error_of
 from deltasync.publish import put
 from deltasync.publish.choose import Choice
 from deltasync.publish.encode import encode_groups
 from deltasync.publish.job import Job
 from deltasync.publish.upload import PUTS
-from deltasync.ranks.peers import Signals, error_of
+from deltasync.ranks.peers import Signals
 from deltasync.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ class PartUploader:
         if line["error"] is None:
             job.succeed(line["digest"], line["payload_bytes"])
         else:
-            job.fail(error_of(line["error"]))
+            kind, message = line["error"]
+            job.fail(error_of(kind, message, PublishError))
         self._signals.seen(serial)
 
     def _submitted(self, serial: int) -> Job:

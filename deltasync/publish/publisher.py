@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 import torch
@@ -32,7 +31,7 @@ from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.part_upload import PartUploader
 from deltasync.publish.shadow import Shadow, fold_changes
-from deltasync.publish.start import FirstStream, Start, check_sharded, load_initial, open_first
+from deltasync.publish.start import FirstStream, Start, check_sharded, open_first
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
 from deltasync.ranks.peers import Peers, Range, attempt
@@ -128,8 +127,7 @@ class Publisher:
             self._uploader = Uploader(self._log, keeper, start.settings, start.since, self._peers.signals)
         else:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
-        checkpoint = None if initial is None or start.number else load_initial(self._peers, initial)
-        self._first = FirstStream(self._peers, reader, start, checkpoint, shadow)
+        self._first = FirstStream(self._peers, reader, start, initial, shadow)
         if start.channel is not None and group is None:
             self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
             self._shadow = self._first.resumed(self._held[0])
@@ -258,9 +256,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             self.close()
         except PublishError:

@@ -66,10 +66,3 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.where(mantissa == 0, torch.ones_like(scale), scale)
     values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     return values.reshape(padded.shape)[:rows, :columns].contiguous(), scale
-
-
-def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weights that stand for these, float32; the inverse of `quantize` but for its rounding."""
-    rows, columns = values.shape
-    each = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return values.float() * each

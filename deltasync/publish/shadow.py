@@ -31,7 +31,7 @@ from deltasync.tensors.bits import (
     spec_of,
     tensor_of,
 )
-from deltasync.tensors.fold import fold, fold_all
+from deltasync.tensors.fold import fold_all
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
@@ -62,7 +62,7 @@ class Shadow:
         self.bits = dict(bits)
         self.with_nan: list[str] = []
         self._copies = DeviceCopies(self.bits)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
         self._before: dict[str, int] | None = None
@@ -147,12 +147,7 @@ class Shadow:
     ) -> dict[str, Patch]:
         """Take the stream: the steps, in flat indices of the whole tensors. If it raises, `retreat` undoes what was taken.
 
-        Args:
-            stream: Every tensor of the model.
-            dtype: As `PublisherSettings.dtype`.
-            rank: This process's rank.
-            placement: As `PublisherSettings.shadow_placement`.
-            on_change: Told of each changed tensor, whose bits stay the new ones for the rest of the stream.
+        `on_change` is told of each changed tensor, whose bits stay the new ones for the rest of the stream.
 
         Raises:
             ModelMismatchError: it holds other tensors, or other ranges of them.
@@ -166,7 +161,7 @@ class Shadow:
             start = self.ranges[name][0]
             patch = Patch.steps(seen[name], at_K, step_K, start)
             key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
-            with self._lock:
+            with self.lock:
                 gained, nan = kernels.cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
                 self._taken[name] = patch  # what raised until here did not touch the bits
                 for snapshot in self._snapshots:
@@ -199,7 +194,7 @@ class Shadow:
 
     def retreat(self) -> None:
         """Undo `advance`, whether it ended well or not."""
-        with self._lock:
+        with self.lock:
             for name, patch in self._taken.items():
                 assert patch.index_K is not None
                 self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
@@ -216,8 +211,8 @@ class Shadow:
 
     def snapshot(self) -> Snapshot:
         """The bits as they are now, of a process that has the whole model."""
-        snapshot = Snapshot(self.specs, self.bits, self.fingerprints, self._lock)
-        with self._lock:
+        snapshot = Snapshot(self)
+        with self.lock:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
         return snapshot
 
@@ -230,21 +225,14 @@ class Shadow:
 class Snapshot:
     """The bits of a shadow at one moment, while it advances: those of now, less the steps taken since.
 
-    Each tensor is read once. `lock` is held while the bits change, and while a tensor is read that changed meanwhile.
+    Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read that changed
+    meanwhile.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, TensorSpec],
-        bits: Mapping[str, np.ndarray],
-        fingerprints: Mapping[str, int],
-        lock: threading.Lock,
-    ) -> None:
-        self.fingerprints = dict(fingerprints)
-        self._specs = specs
-        self._bits = bits
-        self._lock = lock
-        self._later: dict[str, list[Patch]] = {name: [] for name in bits}
+    def __init__(self, shadow: Shadow) -> None:
+        self.fingerprints = dict(shadow.fingerprints)
+        self._shadow, self._lock = shadow, shadow.lock
+        self._later: dict[str, list[Patch]] = {name: [] for name in shadow.bits}
 
     @property
     def is_open(self) -> bool:
@@ -264,11 +252,11 @@ class Snapshot:
         Raises:
             CorruptDataError: they are not what they were.
         """
-        key, bits_N, bounds = fingerprint.tensor_key(name), self._bits[name], nan_bounds(self._specs[name])
+        key, bits_N = fingerprint.tensor_key(name), self._shadow.bits[name]
         with self._lock:
             before = self._later[name]
         # Without the lock, so that the trainer does not wait for it.
-        found, _ = kernels.cpu.take(key, bits_N, out_N, bounds)
+        found, _ = kernels.cpu.take(key, bits_N, out_N, nan_bounds(self._shadow.specs[name]))
         with self._lock:
             later = self._later.pop(name)
             moved = later is not before  # each step makes another list
@@ -336,9 +324,9 @@ def fold_changes(first: Mapping[str, Patch], second: Mapping[str, Patch]) -> dic
     """Fold two sets of steps, tensor by tensor."""
     folded = dict(first)
     for name, patch in second.items():
-        merged = fold(folded[name], patch) if name in folded else patch
-        if merged is None:
-            del folded[name]
+        merged = fold_all((folded[name], patch)) if name in folded else [patch]
+        if merged:
+            folded[name] = merged[0]
         else:
-            folded[name] = merged
+            del folded[name]
     return folded

@@ -94,25 +94,11 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool) -> tuple
 
 
 def check_sharded(retention: Retention, shadow: str | Path | None) -> None:
-    """Refuse what no rank of a sharded trainer can do.
-
-    Raises:
-        ConfigError: and why.
-    """
+    """Refuse what no rank of a sharded trainer can do, by a ConfigError."""
     if shadow is not None:
         raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
     if retention.fold_every:
         raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
-
-
-def load_initial(peers: Peers, where: str | Path) -> Checkpoint:
-    """The checkpoint, which every rank loads; the first one decides which commit it is.
-
-    Raises:
-        ConfigError, CorruptDataError: a rank cannot load it; then all raise.
-    """
-    decided = peers.first(lambda: checkpoint.find(where))
-    return peers.all(lambda: checkpoint.load(decided))
 
 
 class Begun(NamedTuple):
@@ -132,18 +118,21 @@ class FirstStream:
     Of a sharded trainer only that stream tells who holds what, so which parts of the version are to be read.
 
     Args:
-        peers: All ranks.
-        reader: The channel's.
-        start: What was found in it.
-        initial: The checkpoint.
+        initial: The checkpoint for a new channel, which every rank loads; the first one decides which commit it is.
         saved: A directory with a shadow to start from, if it is of the model and a version that is still known.
+
+    Raises:
+        ConfigError, CorruptDataError: a rank cannot load the checkpoint; then all raise.
     """
 
     def __init__(
-        self, peers: Peers, reader: ChannelReader, start: Start, initial: Checkpoint | None, saved: str | Path | None
+        self, peers: Peers, reader: ChannelReader, start: Start, initial: str | Path | None, saved: str | Path | None
     ) -> None:
         self.start = start
-        self.initial = initial
+        self.initial: Checkpoint | None = None
+        if initial is not None and not start.number:
+            decided = peers.first(lambda: checkpoint.find(initial))
+            self.initial = peers.all(lambda: checkpoint.load(decided))
         self._peers = peers
         self._reader = reader
         self._saved = saved

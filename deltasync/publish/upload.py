@@ -50,13 +50,6 @@ class Since:
 class Uploader:
     """Encodes and uploads jobs one after the other. At most one is under way and one waits, but for a reference before it.
 
-    Args:
-        log: The channel's log.
-        keeper: Is told of what is published.
-        settings: The publisher's.
-        since: Where the channel stands.
-        signals: Connects it to the other ranks.
-
     Attributes:
         full: Whether the next version has full weights: there is no base whose bits are known.
     """

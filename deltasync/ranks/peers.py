@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from deltasync import errors
 from deltasync.channel.documents import File
-from deltasync.errors import DeltaSyncError, PublishError, StoreError, get_logger
+from deltasync.errors import PublishError, StoreError, error_of, get_logger
 from deltasync.tensors.fingerprint import MASK
 
 logger = get_logger(__name__)
@@ -85,7 +84,7 @@ class Peers:
         if problem is not None:
             raise problem
         if failure is not None:
-            raise error_of((failure[0], f"Rank 0 failed: {failure[1]}"))
+            raise error_of(failure[0], f"Rank 0 failed: {failure[1]}", PublishError)
         return value  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
@@ -105,7 +104,7 @@ class Peers:
             if error is not None:
                 raise error
             rank, (kind, message) = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
-            raise error_of((kind, f"Rank {rank} failed, so nothing was published: {message}"))
+            raise error_of(kind, f"Rank {rank} failed, so nothing was published: {message}", PublishError)
         return sums[1:]
 
     def all(self, action: Callable[[], _Value]) -> _Value:
@@ -115,12 +114,7 @@ class Peers:
         return value  # type: ignore[return-value]
 
     def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-        """One tensor's bit patterns, flat, at the first rank; nothing useful at the others.
-
-        Args:
-            held: What this rank holds of it.
-            ranges: What each rank holds; together all of it.
-        """
+        """One tensor's bit patterns, flat, at the first rank; nothing useful at the others. The ranges are of each rank."""
         if self.rank:
             if held.size:
                 self._together(lambda: dist.send(_bytes_of(held), group_dst=0, group=self._group))
@@ -152,8 +146,6 @@ class Signals:
 
     Args:
         store: Key-value store that all ranks share, on a connection that nobody else uses; None for one that is alone.
-        rank: This process's rank.
-        size: How many ranks there are.
         timeout_s: How long to wait for an answer, or for the next line of the log.
     """
 
@@ -243,15 +235,6 @@ class Signals:
         self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
         data: bytes = self._store.get(key)
         return data
-
-
-def error_of(description: tuple[str, str]) -> DeltaSyncError:
-    """The error that another rank described."""
-    kind, message = description
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, DeltaSyncError):
-        return found(message)
-    return PublishError(f"{kind}: {message}")
 
 
 def _described(error: BaseException) -> tuple[str, str]:

@@ -95,10 +95,5 @@ def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`tensor` in the served dtype: floating tensors of 16 bits or more rounded to nearest even, others unchanged.
-
-    Args:
-        tensor: Any device.
-        dtype: Name of the served dtype, or `keep`.
-    """
+    """`tensor` in the served dtype, or `keep`: floating tensors of 16 bits or more rounded to nearest even."""
     return tensor.detach().to(served_dtype(tensor, dtype))

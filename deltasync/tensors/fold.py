@@ -14,18 +14,6 @@ _Sparse = tuple[np.ndarray, np.ndarray]
 _Known = tuple[np.ndarray | None, np.ndarray]
 
 
-def fold(first: Patch, second: Patch) -> Patch | None:
-    """The patch that does what `first` then `second` do, both of steps; None if they cancel out.
-
-    Args:
-        first: Steps, with indices.
-        second: Steps, with indices, of the same tensor.
-    """
-    assert not first.absolute and not second.absolute
-    folded = fold_all((first, second))
-    return folded[0] if folded else None
-
-
 def fold_all(patches: Sequence[Patch]) -> list[Patch]:
     """What these patches of one tensor do, one after the other, in as few patches as can say it.
 
@@ -33,8 +21,8 @@ def fold_all(patches: Sequence[Patch]) -> list[Patch]:
         patches: Oldest first; not empty, all of the same tensor. Not mutated.
 
     Returns:
-        Zero to two disjoint patches: one of the steps, and one of the elements whose new bits are
-        known, which is dense if any of `patches` was.
+        Zero to two disjoint patches: one of the steps, and one of the elements whose new bits are known, which is dense if
+        any of `patches` was.
     """
     name, dtype = patches[0].name, patches[0].data.dtype
     steps: _Sparse = _nothing(patches[0])

@@ -8,13 +8,19 @@ from hypothesis import strategies as st
 
 from deltasync.kernels import reference
 from deltasync.tensors import Patch
-from deltasync.tensors.fold import fold, fold_all
+from deltasync.tensors.fold import fold_all
 from tests import strategies as our
 
 
 def _patch(old_N: np.ndarray, new_N: np.ndarray) -> Patch:
     index_K, step_K = reference.diff(old_N, new_N)
     return Patch("w", index_K, step_K, absolute=False)
+
+
+def fold(first: Patch, second: Patch) -> Patch | None:
+    folded = fold_all((first, second))
+    assert len(folded) < 2
+    return folded[0] if folded else None
 
 
 def _assert_is_the_diff(patch: Patch | None, old_N: np.ndarray, new_N: np.ndarray) -> None:

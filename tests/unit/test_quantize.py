@@ -15,11 +15,18 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from deltasync import Publisher
 from deltasync.demo import model as demo_model
 from deltasync.errors import ConfigError
-from deltasync.publish.quantize import SCALE, dequantize, fp8_blocks, quantize
+from deltasync.publish.quantize import BLOCK, SCALE, fp8_blocks, quantize
 from deltasync.publish.sharded import TensorRange
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import make_trainer, published_bits, tiny_moe
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
+
+
+def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The inverse of `quantize` but for its rounding, float32."""
+    rows, columns = values.shape
+    each = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return values.float() * each
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(-30, 30), st.integers(0, 99))
