@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,9 +86,9 @@ def command(reader: ChannelReader, last: int | None, as_json: bool) -> None:
             _text(each["step"]),
             cell(each["created_at"][time].replace("T", " ")),
             "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",
-            _size(each["delta_bytes"]),
-            _text(each["bits_per_changed"], ".2f"),
-            "reference" if each["reference"] else _size(each["anchor_bytes"]),
+            _text(each["delta_bytes"], size_of),
+            _text(each["bits_per_changed"], "{:.2f}".format),
+            "reference" if each["reference"] else _text(each["anchor_bytes"], size_of),
         )
     # Not to a terminal: nothing is cut off.
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
@@ -132,9 +132,5 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
     return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
 
 
-def _size(size: int | None) -> str:
-    return "" if size is None else size_of(size)
-
-
-def _text(value: Any, form: str = "") -> str:
-    return "" if value is None else format(value, form)
+def _text(value: Any, shown: Callable[[Any], str] = str) -> str:
+    return "" if value is None else shown(value)

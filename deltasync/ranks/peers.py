@@ -42,7 +42,6 @@ class Peers:
 
     Attributes:
         rank: This process's rank. The first, 0, writes records.
-        size: How many there are.
         signals: Connects their uploads.
         moved_bytes: What this rank has put into messages to others, weights for anchors aside.
     """
