@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -43,11 +42,10 @@ class Peers:
     Attributes:
         rank: This process's rank. The first, 0, writes records.
         signals: Connects their uploads.
-        moved_bytes: What this rank has put into messages to others, weights for anchors aside.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 0.0) -> None:
-        self.rank, self.size, self.moved_bytes = 0, 1, 0
+        self.rank, self.size = 0, 1
         self._lost: str | None = None
         store = None
         if group is not None:
@@ -68,7 +66,6 @@ class Peers:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        self.moved_bytes += len(pickle.dumps(value))
         self._together(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
@@ -95,7 +92,6 @@ class Peers:
         sums = [value & MASK for value in (error is not None, *numbers)]
         if self.size > 1:
             vector = torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
-            self.moved_bytes += vector.nbytes
             self._together(lambda: dist.all_reduce(vector, group=self._group))
             sums = vector.numpy().view(np.uint64).tolist()
         if sums[0]:
