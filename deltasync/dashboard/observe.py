@@ -45,7 +45,6 @@ class Observer:
         self._head: Version | None = None
         self._listed_s = float("-inf")
         self._documents: dict[str, Record] = {}  # of all records and folds that were seen
-        self._sizes: dict[str, int] = {}
         self._line: dict[int, Slot] = {}  # versions by number, ascending
         self._numbers: set[int] = set()  # of all slots that are there
         self._held: dict[str, ObjectInfo] = {}  # records, folds and files that were listed last
@@ -88,8 +87,7 @@ class Observer:
         self._held = {info.key: info for info in (*slots.values(), *(info for _, info in folds), *files)}
         recent_folds = [info for span, info in folds if span.version > last - self._last - 1]
         unknown = {info.key: info for info in (*recent.values(), *recent_folds) if info.key not in self._documents}
-        for key, found in self._gather(unknown, self._reader.document, "records", progress):
-            self._documents[key], self._sizes[key] = found, unknown[key].bytes
+        self._documents.update(self._gather(unknown, self._reader.document, "records", progress))
         versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
@@ -158,7 +156,7 @@ class Observer:
         key, delta = self._line[number].key, self._document(number).delta
         assert delta is not None
         changed = Counter[str]()
-        for file in (File(key=key, bytes=self._sizes[key], sha256=""), *delta.parts):
+        for file in (File(key=key, bytes=self._held[key].bytes, sha256=""), *delta.parts):
             changed.update(read_changed(self._reader.store, file))
         return changed
 

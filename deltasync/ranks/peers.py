@@ -228,8 +228,7 @@ class Signals:
 
     def _wait(self, key: str) -> bytes:
         self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
-        data: bytes = self._store.get(key)
-        return data
+        return self._store.get(key)
 
 
 def _described(error: BaseException) -> tuple[str, str]:

@@ -526,5 +526,5 @@ def test_the_server_answers_this_machine_only(
             with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 cannot be used"):
                 PageServer(Observer(store), int(address.partition(":")[2]), 1.0)
         finally:
-            server.stop()
+            server._http.shutdown()
             thread.join()
