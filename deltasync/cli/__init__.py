@@ -39,6 +39,7 @@ _COMMANDS = {
 
 _TOGETHER = {
     **dict.fromkeys(("check", "repair", "forget", "prune", "fold", "export", "cp"), "housekeeping"),
+    **dict.fromkeys(("log", "show"), "log"),
     **dict.fromkeys(("serve", "router"), "serve"),
     **dict.fromkeys(("follow", "relay"), "follow"),
     **dict.fromkeys(("watch", "dashboard"), "watch"),

@@ -39,9 +39,7 @@ class Rates:
         publish: A version whose payload is in its record, with head read and replaced behind it.
         put: One more object: a part, a file of an anchor, a fold.
         follow: A version whose payload is in its record.
-        get: One more object.
         look: A request for a record that is not there.
-        heartbeat: One.
     """
 
     publish: Exchange

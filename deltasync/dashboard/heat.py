@@ -6,13 +6,12 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from deltasync.channel.documents import File
 from deltasync.codec.base import MOST_HEADER_BYTES
 from deltasync.errors import CorruptDataError
 from deltasync.stores.base import Store
-from deltasync.tensors import TensorSpec
 
 _FIRST_BYTES = 1 << 16  # the header of some 500 patches: usually one request is enough
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
@@ -51,23 +50,9 @@ def read_changed(store: Store, file: File) -> dict[str, int]:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 
 
-class Layers:
-    """The layers of a channel, in the order of its tensor table."""
-
-    def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        self._element_counts = Counter[str]()
-        for spec in specs:
-            self._element_counts[layer_of(spec.name)] += spec.element_count
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the layers."""
-        return list(self._element_counts)
-
-    def fractions(self, changed: Mapping[str, int]) -> list[float]:
-        """Changed fraction of each layer, to four digits; tensors that the channel does not have are ignored."""
-        counts = dict.fromkeys(self._element_counts, 0)
-        for name, count in changed.items():
-            if (layer := layer_of(name)) in counts:
-                counts[layer] += count
-        return [float(f"{counts[layer] / max(total, 1):.4g}") for layer, total in self._element_counts.items()]
+def by_layer(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    """Numbers of tensors added up for each layer, in the order of the tensors."""
+    found = Counter[str]()
+    for name, count in counts:
+        found[layer_of(name)] += count
+    return found

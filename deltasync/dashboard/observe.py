@@ -15,7 +15,7 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.dashboard.costs import Costs, Stored, estimate
-from deltasync.dashboard.heat import Layers, read_changed
+from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, fold_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.housekeeping import Progress, in_parallel, quiet
@@ -45,7 +45,6 @@ class Observer:
         self._head: Version | None = None
         self._listed_s = float("-inf")
         self._documents: dict[str, Record] = {}  # of all records and folds that were seen
-        self._sizes: dict[str, int] = {}
         self._line: dict[int, Slot] = {}  # versions by number, ascending
         self._numbers: set[int] = set()  # of all slots that are there
         self._held: dict[str, ObjectInfo] = {}  # records, folds and files that were listed last
@@ -56,7 +55,7 @@ class Observer:
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
         self._unread_headers: set[int] = set()
-        self._layers: Layers | None = None
+        self._layers = Counter[str]()  # elements of each
 
     def look(self, progress: Progress = quiet) -> Snapshot:
         """Read what is new.
@@ -79,8 +78,7 @@ class Observer:
         return self.snapshot()
 
     def _list(self, progress: Progress) -> None:
-        if self._layers is None:
-            self._layers = Layers(self._reader.specs.values())
+        self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
         recent = {slot: info for slot, info in slots.items() if slot.version > last - self._last - 1}
@@ -89,8 +87,7 @@ class Observer:
         self._held = {info.key: info for info in (*slots.values(), *(info for _, info in folds), *files)}
         recent_folds = [info for span, info in folds if span.version > last - self._last - 1]
         unknown = {info.key: info for info in (*recent.values(), *recent_folds) if info.key not in self._documents}
-        for key, found in self._gather(unknown, self._reader.document, "records", progress):
-            self._documents[key], self._sizes[key] = found, unknown[key].bytes
+        self._documents.update(self._gather(unknown, self._reader.document, "records", progress))
         versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
@@ -149,10 +146,9 @@ class Observer:
         """
         waiting = self._waiting_for_headers()
         now = {f"{self._line[number].key} header": number for number in waiting[-limit:]}
-        if self._layers is None:
-            return 0
         for name, changed in self._gather(now, self._read_header, "payload headers", progress):
-            self._heat[now[name]] = self._layers.fractions(changed)
+            layers = by_layer(changed.items())
+            self._heat[now[name]] = [float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()]
         self._unread_headers.difference_update(now.values())
         return len(waiting) - len(now)
 
@@ -160,7 +156,7 @@ class Observer:
         key, delta = self._line[number].key, self._document(number).delta
         assert delta is not None
         changed = Counter[str]()
-        for file in (File(key=key, bytes=self._sizes[key], sha256=""), *delta.parts):
+        for file in (File(key=key, bytes=self._held[key].bytes, sha256=""), *delta.parts):
             changed.update(read_changed(self._reader.store, file))
         return changed
 
@@ -199,7 +195,7 @@ class Observer:
             folds=sorted(folds, key=lambda fold: fold.version),
             replicas=[self._replica_row(beat, newest.version, now_s) for beat in self._beats],
             lags=list(self._lags),
-            layers=self._layers.names if self._layers is not None and self._heat_last else [],
+            layers=list(self._layers) if self._heat_last else [],
             heat={row.version: self._heat[row.version] for row in rows if row.version in self._heat},
             heat_unread=len(self._waiting_for_headers()),
             costs=self._costs(now_s, created_s, newest.version),

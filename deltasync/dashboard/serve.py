@@ -58,13 +58,9 @@ class PageServer:
         self._looking = threading.Thread(target=self._look, name="deltasync-dashboard", daemon=True)
 
     def run(self) -> None:
-        """Serve until `stop`, or an exception such as Ctrl-C."""
+        """Serve until an exception such as Ctrl-C."""
         self._looking.start()
         self._http.serve_forever(poll_interval=0.2)
-
-    def stop(self) -> None:
-        """End `run`, from another thread."""
-        self._http.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -100,9 +100,7 @@ class Snapshot:
         newest_version: The newest; None as long as nothing is published; then most of the rest is empty.
         head_sha256: Its digest, None if it is not known yet.
         full_bytes: Bytes of the weights, as served.
-        versions: Ascending.
         forgotten, unread: How many versions up to the newest are not there any more, and are there but were not read.
-        layers: Names.
         heat: Version -> changed fraction of each layer.
         heat_unread: How many versions' headers are still to be read.
         problems: Damage that was seen, in sentences.

@@ -99,12 +99,12 @@ class Child:
         """Whether it has not ended."""
         return self._process.poll() is None
 
-    def wait(self, timeout_s: float | None = None, what: str = "to end") -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Wait for its end; its exit code, or the negative number of the signal. DeltaSyncError after `timeout_s`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as late:
-            raise self._late(late.timeout, what) from None
+            raise self._late(late.timeout, "to end") from None
 
     def check(self) -> None:
         """Raise DeltaSyncError if it has ended badly."""

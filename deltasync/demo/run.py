@@ -128,8 +128,7 @@ def free_port() -> int:
     """A TCP port on `HOST` that nothing uses at the moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def _fresh(out: Path) -> Path:

@@ -40,17 +40,9 @@ def varlen_attention(
     The sequences are padded into one batch for PyTorch's attention: wasteful for long ones, fast for the demo's. A
     sequence's queries are aligned to the end of its keys, so a query sees all keys of the sequence up to itself.
 
-    Args:
-        query: Shape (sum of query lengths, query heads, head size).
-        key: Shape (sum of key lengths, key heads, head size); the query heads are a multiple of the key heads.
-        value: Shape of `key`.
-        cu_seqlens_q: Shape (sequences + 1,): where the queries of each sequence start, and the end of the last.
-        cu_seqlens_k: The same for keys. No sequence may have fewer keys than queries.
-        max_seqlen_q: Not needed here.
-        max_seqlen_k: Not needed here.
-        softmax_scale: Factor on the scores, 1 / sqrt(head size) by default.
-        causal: Must be true.
-        window_size: Must be (-1, -1), no sliding window.
+    `query`, `key` and `value` are of shape (sum of lengths, heads, head size); query heads are a multiple of key heads.
+    `cu_seqlens_*`, of shape (sequences + 1,), tell where each sequence starts, and the end of the last. No sequence may have
+    fewer keys than queries. `max_seqlen_*` are not needed here.
 
     Raises:
         NotImplementedError: for non-causal or sliding-window attention.

@@ -25,26 +25,21 @@ def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for url in urls:
-        parts = urlsplit(url)
-        port = _port(url)
-        if parts.scheme not in _PORTS or parts.hostname is None or port is None or parts.path not in ("", "/"):
+        try:
+            parts = urlsplit(url)
+            port = parts.port or _PORTS[parts.scheme]
+        except (ValueError, KeyError):
+            port = None
+        if port is None or parts.scheme not in _PORTS or parts.hostname is None or parts.path not in ("", "/"):
             raise ConfigError(f"A replica is given as http://host:port or https://host, not {url!r}.")
         if parts.netloc in found:
             raise ConfigError(f"The replica {url} is given twice.")
-        found[parts.netloc] = f"{parts.hostname}:{port or _PORTS[parts.scheme]}"
+        found[parts.netloc] = f"{parts.hostname}:{port}"
         if parts.scheme == "https":
             found[parts.netloc] += (
                 f" ssl verify required ca-file {ca_file} sni str({parts.hostname}) check-sni {parts.hostname}"
             )
     return found
-
-
-def _port(url: str) -> int | None:
-    """0 if the URL names none, None if it names one that cannot be."""
-    try:
-        return urlsplit(url).port or 0
-    except ValueError:
-        return None
 
 
 def write(folder: Path, servers: Mapping[str, str]) -> Path:

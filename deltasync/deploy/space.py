@@ -59,17 +59,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpaceSettings:
-    """What all Spaces of one deployment have in common.
+    """What all Spaces of one deployment have in common, as the options of `deltasync deploy space` say it.
 
     Attributes:
         files: Folder that is uploaded: the Dockerfile and what belongs to it.
         variables: Environment at build time and at run time.
         secrets: Environment at run time, which the Hub shows to nobody.
-        private: Only for those who may see the Space; requests then need a token of the Hub.
-        hardware: Name of the Hub's, such as `l4x1`; None to leave it, which is a free CPU at first.
-        sleep_s: Stop after so long without requests; only with `hardware`.
-        package: What pip installs: a requirement, or the path of a wheel, which is uploaded.
-        trusted_keys: File of public keys, which is uploaded: the replicas refuse what none of them has signed.
+        hardware: None to leave it, which is a free CPU at first.
+        sleep_s: Only with `hardware`.
     """
 
     files: Path

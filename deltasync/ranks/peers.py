@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -42,13 +41,11 @@ class Peers:
 
     Attributes:
         rank: This process's rank. The first, 0, writes records.
-        size: How many there are.
         signals: Connects their uploads.
-        moved_bytes: What this rank has put into messages to others, weights for anchors aside.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 0.0) -> None:
-        self.rank, self.size, self.moved_bytes = 0, 1, 0
+        self.rank, self.size = 0, 1
         self._lost: str | None = None
         store = None
         if group is not None:
@@ -69,7 +66,6 @@ class Peers:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        self.moved_bytes += len(pickle.dumps(value))
         self._together(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
@@ -96,7 +92,6 @@ class Peers:
         sums = [value & MASK for value in (error is not None, *numbers)]
         if self.size > 1:
             vector = torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
-            self.moved_bytes += vector.nbytes
             self._together(lambda: dist.all_reduce(vector, group=self._group))
             sums = vector.numpy().view(np.uint64).tolist()
         if sums[0]:
@@ -233,8 +228,7 @@ class Signals:
 
     def _wait(self, key: str) -> bytes:
         self._store.wait([key], datetime.timedelta(seconds=self.timeout_s))
-        data: bytes = self._store.get(key)
-        return data
+        return self._store.get(key)
 
 
 def _described(error: BaseException) -> tuple[str, str]:

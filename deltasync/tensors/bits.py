@@ -90,8 +90,7 @@ def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
     """The dtype that `cast` gives a tensor."""
     if dtype == "keep" or not tensor.is_floating_point() or tensor.element_size() < 2:
         return tensor.dtype
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    return getattr(torch, dtype)
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -26,9 +26,11 @@ from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishEr
 from deltasync.publish import encode
 from deltasync.publish.sharded import TensorRange
 from tests.faults import FaultyStore
+from tests.traffic import Traffic
 
 Weights = dict[str, torch.Tensor]
 FOLDER = Path(sys.argv[1])
+TRAFFIC = Traffic()
 
 
 class Tiny(nn.Module):
@@ -76,9 +78,9 @@ class Scenario:
             torch.save({name: value.clone() for name, value in served.items()}, self.folder / f"expected/{version}.pt")
 
     def publish(self, publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
-        before = publisher._peers.moved_bytes
+        before = TRAFFIC.moved_bytes
         receipt = publisher.publish(weights.items(), step=step).wait(60)
-        self.note(receipt, publisher._peers.moved_bytes - before)
+        self.note(receipt, TRAFFIC.moved_bytes - before)
         self.expect(receipt.version, weights)
         return receipt
 

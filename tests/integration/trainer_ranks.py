@@ -20,10 +20,12 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Trainer
 
 from deltasync.errors import ConfigError
 from tests.integration.trainers import tiny_moe
+from tests.traffic import Traffic
 from trl_callback import DeltaSyncCallback, gather
 from trl_callback.saved_form import as_saved
 
 FOLDER = Path(sys.argv[1])
+TRAFFIC = Traffic()
 
 
 def let_accelerate_shard_on_cpu() -> None:
@@ -111,10 +113,11 @@ def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **argumen
         eval_dataset=rows[:4],
         callbacks=[sync, Expected(sync, FOLDER / kind / "expected")],
     )
+    before = TRAFFIC.moved_bytes
     trainer.train()
     told = {"history": [[record.version, record.step, record.kind, record.changed] for record in sync.history]}
     told["sharded"] = gather.is_sharded(trainer.model)
-    told["moved_bytes"] = sync.weight_transfer.publisher._peers.moved_bytes if sync.history else 0
+    told["moved_bytes"] = TRAFFIC.moved_bytes - before
     (FOLDER / kind / f"told.{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
     if kind == "zero3":

@@ -412,12 +412,12 @@ def test_a_version_takes_as_many_requests_as_costs_say(memory_url: str, weights:
 
 def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore, weights: dict[str, torch.Tensor]) -> None:
     url = store.url
-    waiting = CliRunner().invoke(watch.command, [url, "--once", "--json"])
+    waiting = CliRunner().invoke(watch.watch, [url, "--once", "--json"])
     assert isinstance(waiting.exception, NotPublishedError)
     publish(publisher, weights, 5)
     publisher.close()
     beat(store, publisher.run_id, "a", 4)
-    done = CliRunner().invoke(watch.command, [url, "--once", "--json"])
+    done = CliRunner().invoke(watch.watch, [url, "--once", "--json"])
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(line["event"], line.get("version")) for line in lines] == [
         *(("version", version) for version in range(1, 6)),
@@ -425,7 +425,7 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: RangeStore,
         ("replica", 4),
     ]
     assert lines[1]["changed_fraction"] == lines[1]["changed"] / sum(tensor.numel() for tensor in weights.values())
-    shown = CliRunner().invoke(watch.command, [url, "--once", "--last", "2"])
+    shown = CliRunner().invoke(watch.watch, [url, "--once", "--last", "2"])
     digests = {number: stored.sha256[:12] for number, stored in records(store).items()}
     assert [line.split("  ", 1)[1].partition(":")[0] for line in shown.stdout.splitlines()] == [
         f"version 4 ({digests[4]}, step 40)",
@@ -526,5 +526,5 @@ def test_the_server_answers_this_machine_only(
             with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 cannot be used"):
                 PageServer(Observer(store), int(address.partition(":")[2]), 1.0)
         finally:
-            server.stop()
+            server._http.shutdown()
             thread.join()
