@@ -204,7 +204,7 @@ def _apply_class_rice(body: bytes, changed: int, live_N: np.ndarray, columns: in
 PEERS = (
     Peer("int32 + bf16", "TRL draft, vLLM, verl", _encode_raw, _apply_raw, compress=False),
     Peer("int32 + bf16, zstd", "AReaL-DTE", _encode_raw, _apply_raw),
-    Peer("dense XOR, zstd", "slime, SkyRL, Stitch", _encode_dense_xor, _apply_dense_xor),
+    Peer("dense XOR, zstd", "slime, SkyRL, Stitch, modelexpress", _encode_dense_xor, _apply_dense_xor),
     Peer("COO u8/u16 + bf16, zstd", "PULSE (grail v3.1)", _encode_coo, _apply_coo),
     Peer("u16 gap + XOR, zstd", "NeMo-DCR", _encode_gap_xor, _apply_gap_xor),
     Peer("Rice + zigzag, zstd", "PULSEPT v2", _encode_rice, _apply_rice),

@@ -12,4 +12,5 @@ __all__ = [
     "reading",
     "record",
     "signing",
+    "threads",
 ]

@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from deltasync.channel import keys
 from deltasync.channel.documents import SMALL_BYTES, Epoch, Number, Sha256, Version
+from deltasync.channel.threads import each
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     UNREADABLE_JSON,
@@ -50,10 +48,6 @@ _LOOK_S = 1.0  # at least for each look, also for the one at the end
 _MOST_BYTES = 1 << 20  # of a server's answer
 _ERROR = 500  # characters
 _MOST_HEARTBEATS = 4096
-_AT_ONCE = 32
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,14 +98,14 @@ def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[H
         TransientStoreError: not even the names of the heartbeats are known at the deadline.
         StoreError: the heartbeats cannot be read.
     """
-    (listed,) = _each([keys.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
+    (listed,) = each([keys.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
     if listed is None:
         raise TransientStoreError(f"The heartbeats in {store.url} could not be listed in time.")
     expired_s = time.time() - EXPIRED_S
     recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store does not tell
     recent = sorted(recent, key=lambda info: info.modified_s, reverse=True)[:_MOST_HEARTBEATS]
     recent.sort(key=lambda info: info.key)
-    read = _each(recent, lambda info: (_read_one(store, info),), deadline)
+    read = each(recent, lambda info: (_read_one(store, info),), deadline)
     found = []
     for info, result in zip(recent, read, strict=True):
         heartbeat = _unread(info, run_id) if result is None else result[0]
@@ -144,7 +138,7 @@ def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list
         answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
         return heartbeat_of(url, answer, run_id) if error is None else _unreachable(url, error)
 
-    answers = _each(urls, ask_one, time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline)
+    answers = each(urls, ask_one, time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline)
     late = "does not answer in time"
     return [_unreachable(url, f"{url} {late}") if found is None else found for url, found in zip(urls, answers, strict=True)]
 
@@ -197,7 +191,7 @@ def wake(urls: Sequence[str], version: int) -> None:
     """Have servers look for a version now instead of at their next poll; one that does not answer is left alone."""
     # Too short to wait for anything: a server looks as soon as it is asked for a version.
     body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
-    _each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
+    each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
 
 def check_ack(ack: str | int) -> int | None:
@@ -390,32 +384,3 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """None: the redirect becomes an error."""
-
-
-def _each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
-    """`action` of each item, by a few threads; None for those that are not done at the deadline.
-
-    The threads are daemons: a process must be able to end while a store or a server hangs.
-
-    Raises:
-        Exception: the first that `action` raised.
-    """
-    waiting = deque(zip((futures := [Future[_Result]() for _ in items]), items, strict=True))
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                future, item = waiting.popleft()
-                try:
-                    future.set_result(action(item))
-                except Exception as error:  # noqa: BLE001 - raised by whoever waits
-                    future.set_exception(error)
-
-    for _ in range(min(_AT_ONCE, len(items))):
-        threading.Thread(target=work, name="deltasync-fleet", daemon=True).start()
-    left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-    wait(futures, left_s, return_when=FIRST_EXCEPTION)
-    waiting.clear()
-    if failed := [error for future in futures if future.done() and (error := future.exception()) is not None]:
-        raise failed[0]
-    return [future.result() if future.done() else None for future in futures]

@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Head
 from deltasync.channel.keys import Slot
+from deltasync.channel.threads import each
 from deltasync.errors import ConfigError, FormatError, ObjectMissingError, StoreError, get_logger
 from deltasync.stores import open_store
 from deltasync.stores.base import ObjectInfo, Store, Watch
@@ -109,7 +109,7 @@ class NearestStore(WrappedStore):
         with self._lock:
             if leave is not None and self.inner is not leave:
                 return  # another thread did
-            looks = self._of_all(_look)
+            looks = each(self._stores, _look, time.monotonic() + _PATIENCE_S)
             channel, *_ = looks
             heads = [look.head for look in looks if look is not None and look.head is not None]
             if len({head.run_id for head in heads}) > 1:
@@ -123,7 +123,7 @@ class NearestStore(WrappedStore):
             named = None if channel is None or channel.head is None else Slot(channel.head.version, channel.head.epoch)
             least = [slot for slot in (self._read, self._named or named) if slot is not None]
             self._named = named or self._named
-            have = self._of_all(lambda store: all(_has(store, slot) for slot in least))
+            have = each(self._stores, lambda store: all(_has(store, slot) for slot in least), time.monotonic() + _PATIENCE_S)
             fit = [
                 (look.seconds, number)
                 for number, (store, look, has) in enumerate(zip(self._stores, looks, have, strict=True))
@@ -133,14 +133,6 @@ class NearestStore(WrappedStore):
             if fit and (not now or now[0] > _MUCH * min(fit)[0]):
                 self.inner = self._stores[min(fit)[1]]
             self._due_s = time.monotonic() + REVIEW_S
-
-    def _of_all(self, question: Callable[[Store], _Result]) -> list[_Result | None]:
-        """The answers of all stores, None of those that have not answered in time."""
-        pool = ThreadPoolExecutor(len(self._stores), thread_name_prefix="deltasync-nearest")
-        futures = [pool.submit(question, store) for store in self._stores]
-        pool.shutdown(wait=False)
-        wait(futures, _PATIENCE_S)
-        return [future.result() if future.done() else None for future in futures]
 
     @property
     def url(self) -> str:

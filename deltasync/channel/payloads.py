@@ -12,8 +12,9 @@ from deltasync import codec
 from deltasync.channel import checkpoint
 from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import File, Reference
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import ahead
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import cpu

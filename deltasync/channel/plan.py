@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version
-from deltasync.channel.reading import MOST_DAMAGED, ChannelReader, ahead
+from deltasync.channel.reading import MOST_DAMAGED, ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import ahead
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import weight_bytes

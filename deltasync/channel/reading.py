@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,27 +35,6 @@ _Result = TypeVar("_Result")
 _Document = TypeVar("_Document", Channel, Head, Opening)
 
 _END_BYTES = 1 << 14  # of a record, in which its document nearly always fits
-
-
-def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
-    """Results of `action` in order, those of the next `count` items being made in threads meanwhile.
-
-    Closing it waits for no thread: where it was dropped half used, the garbage collector closes it, which may run in any
-    thread and under any lock, also one that the end of a thread needs.
-    """
-    if len(items) == 1:
-        yield action(items[0])
-        return
-    pool = ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch")
-    try:
-        waiting = deque(pool.submit(action, item) for item in items[:count])
-        for at in range(len(items)):
-            result = waiting.popleft().result()
-            if at + count < len(items):
-                waiting.append(pool.submit(action, items[at + count]))
-            yield result
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class ChannelReader:

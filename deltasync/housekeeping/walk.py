@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot, Span
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import ahead
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, ObjectMissingError, TransientStoreError
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.retries import retried

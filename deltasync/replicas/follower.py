@@ -14,8 +14,9 @@ from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Record, Version
 from deltasync.channel.plan import goes_back, payload_bytes
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
 from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
 from deltasync.tensors import Patch

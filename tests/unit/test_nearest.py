@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,8 @@ def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeyp
     region.publish(2)
     region.assert_serves(region.made)
     assert gate.entered.is_set() and region.far.calls == []
+    asking = [thread for thread in threading.enumerate() if thread.name == "deltasync-each"]
+    assert asking and all(thread.daemon for thread in asking), "a process can end while a store hangs"
     gate.opened.set()
 
 

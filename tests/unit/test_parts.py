@@ -12,7 +12,8 @@ import torch
 from deltasync import Replica, codec, housekeeping, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta
-from deltasync.channel.reading import ChannelReader, ahead
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.kernels import cpu
 from deltasync.tensors import TensorSpec, fingerprint

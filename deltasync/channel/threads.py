@@ -1,0 +1,67 @@
+"""Work of a few threads at a time: in order, or as far as it gets by a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+_AT_ONCE = 32  # threads of `each`
+
+
+def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
+    """Results of `action` in order, those of the next `count` items being made in threads meanwhile.
+
+    Closing it waits for no thread: where it was dropped half used, the garbage collector closes it, which may run in any
+    thread and under any lock, also one that the end of a thread needs.
+    """
+    if len(items) == 1:
+        yield action(items[0])
+        return
+    pool = ThreadPoolExecutor(count, thread_name_prefix="deltasync-fetch")
+    try:
+        waiting = deque(pool.submit(action, item) for item in items[:count])
+        for at in range(len(items)):
+            result = waiting.popleft().result()
+            if at + count < len(items):
+                waiting.append(pool.submit(action, items[at + count]))
+            yield result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
+    """`action` of each item, by a few threads; None for those that are not done at the deadline.
+
+    The threads are daemons: a process must be able to end while a store or a server hangs. `deadline` is by the monotonic
+    clock.
+
+    Raises:
+        Exception: the first that `action` raised.
+    """
+    waiting = deque(zip((futures := [Future[_Result]() for _ in items]), items, strict=True))
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                future, item = waiting.popleft()
+                try:
+                    future.set_result(action(item))
+                except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                    future.set_exception(error)
+
+    for _ in range(min(_AT_ONCE, len(items))):
+        threading.Thread(target=work, name="deltasync-each", daemon=True).start()
+    left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+    wait(futures, left_s, return_when=FIRST_EXCEPTION)
+    waiting.clear()
+    if failed := [error for future in futures if future.done() and (error := future.exception()) is not None]:
+        raise failed[0]
+    return [future.result() if future.done() else None for future in futures]
