@@ -247,11 +247,7 @@ class Snapshot:
             self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
 
     def take(self, name: str, out_N: np.ndarray) -> None:
-        """Write a tensor's bits into `out_N`, unsigned and flat.
-
-        Raises:
-            CorruptDataError: they are not what they were.
-        """
+        """Write a tensor's bits into `out_N`, unsigned and flat; CorruptDataError if they are not what they were."""
         key, bits_N = fingerprint.tensor_key(name), self._shadow.bits[name]
         with self._lock:
             before = self._later[name]
