@@ -26,9 +26,6 @@ _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
 """How a setting says the dtype of each tensor (`deltasync.tensors.bits.dtype_for`)."""
 _DTYPES = "one of bfloat16, float16, float32, fp8, keep, or dtypes by names as in bfloat16,*.router.*=float32"
-PLACEMENTS = ("auto", "device", "host")
-COMPRESSIONS = ("none", "zstd")
-KV_CACHE = ("keep", "recompute")
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
 """How a setting says which versions a replica takes (`deltasync.replicas.Pin`)."""
 
@@ -48,7 +45,7 @@ class _Rule:
         return bool(value >= self.least and value > self.above)
 
 
-def _one_of(names: tuple[str, ...]) -> _Rule:
+def _one_of(*names: str) -> _Rule:
     return _Rule(f"one of {', '.join(names)}", pattern="|".join(names))
 
 
@@ -119,11 +116,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
-    """Hold a value to its annotation.
-
-    Raises:
-        ConfigError: it is of another type, or out of range.
-    """
+    """Hold a value to its annotation; ConfigError if it is of another type, or out of range."""
     options = _options(hint)
     if value is None and type(None) in options:
         return
@@ -222,12 +215,12 @@ class PublisherSettings(_Settings):
         trusted_keys: File of the public keys of those who wrote before, if they had other ones.
     """
 
-    codec: Annotated[str, _one_of((*CODECS, AUTO))] = "packed"
+    codec: Annotated[str, _one_of(*CODECS, AUTO)] = "packed"
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _Rule(_DTYPES, DTYPE)] = "bfloat16"
-    shadow_placement: Annotated[str, _one_of(PLACEMENTS)] = "auto"
+    shadow_placement: Annotated[str, _one_of("auto", "device", "host")] = "auto"
     shard_bytes: _Positive = 1 << 26
-    anchor_compression: Annotated[str, _one_of(COMPRESSIONS)] = "none"
+    anchor_compression: Annotated[str, _one_of("none", "zstd")] = "none"
     retries: _Natural = 6
     retry_delay_s: _Seconds = 0.25
     settle_s: _Seconds = 30.0
@@ -311,7 +304,7 @@ class ReplicaSettings(ReaderSettings):
     audit_interval_s: _Seconds = 3600.0
     ready_behind: _Natural = 8
     wait_ready: bool = False
-    kv_cache: Annotated[str, _one_of(KV_CACHE)] = "keep"
+    kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
     cache_dir: str | None = None
     cache_bytes: _Natural = 4 << 30
     digest_route: bool = False

@@ -43,11 +43,7 @@ class Keeper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-keep")
 
     def store(self, weights: Weights, version: int) -> Anchor:
-        """Store the files of an anchor.
-
-        Raises:
-            CorruptDataError, FencedError, StoreError, OSError: as `Weights.put` and `Log.put_file`.
-        """
+        """Store the files of an anchor; raises as `Weights.put` and `Log.put_file`."""
         folder = keys.anchor_folder(version, self._log.epoch, self._log.attempt(version))
         return weights.put(self._log.put_file, folder, self._model_files)
 

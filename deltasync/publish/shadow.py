@@ -53,6 +53,7 @@ class Shadow:
         specs: The whole tensors.
         ranges: What is held of each.
         bits: Unsigned bit patterns of each range.
+        lock: Held while they change.
         with_nan: Tensors with a NaN among what was taken last, until `tell_of_nan`.
     """
 
@@ -231,7 +232,7 @@ class Snapshot:
 
     def __init__(self, shadow: Shadow) -> None:
         self.fingerprints = dict(shadow.fingerprints)
-        self._shadow, self._lock = shadow, shadow.lock
+        self._specs, self._bits, self._lock = shadow.specs, shadow.bits, shadow.lock  # not the shadow, which keeps this
         self._later: dict[str, list[Patch]] = {name: [] for name in shadow.bits}
 
     @property
@@ -247,16 +248,12 @@ class Snapshot:
             self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
 
     def take(self, name: str, out_N: np.ndarray) -> None:
-        """Write a tensor's bits into `out_N`, unsigned and flat.
-
-        Raises:
-            CorruptDataError: they are not what they were.
-        """
-        key, bits_N = fingerprint.tensor_key(name), self._shadow.bits[name]
+        """Write a tensor's bits into `out_N`, unsigned and flat; CorruptDataError if they are not what they were."""
+        key, bits_N, bounds = fingerprint.tensor_key(name), self._bits[name], nan_bounds(self._specs[name])
         with self._lock:
             before = self._later[name]
         # Without the lock, so that the trainer does not wait for it.
-        found, _ = kernels.cpu.take(key, bits_N, out_N, nan_bounds(self._shadow.specs[name]))
+        found, _ = kernels.cpu.take(key, bits_N, out_N, bounds)
         with self._lock:
             later = self._later.pop(name)
             moved = later is not before  # each step makes another list

@@ -71,11 +71,7 @@ class Start(NamedTuple):
 
 
 def open_first(store: Store, settings: PublisherSettings, resume: bool) -> tuple[Start, Log]:
-    """Open a channel to write to it.
-
-    Raises:
-        ChannelInUseError, ConfigError, FencedError, StoreError: as `open_channel`.
-    """
+    """Open a channel to write to it, and find the way to its newest version; raises as `open_channel`."""
     signer = signing.signer_of(settings)
     trusted = None if signer is None else signer.trusted
     reader = ChannelReader(store, trusted)

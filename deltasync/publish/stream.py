@@ -21,11 +21,7 @@ as a generator, may free or overwrite a tensor as soon as the next one is asked 
 
 
 def tensors_of(stream: Stream) -> Tensors:
-    """Pairs of name and tensor, each to be held to `pair_of`.
-
-    Raises:
-        ModelMismatchError: it is something else, or empty.
-    """
+    """Pairs of name and tensor, each to be held to `pair_of`; ModelMismatchError if it is something else, or empty."""
     if isinstance(stream, torch.nn.Module):
         stream = stream.state_dict()
     elif callable(stream):
@@ -40,11 +36,7 @@ def tensors_of(stream: Stream) -> Tensors:
 
 
 def pair_of(pair: object) -> tuple[str, Tensor]:
-    """What a stream gives, if it is a name and a tensor.
-
-    Raises:
-        ModelMismatchError: it is not.
-    """
+    """What a stream gives, if it is a name and a tensor; else ModelMismatchError."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ModelMismatchError(f"What publish() reads is a pair of name and tensor, not {_shown(pair)}.")
     name, tensor = pair

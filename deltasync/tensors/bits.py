@@ -94,5 +94,5 @@ def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`tensor` in the served dtype, or `keep`: floating tensors of 16 bits or more rounded to nearest even."""
+    """`tensor` in this dtype, floating ones of 16 bits or more rounded to nearest even; others, and with `keep`, unchanged."""
     return tensor.detach().to(served_dtype(tensor, dtype))
