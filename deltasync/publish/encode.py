@@ -98,12 +98,14 @@ def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Enco
 
 
 def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
-    """Compare, encode and prove one change for each dtype of a job's channel, so that no real one waits for a compiler."""
-    dtypes = {spec.dtype for spec in job.channel.specs.values()}
-    zeros = {name: torch.zeros(1024, dtype=getattr(torch, name)) for name in dtypes}
+    """Compare, encode and prove a change for each dtype of a job's channel, so that no real one waits for a compiler."""
+    zeros = {}
+    for dtype in {spec.dtype for spec in job.channel.specs.values()}:
+        for shape in ((256, 256), (1024,)):  # the first so large that `context` has tiles of it
+            zeros[f"{dtype}{shape}"] = torch.zeros(shape, dtype=getattr(torch, dtype))
     shadow = Shadow.whole(zeros)
-    one = torch.arange(1024) == 1
-    steps = shadow.advance([(name, one.to(zero.dtype)) for name, zero in zeros.items()], "keep", 0)
+    new = [(name, (torch.arange(zero.numel()) % 64 == 1).reshape(zero.shape).to(zero.dtype)) for name, zero in zeros.items()]
+    steps = shadow.advance(new, "keep", 0)
     following = Job(serial=0, version=job.version + 1, channel=job.channel, shadow=shadow, fingerprints=shadow.fingerprints)
     group = [*steps.values()]
     for codec_name in codec_names:

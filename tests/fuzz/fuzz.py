@@ -37,7 +37,6 @@ with atheris.instrument_imports(include=["deltasync", "vllm_plugin"], exclude=[]
     import deltasync
     import vllm_plugin.messages
     import vllm_plugin.requests  # noqa: F401 - as all the rest that readers import late, whose coverage would not be seen
-    from deltasync.kernels import coder
     from tests.fuzz import mutate
     from tests.fuzz.targets import TARGETS
 
@@ -83,8 +82,6 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     np.seterr(over="ignore")  # kernels count modulo 2**64
     torch.set_num_threads(1)
-    if _INTERPRETED:
-        coder.prefetch = lambda *_: None  # an instruction of the processor, which Python has no word for
     for folder in folders:
         for path in Path(folder).iterdir():
             TARGETS[name](path.read_bytes())  # kernels are compiled without a limit

@@ -83,6 +83,36 @@ def test_processes_that_compile_at_once_and_their_successors_agree(tmp_path: Pat
     assert len(printed) == 1 and "0x" in printed.pop()
 
 
+def test_the_first_delta_finds_its_kernels_compiled() -> None:
+    script = """
+import sys
+import torch
+from deltasync import Publisher
+from deltasync.kernels import coder, counts, cpu
+
+def compiled():
+    kernels = {f"{module.__name__}.{name}": each for module in (coder, counts, cpu) for name, each in vars(module).items()}
+    return {(name, each.signatures.__repr__()) for name, each in kernels.items() if hasattr(each, "signatures")}
+
+weights = {"w": torch.linspace(-1, 1, 1 << 17).reshape(256, 512).bfloat16(), "b": torch.ones(99, dtype=torch.bfloat16)}
+with Publisher("memory://" + sys.argv[1], codec=sys.argv[1], dtype="keep") as publisher:
+    publisher.publish(weights.items()).wait(100)
+    publisher._uploader._puts.shutdown()
+    before = compiled()
+    publisher._uploader._puts = type(publisher._uploader._puts)(2)
+    for tensor in weights.values():
+        tensor.view(torch.int16).reshape(-1)[::50] += 1
+    publisher.publish(weights.items()).wait(100)
+    print(*sorted(compiled() - before))
+"""
+    root = Path(__file__).parents[2]
+    for codec in ("packed", "context"):
+        command = [sys.executable, "-W", "ignore", "-c", script, codec]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert not done.stdout.strip()
+
+
 def test_payloads_are_decoded_where_kernels_run_as_python() -> None:
     """Fuzzing runs them so, to see what it covers."""
     script = """
