@@ -94,5 +94,5 @@ def served_dtype(tensor: torch.Tensor, dtype: str) -> torch.dtype:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`tensor` in this dtype, floating ones of 16 bits or more rounded to nearest even; others, and with `keep`, unchanged."""
+    """`tensor` in this dtype, rounded to nearest even; unchanged unless of floats of 16 bits or more, and with `keep`."""
     return tensor.detach().to(served_dtype(tensor, dtype))
