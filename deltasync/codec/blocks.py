@@ -4,7 +4,7 @@
                            bit patterns of unsigned words (`kernels.rans` describes a stream)
     .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors;
                            of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included;
-                           of one whose row has `"range": [start, stop]` for blocks of those elements only, from `start` on
+                           of one whose row has `"range": [start, stop]` for blocks of those elements only, from `start` on;
                            of a payload whose metadata has `block_planes`, what each column gains from row to row, column by
                            column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`)
     .tables  uint8[T]      the tables of all groups, one after the other, without gaps

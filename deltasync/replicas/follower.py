@@ -145,7 +145,7 @@ class Follower:
         finally:
             if count and self._holds(way[count - 1], wanted):
                 self.identified(way[count - 1])
-                self._loaded += way[:count]
+                self._loaded += (dataclasses.replace(stored, data=None) for stored in way[:count])
         if self.version != way[-1].version:
             raise FingerprintMismatchError(f"The tensors of version {way[-1].record.version} are not its model.")
 

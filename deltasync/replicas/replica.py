@@ -15,6 +15,7 @@ import torch
 from deltasync.channel import checkpoint
 from deltasync.channel.documents import Version
 from deltasync.channel.nearest import open_nearest
+from deltasync.channel.plan import goes_back
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReaderSettings, whole_number
@@ -168,7 +169,7 @@ class Replica:
 
     def _take(self, follower: Follower, way: list[Stored], joins: bool) -> None:
         """Take a way; while a replica joins, which nobody looks at yet, without what would undo it."""
-        if self._is_alone and (joins or follower.version is None):
+        if self._is_alone and (follower.version is None or (joins and not goes_back(way))):
             before = time.perf_counter()
             version = follower.load(way)
             load_s = time.perf_counter() - before
