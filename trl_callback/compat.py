@@ -12,12 +12,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from deltasync.errors import ConfigError
-from trl_callback.rollouts import make_versioned_loop
-from trl_callback.tokens import TokenAges, weight_sums
+from trl_callback.tokens import TokenAges, make_versioned_loop, weight_sums
 
 WITH_WEIGHT_TRANSFER = "1.9 to 1.16"
-WITH_SERVER_CLIENT = "1.11 to 1.16"
-WITH_TOKEN_VERSIONS = "1.11 to 1.16"
+WITH_SERVER_CLIENT = WITH_TOKEN_VERSIONS = "1.11 to 1.16"
 
 
 def generates_on_server(args: Any) -> bool:

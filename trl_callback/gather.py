@@ -108,16 +108,10 @@ def _zero_part(name: str, param: Any) -> TensorRange:
     return TensorRange(held[: total - start], start, shape)
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` would write of a whole model, in the dtype of training; it may alias the live weights.
-
-    Adapters are merged into copies, which are all there at once; `stream_of` has one at a time.
-    """
-    return dict(stream_of(model))
-
-
 def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tuple[str, Any]]:
-    """What this process is to publish. The items of a dict keep their tensors; those of an iterator are made when asked for.
+    """What this process is to publish, as `save_pretrained` would write it, in the dtype of training.
+
+    The items of a dict alias the live weights or keep their tensors; those of an iterator are made when asked for.
 
     Raises:
         ConfigError: the model cannot be published, see `check_publishable`.
