@@ -175,12 +175,9 @@ def loaded_from(model: torch.nn.Module) -> str:
 
 
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
-    """Config, generation config and tokenizer, as `save_pretrained` writes them, by file name.
+    """Config, generation config and tokenizer, as `save_pretrained` writes them, by file name, as far as there are any.
 
-    Args:
-        model: The model; one without a config gets none.
-        processing_class: Tokenizer or processor, None for none.
-        dtype: As `PublisherSettings.dtype`; config.json says what most tensors have.
+    `dtype` is as `PublisherSettings.dtype`; config.json says what most tensors have.
     """
     model = adapter.without(model)
     with tempfile.TemporaryDirectory() as folder:

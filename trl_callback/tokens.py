@@ -44,7 +44,7 @@ def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
 
 
 class VersionedLogProb(float):
-    """A token's log probability that remembers the version of its token, wherever TRL puts it.
+    """A token's log probability that remembers the version that made its token, wherever TRL puts it.
 
     TRL aligns the turns of a conversation token by token and may drop, repeat or overwrite some. What it does to log
     probabilities it does to their versions.
@@ -53,8 +53,7 @@ class VersionedLogProb(float):
     __slots__ = ("version",)
     version: int
 
-    def __new__(cls, value: float, version: int) -> VersionedLogProb:
-        """Of a token that this version made."""
+    def __new__(cls, value: float, version: int) -> VersionedLogProb:  # noqa: D102 - of the class
         made = super().__new__(cls, value)
         made.version = version
         return made
@@ -251,12 +250,7 @@ class TokenAges:
 def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
     """Mean, 95th percentile (by nearest rank) and maximum of lags, and the fraction of tokens with more than `bound`.
 
-    Args:
-        tokens: How many tokens there are of each lag.
-        bound: In the same unit.
-
-    Returns:
-        Nothing without tokens.
+    `tokens` has how many there are of each lag. Nothing without tokens.
     """
     count = sum(tokens.values())
     if not count:
@@ -274,13 +268,8 @@ def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
 def weight_sums(log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the importance weights of a batch's trained tokens, sum of their squares, and how many there are.
 
-    Args:
-        log_probs: The trainer's, at each packed position.
-        inputs: TRL's batch: `token_index`, the packed position of each trained token or -1, and `old_log_probs`, the
-            server's.
-
-    Returns:
-        float64 of shape (3,).
+    Float64 of shape (3,), from the trainer's log probabilities at each packed position and TRL's batch: `token_index`, the
+    packed position of each trained token or -1, and `old_log_probs`, the server's.
     """
     selected = inputs["token_index"] >= 0
     new, old = log_probs.detach().flatten()[inputs["token_index"][selected]], inputs["old_log_probs"][selected]
