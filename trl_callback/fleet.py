@@ -75,10 +75,7 @@ class Pace:
     """Lets training go on while the fleet serves a version that is at most so far behind.
 
     What is within the bound is waited for in the background, so that training does not pay for the looks at the fleet.
-
-    Args:
-        wait_for: Blocks until the fleet serves a version, and raises if it does not in time. Called from several threads.
-        max_behind: By how many versions the fleet may lie behind; 0 to wait for each.
+    `wait_for` blocks until the fleet serves a version, raises if it does not in time, and is called from several threads.
     """
 
     def __init__(self, wait_for: Callable[[Receipt], None], max_behind: int) -> None:

@@ -129,10 +129,8 @@ class TokenAges:
     """Follows the samples of a trainer from its queue to its loss. Only the main process has samples.
 
     A token's lag is how many times the trainer has synced its weights since the sync that published the token's version.
-    That is the unit of TRL's `max_staleness` too. Where each sync is a version, it is the difference of versions.
-
-    Args:
-        max_lag: Tokens that are older when the trainer takes their sample are not trained; None for no bound.
+    That is the unit of TRL's `max_staleness` too. Where each sync is a version, it is the difference of versions. Tokens
+    that are older than `max_lag` when the trainer takes their sample are not trained.
     """
 
     def __init__(self, max_lag: int | None) -> None:
@@ -163,10 +161,7 @@ class TokenAges:
         """Prepare a sample that the trainer takes off its queue.
 
         Sets its `model_version` to the sync of its oldest trained token, which TRL holds to `max_staleness`. With a bound,
-        clears `completion_mask` of older tokens, and of those of unknown age.
-
-        Returns:
-            False if the bound leaves no token to be trained.
+        clears `completion_mask` of older tokens, and of those of unknown age; False if that leaves none to be trained.
         """
         trained = np.asarray(sample.completion_mask, dtype=bool)
         versions = getattr(sample.metrics, "versions", np.full(len(trained), UNKNOWN))

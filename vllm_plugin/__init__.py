@@ -70,8 +70,7 @@ def _register() -> None:
 def opt_in(environ: MutableMapping[str, str]) -> None:
     """Have vLLM load our endpoint plugin, as it does only for those that VLLM_PLUGINS names, and all that it loads anyway.
 
-    Args:
-        environ: The environment of this process and those that it starts; changed unless it names plugins already.
+    Changes the environment, which the processes that this one starts inherit, unless it names plugins already.
     """
     if "VLLM_PLUGINS" not in environ:
         names = {plugin.name for kind in _LOADED_UNASKED for plugin in entry_points(group=f"vllm.{kind}_plugins")}

@@ -112,8 +112,7 @@ class Workers:
     async def commit(self) -> Committed:
         """Commit what is staged on all workers, or on none. Call while generation is paused.
 
-        Returns:
-            The longest times, and the elements that all workers changed together.
+        Returns the longest times, and the elements that all workers changed together.
 
         Raises:
             DeltaSyncError: `is_safe` tells whether the old bits are live again.
