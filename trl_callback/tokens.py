@@ -53,7 +53,8 @@ class VersionedLogProb(float):
     __slots__ = ("version",)
     version: int
 
-    def __new__(cls, value: float, version: int) -> VersionedLogProb:  # noqa: D102 - of the class
+    def __new__(cls, value: float, version: int) -> VersionedLogProb:
+        """Of a token that this version made."""
         made = super().__new__(cls, value)
         made.version = version
         return made
@@ -98,7 +99,8 @@ class _NotingSession:
 def make_versioned_loop(base: type, **settings: Any) -> Any:
     """Make a rollout loop of a subclass of TRL's `_AsyncRolloutLoop` whose samples carry the versions of their tokens.
 
-    `functools.partial(make_versioned_loop, base)` stands for the subclass in the worker's `_loop_cls`: it can be pickled.
+    It runs in a process of its own: `functools.partial(make_versioned_loop, base)` stands for it in the worker's
+    `_loop_cls`, and can be pickled.
     """
 
     class VersionedLoop(base):

@@ -47,7 +47,7 @@ _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDict
 
 
 class WorkerReplica:
-    """Follows one channel with the parameters of one worker: of vLLM's model runner, with the model loaded.
+    """Follows one channel with the parameters of one worker, of the model that vLLM's model runner has loaded.
 
     Raises:
         NotPublishedError: the channel has none yet.
