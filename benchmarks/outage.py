@@ -130,7 +130,7 @@ class Steps(TrainerCallback):
         now = time.monotonic()
         if self._ends_s is None:
             self._ends_s = now + self._seconds
-        line = {"step": state.global_step, "time_s": now, "sha256": digest(gather.checkpoint_tensors(model))}
+        line = {"step": state.global_step, "time_s": now, "sha256": digest(dict(gather.stream_of(model)))}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         control.should_training_stop = now >= self._ends_s

@@ -50,7 +50,7 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
     """
     versions.build_checkpoint(size, folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
-    weights = gather.checkpoint_tensors(model)
+    weights = dict(gather.stream_of(model))
     channel = f"file://{folder}/channel"
     transfer = DeltaWeightTransfer(DeltaSyncConfig(channel, anchor_every=1 << 30))
     transfer.bind(model)
@@ -61,7 +61,7 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
         if number:
             versions.change(weights, changed, seed=number)
         before = time.perf_counter()
-        transfer.publish(gather.checkpoint_tensors(model).items())
+        transfer.publish(gather.stream_of(model))
         publish_s.append(time.perf_counter() - before)
         transfer.record(ack_s=None)
         transfer.flush()

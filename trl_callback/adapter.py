@@ -83,11 +83,7 @@ def merged_by_layers(model: torch.nn.Module, names: Iterable[str]) -> Iterator[t
     """The base model's tensors with its adapters merged, by PEFT itself, into a copy of one layer at a time.
 
     The live layers stay as they are, bit for bit, which merging and unmerging them would not do. What is not adapted aliases
-    the live model.
-
-    Args:
-        model: For which `merges_by_layers`.
-        names: The tensors of `unloaded(model)`, those of a layer one after the other.
+    the live model. `names` are the tensors of `unloaded(model)`, those of a layer one after the other.
     """
     peft_model: Any = unwrap_model(model)
     base: Any = peft_model.get_base_model()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltasync.errors import ConfigError
 from trl_callback import compat, gather, logprobs
-from trl_callback.client import client_class
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
 from trl_callback.weight_transfer import DeltaWeightTransfer
@@ -76,7 +76,6 @@ class DeltaSyncCallback(TrainerCallback):
         self.config = dataclasses.replace(config, **settings)
         self._transfer = DeltaWeightTransfer(self.config)
         self._publishes = True  # at the end of steps; otherwise TRL asks for it, which the trainer decides when it starts
-        self._on_policy = False
         self._restore: Callable[[], None] | None = None
         self._metrics = _Metrics(self._transfer)
 
@@ -94,17 +93,11 @@ class DeltaSyncCallback(TrainerCallback):
         return self._transfer.history
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        processing_class: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Refuse at once a model that cannot be published; take the place of what TRL sends weights to a vLLM server by."""
         if compat.generates_on_server(args):
-            self._transfer.bind(model, processing_class)  # it may generate before it trains, to evaluate
+            self._transfer.bind(model, kwargs.get("processing_class"))  # it may generate before it trains, to evaluate
             self._take_over(args, model)
         elif compat.streams_weights(args):
             self._check_merged()
@@ -113,19 +106,13 @@ class DeltaSyncCallback(TrainerCallback):
             gather.check_publishable(model, self.config.adapter_only)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        processing_class: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
         compat.add_first(self._metrics)
         transfer = self._transfer
         transfer.step = state.global_step
-        transfer.bind(model, processing_class)
+        transfer.bind(model, kwargs.get("processing_class"))
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
         self._check_taken_over(args, state, model)
         if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
@@ -201,7 +188,6 @@ class DeltaSyncCallback(TrainerCallback):
                 f"This trainer is on-policy: replicas must serve the new weights before it goes on, so max_behind="
                 f"{self._transfer.asked_behind} is not for it. Leave it out, or use AsyncGRPOTrainer."
             )
-        self._on_policy = True
         self._transfer.max_behind = 0
         self._transfer.ack = "all" if self.config.ack is None else self.config.ack
         check: Callable[[str], object] | None = None
@@ -216,7 +202,7 @@ class DeltaSyncCallback(TrainerCallback):
             self._restore()
         on_server, streams = compat.generates_on_server(args), compat.streams_weights(args)
         self._publishes = not (on_server or streams)
-        if on_server and not self._on_policy:
+        if on_server and self._restore is None:
             raise ConfigError(
                 "This trainer was made without DeltaSyncCallback, and pushes its weights to its vLLM server by itself: give "
                 "the callback to its constructor, callbacks=[DeltaSyncCallback(url)]."
@@ -251,15 +237,45 @@ class _Metrics(TrainerCallback):
         self._transfer = transfer
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if logs is not None and state.is_world_process_zero:
             metrics = self._transfer.metrics()
             logs.update(metrics)
             if state.log_history:
                 state.log_history[-1].update(metrics)
+
+
+def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] | None, base: type) -> type:
+    """Make the subclass of TRL's `VLLMClient`, which is `base`, that publishes the weights by `transfer`.
+
+    Trainer and server form no process group and need no CUDA. `check` gets the server's URL once it is up, and raises if the
+    trainer cannot use its log probabilities.
+    """
+
+    class DeltaSyncClient(base):
+        def init_communicator(self, device: Any = 0) -> None:
+            """Learn the server's URL."""
+            transfer.server_url = self.base_url
+            if check is not None:
+                check(self.base_url)
+
+        def close_communicator(self) -> None:
+            """No process group."""
+
+        def update_named_params(
+            self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
+        ) -> None:
+            """Publish the stream, and wait until the replicas serve it."""
+            transfer.init_weight_transfer()
+            transfer.send_weights(named_params)
+            transfer.resume()
+
+        def reset_prefix_cache(self) -> None:
+            """A replica looks after its caches when it commits a version."""
+
+        def get_server_info(self) -> dict[str, Any]:
+            """All that TRL asks for: log probabilities are processed, or as good as that once `check` has returned."""
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    return DeltaSyncClient

@@ -12,12 +12,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from deltasync.errors import ConfigError
-from trl_callback.rollouts import make_versioned_loop
-from trl_callback.tokens import TokenAges, weight_sums
+from trl_callback.tokens import TokenAges, make_versioned_loop, weight_sums
 
 WITH_WEIGHT_TRANSFER = "1.9 to 1.16"
-WITH_SERVER_CLIENT = "1.11 to 1.16"
-WITH_TOKEN_VERSIONS = "1.11 to 1.16"
+WITH_SERVER_CLIENT = WITH_TOKEN_VERSIONS = "1.11 to 1.16"
 
 
 def generates_on_server(args: Any) -> bool:
@@ -46,10 +44,7 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
     All processes call it. Where the constructor was given no `weight_transfer`, TRL builds a `WeightTransferClient` between
     `on_init_end` and the end of the constructor. For a PEFT model it asks the server before whether to send the adapter
-    alone; the answer is no, as if a `weight_transfer` had been given.
-
-    Returns:
-        What undoes it, where TRL built none.
+    alone; the answer is no, as if a `weight_transfer` had been given. What is returned undoes it, where TRL built none.
 
     Raises:
         ConfigError: this trainer has no transfer that could be replaced.
@@ -57,11 +52,8 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
     import trl
 
     trainer: Any = _trainer()
-    module: Any = None
-    for base in type(trainer).__mro__:
-        if _is_trl(base) and "weight_transfer" in _parameters(vars(base).get("__init__")):
-            module = sys.modules[base.__module__]
-            break
+    takers = (base for base in _in_trl(trainer) if "weight_transfer" in _parameters(vars(base).get("__init__")))
+    module: Any = next((sys.modules[base.__module__] for base in takers), None)
     if not hasattr(module, "WeightTransferClient"):
         raise ConfigError(
             f"{type(trainer).__name__} of TRL {trl.__version__} has no weight transfer that DeltaSyncCallback could "
@@ -116,10 +108,8 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
     """Have the running trainer's samples carry the versions of their tokens, and `ages` see them on their way.
 
     Call it in all processes when training begins, before the rollout worker starts. Only AsyncGRPO is followed: with a
-    rollout worker that is not TRL's, or in TRL before 1.11, by its importance weights alone.
-
-    Returns:
-        Whether samples carry versions, in the main process; others have no samples.
+    rollout worker that is not TRL's, or in TRL before 1.11, by its importance weights alone. Returns whether samples carry
+    versions, in the main process; others have no samples.
     """
     trainer: Any = _trainer()
     if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
@@ -202,10 +192,7 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
 
     TRL has no argument for it, and builds the client between `on_init_end` and the end of the trainer's constructor, which
     is when this is called. It holds for one client. No vLLM need be installed here: without the weights, the client is
-    HTTP. `subclass` makes the class from TRL's.
-
-    Returns:
-        What undoes it, where no client was made.
+    HTTP. `subclass` makes the class from TRL's. What is returned undoes it, where no client was made.
 
     Raises:
         ConfigError: TRL has no such client.
@@ -296,13 +283,13 @@ def _parameters(function: Any) -> list[str]:
     return [] if function is None else list(inspect.signature(function).parameters)
 
 
-def _is_trl(kind: type) -> bool:
-    return kind.__module__.startswith("trl.")
+def _in_trl(thing: object) -> list[type]:
+    """The classes of TRL that a thing is an instance of."""
+    return [base for base in type(thing).__mro__ if base.__module__.startswith("trl.")]
 
 
 def _names_in_trl(thing: object) -> list[str]:
-    """The classes of TRL that a thing is an instance of."""
-    return [base.__name__ for base in type(thing).__mro__ if _is_trl(base)]
+    return [base.__name__ for base in _in_trl(thing)]
 
 
 def _trainer() -> Any:

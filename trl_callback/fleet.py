@@ -20,9 +20,7 @@ _LOOK_EVERY_S = 5.0
 class Fleet:
     """Looks at the replicas in the background, when somebody asks and the last look is old.
 
-    Args:
-        store: The channel's.
-        urls: Servers to ask instead of reading heartbeats.
+    It asks the servers at `urls`; without any, it reads the heartbeats in the channel's store.
     """
 
     def __init__(self, store: Store, urls: Sequence[str]) -> None:
@@ -34,10 +32,7 @@ class Fleet:
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
         """Replicas that are live, and by how many versions the slowest of them is behind; empty until a look has ended.
 
-        Args:
-            run_id: The run whose replicas count.
-            newest_version: The one published last.
-            published: Digests of our versions, by number. Who serves another version of such a number serves none of ours.
+        `published` has the digests of our versions. Who serves another version of such a number serves none of ours.
         """
         seen, self._seen = self._seen, None
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
@@ -69,26 +64,18 @@ def _served(beat: Heartbeat, published: Mapping[int, str]) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Published:
-    """One publish.
+    """One publish."""
 
-    Attributes:
-        number: How many there were before.
-        count: The version that the trainer counts it as, None until it says.
-    """
-
-    number: int
+    number: int  # how many there were before
     receipt: Receipt
-    count: int | None = None
+    count: int | None = None  # the version that the trainer counts it as, once it says
 
 
 class Pace:
     """Lets training go on while the fleet serves a version that is at most so far behind.
 
     What is within the bound is waited for in the background, so that training does not pay for the looks at the fleet.
-
-    Args:
-        wait_for: Blocks until the fleet serves a version, and raises if it does not in time. Called from several threads.
-        max_behind: By how many versions the fleet may lie behind; 0 to wait for each.
+    `wait_for` blocks until the fleet serves a version, raises if it does not in time, and is called from several threads.
     """
 
     def __init__(self, wait_for: Callable[[Receipt], None], max_behind: int) -> None:
@@ -127,9 +114,8 @@ class Pace:
     def tell(self, count: int, update: Callable[[int], None]) -> None:
         """Tell the rollouts of the version that the fleet serves, now and as soon as it serves a newer one.
 
-        Args:
-            count: What the trainer counts the last publish as.
-            update: Takes the version, counted as the trainer does. Also called from other threads, never by two at once.
+        The trainer counts the last publish as `count`, and `update` takes versions counted so. It is also called from other
+        threads, never by two at once.
         """
         with self._lock:
             self._tell = update

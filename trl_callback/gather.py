@@ -108,16 +108,10 @@ def _zero_part(name: str, param: Any) -> TensorRange:
     return TensorRange(held[: total - start], start, shape)
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` would write of a whole model, in the dtype of training; it may alias the live weights.
-
-    Adapters are merged into copies, which are all there at once; `stream_of` has one at a time.
-    """
-    return dict(stream_of(model))
-
-
 def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tuple[str, Any]]:
-    """What this process is to publish. The items of a dict keep their tensors; those of an iterator are made when asked for.
+    """What this process is to publish, as `save_pretrained` would write it, in the dtype of training.
+
+    The items of a dict alias the live weights or keep their tensors; those of an iterator are made when asked for.
 
     Raises:
         ConfigError: the model cannot be published, see `check_publishable`.
@@ -181,12 +175,9 @@ def loaded_from(model: torch.nn.Module) -> str:
 
 
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
-    """Config, generation config and tokenizer, as `save_pretrained` writes them, by file name.
+    """Config, generation config and tokenizer, as `save_pretrained` writes them, by file name, as far as there are any.
 
-    Args:
-        model: The model; one without a config gets none.
-        processing_class: Tokenizer or processor, None for none.
-        dtype: As `PublisherSettings.dtype`; config.json says what most tensors have.
+    `dtype` is as `PublisherSettings.dtype`; config.json says what most tensors have.
     """
     model = adapter.without(model)
     with tempfile.TemporaryDirectory() as folder:

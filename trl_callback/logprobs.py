@@ -34,9 +34,7 @@ _OF_CHECKPOINT = ("min_p", "presence_penalty", "frequency_penalty")
 def changes(args: Any, model: torch.nn.Module) -> list[str]:
     """What samples from another distribution than the model's, as `name=value`.
 
-    Args:
-        args: The trainer's.
-        model: The one that is trained; its `generation_config` is the server's default.
+    Of the trainer's arguments and the model's `generation_config`, which is the server's default.
     """
     found = {name: getattr(args, name, values[0]) for name, values in _NEUTRAL.items()}
     changing = {name: value for name, value in found.items() if value not in _NEUTRAL[name]}
@@ -49,16 +47,9 @@ def changes(args: Any, model: torch.nn.Module) -> list[str]:
 
 
 def check(args: Any, model: torch.nn.Module, url: str, wait_s: float | None = None) -> bool:
-    """Ask a server whether its log probabilities can be compared with the trainer's.
+    """Ask the server at `url` whether its log probabilities can be compared with the trainer's.
 
-    Args:
-        args: The trainer's.
-        model: The one that is trained.
-        url: The server's.
-        wait_s: How long a server that does not answer is asked again; None to leave it at that.
-
-    Returns:
-        Whether they can; False if the server did not answer and `wait_s` is None.
+    A server that does not answer is asked again for `wait_s`; if that is None, the answer is False.
 
     Raises:
         ConfigError: they cannot, or the server does not tell and sampling makes a difference.

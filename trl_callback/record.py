@@ -19,18 +19,10 @@ _OF_RECEIPT = ("version", "kind", "changed", "total", "payload_bytes", "anchor_b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VersionRecord:
-    """One published version. See [`~deltasync.Receipt`] for the numbers.
+    """One published version. What is not named here is as in its [`~deltasync.Receipt`].
 
     Attributes:
-        version (`int`): Version of the channel.
         step (`int`): The trainer's `global_step`.
-        kind (`str`): `"anchor"` or `"delta"`.
-        changed (`int`): Elements whose bits changed.
-        total (`int`): Elements of all tensors.
-        payload_bytes (`int`): Bytes of the changes, or of the weights in the first version.
-        anchor_bytes (`int`): Bytes of the full weights stored with the version.
-        held_s (`float`): Seconds that training waited until its weights had been read.
-        encode_s (`float`): Seconds from there on, and before, until the payload was finished.
         ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not ask.
         coalesced (`int`): How many times it was published: more than once if its upload had not begun by the next time.
         time_s (`float`): When, in seconds since the epoch.

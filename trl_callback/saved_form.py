@@ -32,15 +32,10 @@ def on_meta(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
-    """What this process holds of a model's tensors, as parts of the tensors of a checkpoint. Nothing is gathered.
+    """What this rank's process holds of a model's tensors, as parts of the tensors of a checkpoint. Nothing is gathered.
 
     A tensor that has another form is converted on its own, when it is asked for, in memory for all of it; what other
     processes hold of it is left out. Where none has, these are the items of a dict.
-
-    Args:
-        model: A `PreTrainedModel`, or one that has no other form.
-        held: What `held_tensors` gives.
-        rank: This process's rank.
 
     Raises:
         ConfigError: a tensor of a checkpoint comes from several in memory, or not in order.

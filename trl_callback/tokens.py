@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -41,7 +44,7 @@ def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
 
 
 class VersionedLogProb(float):
-    """A token's log probability that remembers the version of its token, wherever TRL puts it.
+    """A token's log probability that remembers the version that made its token, wherever TRL puts it.
 
     TRL aligns the turns of a conversation token by token and may drop, repeat or overwrite some. What it does to log
     probabilities it does to their versions.
@@ -74,14 +77,62 @@ class VersionedMetrics(dict[str, float]):
         return made
 
 
+_headers: ContextVar[Mapping[str, str]] = ContextVar("deltasync_headers")  # of the last reply in this conversation
+
+
+class _NotingSession:
+    """An aiohttp session that notes the headers of replies."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    @contextlib.asynccontextmanager
+    async def post(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async with self._session.post(*args, **kwargs) as reply:
+            _headers.set(reply.headers)
+            yield reply
+
+
+def make_versioned_loop(base: type, **settings: Any) -> Any:
+    """Make a rollout loop of a subclass of TRL's `_AsyncRolloutLoop` whose samples carry the versions of their tokens.
+
+    It runs in a process of its own: `functools.partial(make_versioned_loop, base)` stands for it in the worker's
+    `_loop_cls`, and can be pickled.
+    """
+
+    class VersionedLoop(base):
+        """Everything but the versions is the base class's."""
+
+        session: Any
+
+        async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+            if not isinstance(self.session, _NotingSession):
+                self.session = _NotingSession(self.session)
+            _headers.set({})
+            ids, log_probs = await super()._generate_one_turn(prompt_ids)
+            versions = read_versions(_headers.get(), len(ids))
+            return ids, [VersionedLogProb(*pair) for pair in zip(log_probs, versions, strict=True)]
+
+        async def _score_group(self, group: Any) -> list[Any]:
+            samples = await super()._score_group(group)
+            # One sample for each sequence, in their order.
+            sequences = itertools.chain.from_iterable(group.completions_sequences)
+            for sample, sequence in zip(samples, sequences, strict=True):
+                sample.metrics = VersionedMetrics.of(sample.metrics, sequence.old_log_probs)
+            return samples
+
+    return VersionedLoop(**settings)
+
+
 class TokenAges:
     """Follows the samples of a trainer from its queue to its loss. Only the main process has samples.
 
     A token's lag is how many times the trainer has synced its weights since the sync that published the token's version.
-    That is the unit of TRL's `max_staleness` too. Where each sync is a version, it is the difference of versions.
-
-    Args:
-        max_lag: Tokens that are older when the trainer takes their sample are not trained; None for no bound.
+    That is the unit of TRL's `max_staleness` too. Where each sync is a version, it is the difference of versions. Tokens
+    that are older than `max_lag` when the trainer takes their sample are not trained.
     """
 
     def __init__(self, max_lag: int | None) -> None:
@@ -112,10 +163,7 @@ class TokenAges:
         """Prepare a sample that the trainer takes off its queue.
 
         Sets its `model_version` to the sync of its oldest trained token, which TRL holds to `max_staleness`. With a bound,
-        clears `completion_mask` of older tokens, and of those of unknown age.
-
-        Returns:
-            False if the bound leaves no token to be trained.
+        clears `completion_mask` of older tokens, and of those of unknown age; False if that leaves none to be trained.
         """
         trained = np.asarray(sample.completion_mask, dtype=bool)
         versions = getattr(sample.metrics, "versions", np.full(len(trained), UNKNOWN))
@@ -199,12 +247,7 @@ class TokenAges:
 def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
     """Mean, 95th percentile (by nearest rank) and maximum of lags, and the fraction of tokens with more than `bound`.
 
-    Args:
-        tokens: How many tokens there are of each lag.
-        bound: In the same unit.
-
-    Returns:
-        Nothing without tokens.
+    `tokens` has how many there are of each lag. Nothing without tokens.
     """
     count = sum(tokens.values())
     if not count:
@@ -222,13 +265,8 @@ def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
 def weight_sums(log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the importance weights of a batch's trained tokens, sum of their squares, and how many there are.
 
-    Args:
-        log_probs: The trainer's, at each packed position.
-        inputs: TRL's batch: `token_index`, the packed position of each trained token or -1, and `old_log_probs`, the
-            server's.
-
-    Returns:
-        float64 of shape (3,).
+    Float64 of shape (3,), from the trainer's log probabilities at each packed position and TRL's batch: `token_index`, the
+    packed position of each trained token or -1, and `old_log_probs`, the server's.
     """
     selected = inputs["token_index"] >= 0
     new, old = log_probs.detach().flatten()[inputs["token_index"][selected]], inputs["old_log_probs"][selected]

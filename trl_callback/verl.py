@@ -27,9 +27,8 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     """One process's end of the channel.
 
     Args:
-        bucket_size: verl's, in bytes; not needed here.
+        bucket_size: Not needed here.
         is_master: Whether this is the actor that publishes.
-        channel: URL of the channel.
         timeout_s: How long an update may take, from the publish to the last rollout worker.
         **options: Of `Publisher`, such as `resume` or `dtype`.
     """
@@ -71,9 +70,6 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
         """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights.
-
-        Returns:
-            Metrics: the version and its size on the wire.
 
         Raises:
             PublishError: the version did not become visible.

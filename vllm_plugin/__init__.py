@@ -12,12 +12,14 @@ apart by version. Without DELTASYNC_CHANNEL nothing of vLLM is touched. Two othe
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from deltasync.errors import ConfigError
 from vllm_plugin.log import logger
 
 if TYPE_CHECKING:
@@ -53,10 +55,9 @@ def _register() -> None:
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
     opt_in(os.environ)
-    from vllm_plugin import compat, unfollowed
+    from vllm_plugin import compat
 
-    unfollowed.refuse()
-
+    _refuse_unfollowed()
     if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
         return
     from vllm_plugin import salt
@@ -69,12 +70,37 @@ def _register() -> None:
 def opt_in(environ: MutableMapping[str, str]) -> None:
     """Have vLLM load our endpoint plugin, as it does only for those that VLLM_PLUGINS names, and all that it loads anyway.
 
-    Args:
-        environ: The environment of this process and those that it starts; changed unless it names plugins already.
+    Changes the environment, which the processes that this one starts inherit, unless it names plugins already.
     """
     if "VLLM_PLUGINS" not in environ:
         names = {plugin.name for kind in _LOADED_UNASKED for plugin in entry_points(group=f"vllm.{kind}_plugins")}
         environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"deltasync"}))
+
+
+def _refuse_unfollowed() -> None:
+    """Have the engines of this process refuse requests until their `deltasync_attached` is set. Again is fine.
+
+    The driver comes with vLLM's endpoint plugins. An application that makes an `AsyncLLM` without vLLM's own app may load
+    none, as Ray Serve LLM does by default; its engine would answer for ever with the weights that it was started with.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if hasattr(AsyncLLM, "deltasync_attached"):
+        return
+    generate = AsyncLLM.generate
+
+    @functools.wraps(generate)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.deltasync_attached:
+            raise ConfigError(
+                f"This engine would never follow {os.environ.get('DELTASYNC_CHANNEL')}: its application loads no endpoint "
+                "plugin of vLLM. Start it by `vllm serve`; in Ray Serve LLM set "
+                "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and RAY_SERVE_ENABLE_HA_PROXY=1."
+            )
+        return generate(self, *args, **kwargs)
+
+    AsyncLLM.deltasync_attached = False
+    AsyncLLM.generate = checked
 
 
 def __getattr__(name: str) -> Any:

@@ -9,13 +9,12 @@ last versions can be asked for by name; older ones are unloaded once no request 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,15 +49,14 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GRACE_S = 60.0  # a request may have looked up a version's name, and not be among the running ones yet
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Ahead:
+class _Ahead(NamedTuple):
     """A version on its way: by what, the tokens and requests of when it began, and how many elements it changed."""
 
     way: Sequence[Stored]
     tokens_before: int
     running: int
     begun_s: float
-    changed: int = 0
+    changed: int
 
 
 class AdapterEngine(Engine, Protocol):
@@ -148,7 +146,7 @@ class AdapterDriver(Driver):
 
     def _advance(self, way: Sequence[Stored]) -> _Ahead:
         """Bring the tensors to a version."""
-        ahead = _Ahead(way, generated_tokens(), running_requests(), time.perf_counter())
+        began = generated_tokens(), running_requests(), time.perf_counter()
         if self._follower is None:
             memory, self._tensors = LiveMemory.on_host(self._reader.specs)
             memory.audit()
@@ -166,7 +164,7 @@ class AdapterDriver(Driver):
             is_blamed = isinstance(error, CorruptDataError | MissingVersionError | FingerprintMismatchError)
             self._scout.failed((way, failed or self._follower.failed, error) if is_blamed else None)
             raise
-        return dataclasses.replace(ahead, changed=staged.staged.changed)
+        return _Ahead(way, *began, staged.staged.changed)
 
     def _read_config(self, stored: Stored) -> bytes:
         anchor = stored.record.anchor

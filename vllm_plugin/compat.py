@@ -57,7 +57,7 @@ USES = (
     Use(_ASYNC, "AsyncLLM.update_weight_version", ("new_version",)),
     Use(_CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
     Use(_CLIENT, "AsyncMPClient._call_utility_async", ("method", "args", "engine")),
-    # versions.py: which weights made which token; unfollowed.py: whether any should
+    # versions.py: which weights made which token; __init__.py: whether any should
     Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
     # load/: the model as its loader knows it, held by either of vLLM's model runners

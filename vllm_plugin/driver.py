@@ -19,6 +19,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from deltasync.channel import heartbeat, payloads
 from deltasync.channel.documents import Version
 from deltasync.channel.nearest import open_nearest
@@ -140,8 +142,7 @@ class Driver:
 
     def status(self, commit_count: int = HISTORY) -> Status:
         """What `GET /deltasync/status` returns, with the last commits only."""
-        stale, identity, reasons = self._stale, self.identity, self._workers.reasons
-        reloaded_count = sum(reason.tensors for reason in reasons)
+        stale, identity, workers = self._stale, self.identity, self._workers
         return Status(
             replica_id=self._settings.replica_id,
             channel=self._reader.store.url,
@@ -156,18 +157,16 @@ class Driver:
             error=self._error if stale is None else stale,
             kv_cache=self._settings.kv_cache,
             trusted_keys=None if self._reader.trusted is None else self._reader.trusted.names,
-            patched_tensors=len(self._reader.specs) - reloaded_count if self._opened else None,
-            reloaded_tensors=reloaded_count if self._opened else None,
-            reloaded=reasons,
+            patched_tensors=len(self._reader.specs) - workers.reloaded_count if self._opened else None,
+            reloaded_tensors=workers.reloaded_count if self._opened else None,
+            reloaded=workers.reasons,
             commits=list(self.commits)[-commit_count:] if commit_count else [],
         )
 
     async def reach(self, version: int | None, step: int | None = None) -> int:
         """Look at once, and wait until a version or a later one is served; returns that.
 
-        Args:
-            version: Its number; None for the newest that is published now, or the first if none is.
-            step: In place of the number: the trainer's step that it was published with.
+        None is the newest that is published now, or the first if none is; with `step`, the one published with that step.
         """
         begun = self._begun
         self._scout.is_asked = True
@@ -193,12 +192,8 @@ class Driver:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        url = self._reader.store.url
-        logger.info(
-            "deltasync follows %s (%s) as %s; to see versions and replicas: deltasync watch %s",
-            *(url, self.pin, self._settings.replica_id, url),
-        )
-        loop = asyncio.get_running_loop()
+        url, name, loop = self._reader.store.url, self._settings.replica_id, asyncio.get_running_loop()
+        logger.info("deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s", url, self.pin, name, url)
 
         def on_change(info: ObjectInfo | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is about to end
@@ -229,9 +224,7 @@ class Driver:
     async def look_until_done(self, pin: Pin | None = None, deadline: float = math.inf) -> None:
         """In place of `run`: look until nothing is left to take, or nothing comes of it; `status` tells which.
 
-        Args:
-            pin: See `look`.
-            deadline: When to stop, by `time.monotonic`, unless it is not known what the weights are.
+        It stops at a deadline, by `time.monotonic`, unless it is not known what the weights are.
         """
         failed = 0
         while True:
@@ -308,11 +301,7 @@ class Driver:
             raise NotPublishedError(f"{self._reader.store.url} holds no version yet.")
 
     async def _audit_if_due(self) -> None:
-        """Find bits that changed by themselves, by a fault of the memory say.
-
-        Raises:
-            ApplyError: there are some. The next look loads full weights.
-        """
+        """Raise if bits changed by themselves, by a fault of the memory say; the next look then loads full weights."""
         interval_s, before = self._settings.audit_interval_s, self.version
         if interval_s and time.monotonic() - self._audited_s >= interval_s:
             await self._settle()
@@ -342,11 +331,7 @@ class Driver:
         return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
 
     async def _stage(self, way: Sequence[Stored]) -> bool:
-        """Have the workers stage a way; False if one of them does not know what its bits are, which the next look settles.
-
-        Raises:
-            DeltaSyncError: a worker failed; the next look tries again, by another way if the way is at fault.
-        """
+        """Have the workers stage a way; False if one does not know what its bits are, which the next look settles."""
         self._state = "staging"
         replies = await self._workers.stage(way)
         failed = [(reply.failure, reply.blamed) for reply in replies if reply.failure is not None]
@@ -381,10 +366,10 @@ class Driver:
 
     def _committed(self, way: Sequence[Stored], done: Committed, tokens: int, running: int, pause_s: float) -> None:
         """Note a commit, in the status, the metrics and the log."""
-        served_at, version, self._step = time.time(), way[-1].version, way[-1].record.step
+        self._step = way[-1].record.step
         commit = Commit(
-            version=version.version,
-            sha256=version.sha256,
+            version=way[-1].version.version,
+            sha256=way[-1].version.sha256,
             anchor=way[0].use_anchor,
             changed=done.changed,
             payload_bytes=payload_bytes(way),
@@ -395,22 +380,14 @@ class Driver:
             lag_s=self._course.lag_s(way),
             tokens_during_sync=tokens,
             running_requests=running,
-            served_at=served_at,
+            served_at=time.time(),
         )
         self.commits.append(commit)
-        fold = any(stored.is_fold for stored in way)
-        self._metrics.committed(commit, "anchor" if commit.anchor else "fold" if fold else "delta")
+        self._metrics.committed(commit, any(stored.is_fold for stored in way))
         logger.info(
-            "deltasync serves version=%d digest=%.12s changed=%d stage_s=%.3f pause_s=%.4f scatter_s=%.4f reload_s=%.3f "
-            "lag_s=%s",
-            commit.version,
-            commit.sha256,
-            commit.changed,
-            commit.stage_s,
-            commit.pause_s,
-            commit.scatter_s,
-            commit.reload_s,
-            "-" if commit.lag_s is None else f"{commit.lag_s:.3f}",
+            "deltasync serves version=%(version)d digest=%(sha256).12s changed=%(changed)d stage_s=%(stage_s).3f "
+            "pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag_s)s",
+            msgspec.structs.asdict(commit) | {"lag_s": "-" if commit.lag_s is None else f"{commit.lag_s:.3f}"},
         )
 
     def _report(self, state: str, error: str | None) -> None:

@@ -185,7 +185,7 @@ class DeltaSyncEndpoints:
         if channel is None:
             return
         if engine_client is not None:
-            engine_client.deltasync_attached = True  # it follows, or this says why not (`unfollowed`)
+            engine_client.deltasync_attached = True  # it follows, or this says why not (`vllm_plugin._refuse_unfollowed`)
         try:
             self._settings = self._settings.at_port(getattr(args, "port", 0), _rank(args))
             self._look_at_address(args)

@@ -7,7 +7,6 @@ there are two, prefixed, and the state is made on first use.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, Self
 
 from deltasync.config import ReplicaSettings
@@ -29,9 +28,9 @@ class DeltaSyncWorkerExtension:
         Raises:
             ConfigError: a channel is configured, and nothing in this server would ever follow it.
         """
-        _check(os.environ)
-        worker = super().__new__(cls)
-        if ReplicaSettings.from_env().channel is not None:
+        channel, worker = ReplicaSettings.from_env().channel, super().__new__(cls)
+        if channel is not None:
+            _check(channel)
             warm_up_first(worker)
         return worker
 
@@ -60,17 +59,14 @@ class DeltaSyncWorkerExtension:
         return answer(body)
 
 
-def _check(environ: Mapping[str, str]) -> None:
+def _check(channel: str) -> None:
     """End the start of a server that would serve for ever what it has loaded, though a channel is configured."""
-    channel = ReplicaSettings.from_env().channel
-    if channel is None:
-        return
-    if "deltasync" not in environ.get("VLLM_PLUGINS", "").split(","):
+    if "deltasync" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         raise ConfigError(
             f"This server would never follow {channel}, because VLLM_PLUGINS leaves deltasync out: add it, or leave "
             "VLLM_PLUGINS unset."
         )
-    if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError(
             f"This server would never follow {channel}, because vLLM's Rust frontend loads no endpoint plugin: leave "
             "VLLM_USE_RUST_FRONTEND out."

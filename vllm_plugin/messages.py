@@ -192,11 +192,8 @@ class WeightUpdate(msgspec.Struct, kw_only=True):
     timeout_s: HeldSeconds = 60.0
 
 
-class Sync(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/sync`, where a field that is not one is a mistake."""
-
-    version: Number | None = None
-    timeout_s: HeldSeconds = 60.0
+class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /deltasync/sync`, where a field that is not one is a mistake, and `version` one of the channel."""
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -66,9 +66,9 @@ class Metrics:
         self._newest.set(0 if newest is None else newest)
         self._looked_at.set(0 if last_look_s_ago is None else time.time() - last_look_s_ago)
 
-    def committed(self, commit: Commit, kind: str) -> None:
-        """After a commit of kind `delta`, `fold` or `anchor`."""
-        self._commits.labels(kind).inc()
+    def committed(self, commit: Commit, fold: bool) -> None:
+        """After a commit."""
+        self._commits.labels("anchor" if commit.anchor else "fold" if fold else "delta").inc()
         self._payload.inc(commit.payload_bytes)
         self._stage.observe(commit.stage_s)
         if commit.lag_s is not None:

@@ -44,14 +44,11 @@ class OfflineReplica:
         return self._driver.version
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
-        """Bring the weights to the newest version, or at least to `version`, and drop the prefix cache.
+        """Bring the weights to the newest version, or at least to `version`, drop the prefix cache, and return what is live.
 
         Args:
             version: To wait for, if it is not published yet.
             timeout_s: How long to wait for it to be published.
-
-        Returns:
-            The version that is live.
 
         Raises:
             ApplyError: it could not be brought there, and why; the version before is still live.

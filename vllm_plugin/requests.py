@@ -42,13 +42,10 @@ def is_loopback(host: str | None) -> bool:
 
 
 def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> str | None:
-    """Why a request is not to be answered, whoever sends it; None if it may be.
+    """Why a request is not to be answered, whoever sends it; None if it may be. Headers have lower-case names.
 
-    Args:
-        method: The HTTP method.
-        headers: By lower-case names.
-        only_loopback: The server listens on loopback and wants no token, so it answers to addresses and `localhost` alone: a
-            name that was made to point here is another site's.
+    Where the server listens on loopback only and wants no token, it answers to addresses and `localhost` alone: a name that
+    was made to point here is another site's.
     """
     host = headers.get("host", "")
     if only_loopback and not _is_nobodys(host):

@@ -55,11 +55,7 @@ class Salts:
         self._live = salt
 
     def of(self, given: str | None) -> str:
-        """The salt of a request that starts now.
-
-        Args:
-            given: The request's `cache_salt`.
-        """
+        """The salt of a request that starts now and brought this `cache_salt`."""
         own, live = given or "", self._live
         if own.startswith(SESSION):
             version, _, own = own.removeprefix(SESSION).partition(":")

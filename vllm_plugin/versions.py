@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -149,19 +150,11 @@ def _add(message: Message, first: int, live_version: Callable[[], int | None], c
 
 
 async def _naming_session(scope: Scope, receive: Receive, version: str) -> Receive:
-    """Read a request's body and name the session in its `cache_salt`, vLLM's own field.
-
-    Returns:
-        What gives the new body in place of `receive`; `scope` has its length. A body that is no JSON object stays as it is.
-    """
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            break
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    data = bytes(body)
+    """Name the session in a body's `cache_salt`, vLLM's own field; returns what gives the body in place of `receive`."""
+    try:
+        data = await Request(scope, receive).body()
+    except ClientDisconnect:
+        return receive
     try:
         fields = json.loads(data)
         if isinstance(fields, dict) and isinstance(fields.get("cache_salt"), str | None):

@@ -47,12 +47,7 @@ _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDict
 
 
 class WorkerReplica:
-    """Follows one channel with the parameters of one worker.
-
-    Args:
-        runner: vLLM's model runner, with the model loaded.
-        channel: URL of the channel, which must have a version.
-        trusted_keys: See `ReaderSettings`; from the environment if None.
+    """Follows one channel with the parameters of one worker, of the model that vLLM's model runner has loaded.
 
     Raises:
         NotPublishedError: the channel has none yet.
@@ -229,9 +224,7 @@ class WorkerReplica:
     def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
         """Hold what was committed to the published fingerprints, and roll it back if it is something else.
 
-        Args:
-            fingerprints: Fingerprints of the changed tensors, over all workers; None for this worker alone.
-            total: Fingerprint of the model.
+        Given are those of the changed tensors and of the model, over all workers; None for this worker alone.
         """
         committed, self._committed = self._committed, None
         assert committed is not None

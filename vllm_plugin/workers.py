@@ -44,14 +44,18 @@ class Workers:
         self.reasons: list[Reason] = []
         self.fingerprints: dict[str, int] = {}
 
+    @property
+    def reloaded_count(self) -> int:
+        """Tensors that take the fallback."""
+        return sum(reason.tensors for reason in self.reasons)
+
     async def open(self, channel: str, trusted_keys: str | None) -> int:
         """Learn what the workers hold, and prove it. Returns the fingerprint of the model."""
         answers = await call_workers(self._engine, "deltasync_open", (channel, trusted_keys))
         _succeeded([parse(answer, _NOTHING) for answer in answers])
         total = await self._audit(first=True)
-        reloaded = sum(reason.tensors for reason in self.reasons)
-        patched = len(self._reader.specs) - reloaded
-        logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, reloaded)
+        patched = len(self._reader.specs) - self.reloaded_count
+        logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, self.reloaded_count)
         for reason in self.reasons:
             logger.warning(
                 "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
@@ -108,8 +112,7 @@ class Workers:
     async def commit(self) -> Committed:
         """Commit what is staged on all workers, or on none. Call while generation is paused.
 
-        Returns:
-            The longest times, and the elements that all workers changed together.
+        Returns the longest times, and the elements that all workers changed together.
 
         Raises:
             DeltaSyncError: `is_safe` tells whether the old bits are live again.

@@ -190,7 +190,7 @@ def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tm
     model = tiny_model()
     model.model.register_buffer("kept", torch.arange(3))
     model.model.register_buffer("scratch", torch.arange(3), persistent=False)
-    names = gather.checkpoint_tensors(model).keys()
+    names = dict(gather.stream_of(model)).keys()
     assert "model.kept" in names
     assert "model.scratch" not in names
     assert "model.embed_tokens.weight" in names

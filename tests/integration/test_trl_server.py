@@ -63,7 +63,7 @@ class Recorder(TrainerCallback):
 
 
 def served_digests(model: Any) -> dict[str, str]:
-    return vllm_server.digests(gather.checkpoint_tensors(model))
+    return vllm_server.digests(dict(gather.stream_of(model)))
 
 
 def make_trainer(
@@ -266,7 +266,7 @@ class LiveBits(TrainerCallback):
     def compare(self, model: Any) -> None:
         publisher = self.sync.weight_transfer.publisher
         assert publisher is not None
-        self.expected[publisher.version] = vllm_server.digests(gather.checkpoint_tensors(model))
+        self.expected[publisher.version] = vllm_server.digests(dict(gather.stream_of(model)))
         found = self.server.json("/deltasync/digest")
         assert found["sha256"] == self.expected[found["version"]]
         self.behind.append(publisher.version - found["version"])

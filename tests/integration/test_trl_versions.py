@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trl_callback import DeltaSyncConfig, DeltaWeightTransfer
-from trl_callback.client import client_class
+from trl_callback.callback import client_class
 
 pytestmark = [
     pytest.mark.trl,

@@ -86,7 +86,7 @@ class Comparer(TrainerCallback):
             pass
         tokens = greedy(self.server, f"policy-v{version}")
         assert tokens == greedy(self.server, "policy") == greedy(self.server, own.name)
-        merged = gather.checkpoint_tensors(model)
+        merged = dict(gather.stream_of(model))
         assert shortfall(self.checkpoint, merged, tokens) < NEARLY
         self.tokens.append(tokens)
 

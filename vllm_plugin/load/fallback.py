@@ -40,12 +40,9 @@ def mirrored(
 
 
 class Mirror:
-    """Host copies of tensors, and vLLM's layerwise reload from them.
+    """Host copies of tensors as the checkpoint has them, mutated by commits, and vLLM's layerwise reload from them.
 
-    Args:
-        runner: vLLM's model runner.
-        layers: The modules that each tensor is loaded into.
-        tensors: The tensors as the checkpoint has them; kept, and mutated by commits.
+    `layers` are the modules that each tensor is loaded into.
     """
 
     def __init__(self, runner: Any, layers: Mapping[str, Set[torch.nn.Module]], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -15,8 +15,7 @@ from vllm_plugin.log import logger
 def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
     """A model for `load_weights`, without LoRA's wrappers, and with meta tensors for parameters that vLLM changed.
 
-    Returns:
-        Copies of the modules, all other tensors shared with `model`, which is not touched; and each copy's original.
+    Its modules are copies that share all other tensors with `model`, which is not touched. Also each copy's original.
     """
     copies: dict[torch.nn.Module, torch.nn.Module] = {}
 

@@ -22,10 +22,7 @@ def check_coverage(
 ) -> None:
     """Make sure that the shards hold every tensor: each element once, or in copies of one and the same region.
 
-    Args:
-        specs: Served names, dtypes and shapes.
-        regions: What each shard holds of each tensor.
-        reasons: Why tensors cannot be patched in place, as far as that is known.
+    `reasons` tells why tensors cannot be patched in place, as far as that is known.
 
     Raises:
         ModelMismatchError: they do not; names tensors and says what is missing.
@@ -75,11 +72,9 @@ def verify(
 ) -> set[str]:
     """Compare live memory, as vLLM loaded it, through the plan with the checkpoint, bit by bit.
 
-    Tensors that lie in live memory in another layout than in the checkpoint get a reason in the plan.
-
-    Returns:
-        Tensors that were not compared, because the checkpoint does not hold them in that shape, and that share no place with
-        one that was. Only a fingerprint can tell whether the plan is right about those.
+    Tensors that lie in live memory in another layout than in the checkpoint get a reason in the plan. Returned are those
+    that were not compared, because the checkpoint does not hold them in that shape, and that share no place with one that
+    was. Only a fingerprint can tell whether the plan is right about those.
     """
     compared = set()
     for name, tensor in tensors:
