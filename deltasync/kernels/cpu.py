@@ -65,25 +65,20 @@ def _cells(key, first, bits_C):
 
 
 @kernel
-def _take(key, bits_N, out_N, mask, largest):
+def _take(key, bits_N, out_N):
     """Copies a piece that stays in the cache, then reads that: the fingerprint is of what was written."""
-    total, above = np.uint64(0), np.int64(0)
+    total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
-        part, part_above = np.uint64(0), np.int64(0)
+        part = np.uint64(0)
         end = min((chunk + 1) * _CHUNK, bits_N.size)
         for first in range(chunk * _CHUNK, end, _SCATTER_CHUNK):
             last = min(first + _SCATTER_CHUNK, end)
             out_C = out_N[first:last]
             out_C[:] = bits_N[first:last]
-            at = key + np.uint64(first) * _I
-            for i in range(out_C.size):
-                bits = np.uint64(out_C[i])
-                part += _cell(at, i, bits)
-                part_above += (bits & mask) > largest
+            part += _cells(key, first, out_C)
         total += part
-        above += part_above
-    return total, above
+    return total
 
 
 @kernel
@@ -272,16 +267,10 @@ def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
         return int(_fingerprint(_from(key, start), bits_N))
 
 
-def take(key: int, bits_N: np.ndarray, out_N: np.ndarray, bounds: tuple[int, int], start: int = 0) -> tuple[int, bool]:
-    """Copy bits into `out_N`, of the same shape and dtype: a tensor's elements from flat index `start` on.
-
-    Returns:
-        What they add to the fingerprint; whether one is above `bounds`, as `add` has them.
-    """
-    mask, largest = np.array(bounds, np.uint64)
+def take(key: int, bits_N: np.ndarray, out_N: np.ndarray) -> int:
+    """Copy a tensor's bits into `out_N`, of the same shape and dtype; their fingerprint."""
     with threads(bits_N.size // _CHUNK):
-        added, above = _take(_from(key, start), bits_N, out_N, mask, largest)
-    return int(added), above > 0
+        return int(_take(np.uint64(key), bits_N, out_N))
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:

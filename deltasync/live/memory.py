@@ -211,7 +211,7 @@ class LiveMemory:
         """
         for name, bits_N, expected in weights:
             (segment,) = self._place(name)
-            found, _ = kernels.cpu.take(self._keys[name], bits_N, unsigned(segment.flat()), (0, 0))
+            found = kernels.cpu.take(self._keys[name], bits_N, unsigned(segment.flat()))
             self.parts[name] = (found,)
             if found != expected:
                 raise FingerprintMismatchError(f"{name} does not have the published bits.")
@@ -232,7 +232,7 @@ class LiveMemory:
             (segment,), key = self._place(patch.name), self._keys[patch.name]
             bits_N, (part,) = unsigned(segment.flat()), self.parts[patch.name]
             if patch.index_K is None:
-                part, _ = kernels.cpu.take(key, patch.data, bits_N, (0, 0))
+                part = kernels.cpu.take(key, patch.data, bits_N)
             else:
                 step_K = patch.data - bits_N[patch.index_K] if patch.absolute else patch.data
                 part += kernels.cpu.add(key, bits_N, patch.index_K, step_K, (0, 0))[0]

@@ -232,7 +232,7 @@ class Snapshot:
 
     def __init__(self, shadow: Shadow) -> None:
         self.fingerprints = dict(shadow.fingerprints)
-        self._specs, self._bits, self._lock = shadow.specs, shadow.bits, shadow.lock  # not the shadow, which keeps this
+        self._bits, self._lock = shadow.bits, shadow.lock  # not the shadow, which keeps this
         self._later: dict[str, list[Patch]] = {name: [] for name in shadow.bits}
 
     @property
@@ -249,11 +249,11 @@ class Snapshot:
 
     def take(self, name: str, out_N: np.ndarray) -> None:
         """Write a tensor's bits into `out_N`, unsigned and flat; CorruptDataError if they are not what they were."""
-        key, bits_N, bounds = fingerprint.tensor_key(name), self._bits[name], nan_bounds(self._specs[name])
+        key, bits_N = fingerprint.tensor_key(name), self._bits[name]
         with self._lock:
             before = self._later[name]
         # Without the lock, so that the trainer does not wait for it.
-        found, _ = kernels.cpu.take(key, bits_N, out_N, bounds)
+        found = kernels.cpu.take(key, bits_N, out_N)
         with self._lock:
             later = self._later.pop(name)
             moved = later is not before  # each step makes another list

@@ -162,7 +162,7 @@ class TestWithoutStore:
         while replica.version != 40:
             # Requests enough for a plan and for a few files, then none.
             store.heal()
-            many = len(store.calls) + 52
+            many = len(store.calls) + 47
             store.tamper("", lambda data, many=many: data if len(store.calls) <= many else _fail())  # type: ignore[misc]
             try:
                 replica.sync()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -26,10 +27,13 @@ from deltasync.errors import (
     MissingVersionError,
     NotPublishedError,
     RunMismatchError,
+    StageError,
     StoreError,
     TransientStoreError,
     UnsupportedFormatError,
 )
+from deltasync.live import LiveMemory
+from deltasync.tensors import Patch
 from tests.channels import EPOCH, Made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped, truncated
@@ -129,6 +133,24 @@ def test_who_joins_keeps_what_came_before_a_damaged_part(
     assert replica.sync() == 3
     assert_same_bits(replica.state_dict(), third)
     assert len([key for _, key in scene.store.calls if key.startswith(keys.ANCHORS)]) == 1
+
+
+def test_a_join_that_runs_out_of_memory_has_what_came_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: LiveMemory, patches: Iterable[tuple[Patch, int]]) -> dict[str, int]:
+        found = patch(self, itertools.islice(patches, 1))
+        assert found
+        raise MemoryError("Unable to allocate 1.16 GiB for an array (by the test)")
+
+    patch = LiveMemory.patch
+    monkeypatch.setattr(LiveMemory, "patch", full)
+    replica = Replica(scene.store)
+    with pytest.raises(StageError, match="Not enough memory for version 2"):
+        replica.sync()
+    assert replica.version == 1
+    assert_same_bits(replica.state_dict(), FIRST)
+    monkeypatch.undo()
+    assert replica.sync() == 2
+    assert_same_bits(replica.state_dict(), _second())
 
 
 def test_a_join_that_is_cut_short_goes_on_from_there(scene: Scene) -> None:

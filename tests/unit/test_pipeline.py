@@ -213,7 +213,7 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
     versions, entered, opened = states(4, elements=3000), threading.Event(), threading.Event()
     take = kernels.cpu.take
 
-    def gated(*arguments: Any) -> tuple[int, bool]:
+    def gated(*arguments: Any) -> int:
         if not threading.current_thread().name.startswith("deltasync-keep"):
             return take(*arguments)
         found = take(*arguments) if held == "after" else None
