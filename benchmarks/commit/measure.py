@@ -119,7 +119,7 @@ def _commit(folder: Path, versions: Versions) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.commit.engine", str(request), str(result)]
     env = server.environ(VLLM_ENABLE_V1_MULTIPROCESSING="0", DELTASYNC_CHANNEL=versions.channel)
     with Child("vLLM", command, env, folder / "engine.log") as child:
-        child.wait(_ENGINE_S, "for the commits")
+        child.wait(_ENGINE_S)
         child.check()
     found: dict[str, Any] = json.loads(result.read_text())
     return found

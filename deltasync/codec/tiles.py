@@ -99,7 +99,7 @@ class Grid:
         """The tiles, whose changes are counted by `bound_B`, in flat indices of the tensor."""
         (base_G, width), (_, rows, columns) = self._bands(), self.tile
         base_B = (base_G[:, None] + np.arange(self.counts[2]) * columns).reshape(-1)
-        return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width)
+        return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width, self.counts[2])
 
     def by_tiles(self, index_K: np.ndarray, step_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Changes of the range, ascending, in the order of tiles; and of each tile the first one (`Blocks.bound_B`)."""

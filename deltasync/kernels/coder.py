@@ -201,42 +201,50 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
 
 
 @kernel
-def _times(base_B, end_B, bound_B, width, stride, new_N, index_K, step_K, shift, mask, hazard_BC, class_K, time_K, wait_B):
-    """Class of each change's old value, and the time since the one before."""
-    for b in prange(base_B.size):
-        hazard_C = hazard_BC[b]
-        # Unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
-        i = np.uint64(base_B[b])
-        run = np.uint64(min(end_B[b], base_B[b] + width))
-        waits = np.int64(0)
-        for k in range(bound_B[b], bound_B[b + 1]):
-            index = np.uint64(index_K[k])
-            t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-            while True:
-                stop = min(index, run)
-                while i + _U4 <= stop:
-                    t0 += hazard_C[(new_N[i] >> shift) & mask]
-                    t1 += hazard_C[(new_N[i + _U1] >> shift) & mask]
-                    t2 += hazard_C[(new_N[i + _U2] >> shift) & mask]
-                    t3 += hazard_C[(new_N[i + _U3] >> shift) & mask]
-                    i += _U4
-                while i < stop:
-                    t0 += hazard_C[(new_N[i] >> shift) & mask]
-                    i += _U1
-                if index < run:
-                    break
-                run += np.uint64(stride)
-                i = run - np.uint64(width)
-                for ahead in range(np.int64(i) + _AHEAD * stride, np.int64(run) + _AHEAD * stride, _LINE // new_N.itemsize):
-                    prefetch(new_N, ahead)
-            old = new_N[index]
-            old -= step_K[k]
-            class_K[k] = (old >> shift) & mask
-            time = t0 + t1 + t2 + t3
-            time_K[k] = time
-            waits += time >> _TIME_END_BITS
-            i = index + _U1
-        wait_B[b] = waits
+def _times(
+    base_B, end_B, bound_B, width, stride, across, new_N, index_K, step_K, shift, mask, hazard_BC, class_K, time_K, wait_B
+):
+    """Class of each change's old value, and the time since the one before.
+
+    Blocks that lie side by side are read together, run by run, as they lie in memory.
+    """
+    for group in prange(base_B.size // across):
+        first = group * across
+        next_A, time_A = bound_B[first : first + across].copy(), np.zeros(across, np.int64)
+        wait_B[first : first + across] = 0
+        offset = np.int64(0)
+        while base_B[first] + offset < end_B[first]:
+            for a in range(across):
+                b = first + a
+                k, end_k, time, hazard_C = next_A[a], bound_B[b + 1], time_A[a], hazard_BC[b]
+                # Unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
+                i = np.uint64(base_B[b] + offset)
+                run = np.uint64(min(end_B[b], base_B[b] + offset + width))
+                while k < end_k and i < run:
+                    index = min(np.uint64(index_K[k]), run)
+                    t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+                    while i + _U4 <= index:
+                        t0 += hazard_C[(new_N[i] >> shift) & mask]
+                        t1 += hazard_C[(new_N[i + _U1] >> shift) & mask]
+                        t2 += hazard_C[(new_N[i + _U2] >> shift) & mask]
+                        t3 += hazard_C[(new_N[i + _U3] >> shift) & mask]
+                        i += _U4
+                    while i < index:
+                        t0 += hazard_C[(new_N[i] >> shift) & mask]
+                        i += _U1
+                    time += t0 + t1 + t2 + t3
+                    if index == run:
+                        break
+                    old = new_N[index]
+                    old -= step_K[k]
+                    class_K[k] = (old >> shift) & mask
+                    time_K[k] = time
+                    wait_B[b] += time >> _TIME_END_BITS
+                    time = np.int64(0)
+                    i = index + _U1
+                    k += 1
+                next_A[a], time_A[a] = k, time
+            offset += stride
 
 
 @njit(inline="always")
@@ -326,7 +334,7 @@ def encode(
     blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, tables: Tables, context: Context | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Words of all blocks and how many each has, none for a block without changes; without a context as `packed`."""
-    base_B, _, bound_B, _, _ = blocks
+    base_B, bound_B = blocks.base_B, blocks.bound_B
     wait_B = np.zeros(base_B.size, np.int64)
     times = None
     if context is not None:
@@ -360,5 +368,5 @@ def decode(
     good_B = np.zeros(blocks.base_B.size, np.bool_)
     old = None if context is None else (context.bits_N, *context.classes, context.hazard_BC, context.table_C)
     with threads(tasks(blocks, index_K) if context is None else blocks.base_B.size):
-        _decode(words, word_B, *blocks, *tables[:2], tables.symbol_TL, top_of(step_K), old, index_K, step_K, good_B)
+        _decode(words, word_B, *blocks[:5], *tables[:2], tables.symbol_TL, top_of(step_K), old, index_K, step_K, good_B)
     return bool(good_B.all())

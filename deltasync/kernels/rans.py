@@ -57,6 +57,7 @@ class Blocks(NamedTuple):
         base_B, end_B: First element of each block, and the one behind its last.
         bound_B: First change of each block in the tensor's, and how many there are; shape B + 1.
         width, stride: The elements of a block are runs of `width`, one every `stride` elements; by default they are one run.
+        across: So many blocks each lie side by side, with runs that follow each other.
     """
 
     base_B: np.ndarray
@@ -64,6 +65,7 @@ class Blocks(NamedTuple):
     bound_B: np.ndarray
     width: int = 1 << 62
     stride: int = 1 << 62
+    across: int = 1
 
     @property
     def size_B(self) -> np.ndarray:
