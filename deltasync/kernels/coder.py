@@ -32,6 +32,7 @@ _AHEAD, _LINE = (
     64,
 )  # runs of a tile that are on their way from memory, which follow no pattern that it knows; bytes of a line
 _WORD = np.uint64(0xFFFFFFFF)
+_CHUNK = np.uint64(16)  # elements between changes whose times are added up at once
 
 
 @intrinsic
@@ -103,21 +104,19 @@ def _push_state(out, at, x, any_change):
 
 
 @njit(forceinline=True)
-def _pull(words, at, end, x):
-    """Renormalise; beyond the end of the stream `at` goes on without reading, so that it ends up wrong."""
-    if x < _STATE_MIN:
-        if at < end:
-            x = (x << _U32) | np.uint64(words[at])
-        at += 1
-    return at, x
+def _pull(words, at, x):
+    """Renormalise, without a branch, which would be mispredicted often; `at` may go on beyond the end of all words."""
+    short = np.uint64(x < _STATE_MIN)
+    word = np.uint64(words[np.uint64(min(at, words.size - 1))])
+    return at + np.int64(short), (x << (short * _U32)) | (word & (_U0 - short))
 
 
 @njit(forceinline=True)
-def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
+def _pull_number(words, at, x, symbol_L, freq_S, start_S):
     slot = x & ((_U1 << _TABLE_BITS) - _U1)
     symbol = np.uint64(symbol_L[slot])
     x = np.uint64(freq_S[symbol]) * (x >> _TABLE_BITS) + slot - np.uint64(start_S[symbol])
-    at, x = _pull(words, at, end, x)
+    at, x = _pull(words, at, x)
     if symbol < _U16:
         return at, x, symbol
     extra = (symbol >> _U2) - _U2
@@ -126,7 +125,7 @@ def _pull_number(words, at, end, x, symbol_L, freq_S, start_S):
         bits = min(extra, _U24)
         value = (value << bits) | (x & ((_U1 << bits) - _U1))
         x >>= bits
-        at, x = _pull(words, at, end, x)
+        at, x = _pull(words, at, x)
         extra -= bits
     return at, x, value
 
@@ -164,6 +163,23 @@ def _push_moment(out, at, x, time, hazard):
     return at, x
 
 
+@njit(forceinline=True)
+def _chunk_time(bits_N, i, shift, mask, hazard_C):
+    """Time that a chunk takes.
+
+    Indices are unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
+    """
+    t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    end = i + _CHUNK
+    while i < end:
+        t0 += hazard_C[(bits_N[i] >> shift) & mask]
+        t1 += hazard_C[(bits_N[i + _U1] >> shift) & mask]
+        t2 += hazard_C[(bits_N[i + _U2] >> shift) & mask]
+        t3 += hazard_C[(bits_N[i + _U3] >> shift) & mask]
+        i += _U4
+    return t0 + t1 + t2 + t3
+
+
 @njit(inline="always")
 def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C):
     """The first element to change from `index` on, and where its run ends; `last` if the stream is malformed."""
@@ -171,7 +187,7 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
     slot = x & (_TIME_SLOTS - _U1)
     while slot >= np.uint64(_LAST_SLOT) and at <= end:
         x = (_TIME_SLOTS - np.uint64(_LAST_SLOT)) * (x >> _TIME_BITS) + slot - np.uint64(_LAST_SLOT)
-        at, x = _pull(words, at, end, x)
+        at, x = _pull(words, at, x)
         begin -= _TIME_END
         slot = x & (_TIME_SLOTS - _U1)
     if at > end:
@@ -196,7 +212,7 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
         return at, x, last, run
     start = _time_slot(begin)
     x = np.uint64(_time_slot(begin + hazard) - start) * (x >> _TIME_BITS) + slot - np.uint64(start)
-    at, x = _pull(words, at, end, x)
+    at, x = _pull(words, at, x)
     return at, x, np.int64(i), run
 
 
@@ -210,40 +226,37 @@ def _times(
     """
     for group in prange(base_B.size // across):
         first = group * across
-        next_A, time_A = bound_B[first : first + across].copy(), np.zeros(across, np.int64)
+        # Of each block: its next change, its time from the start on, and when its last changed element ended.
+        next_A = bound_B[first : first + across].copy()
+        time_A, since_A = np.zeros(across, np.int64), np.zeros(across, np.int64)
+        time_J = np.empty(int(_CHUNK) + 1, np.int64)
         wait_B[first : first + across] = 0
         offset = np.int64(0)
         while base_B[first] + offset < end_B[first]:
             for a in range(across):
                 b = first + a
-                k, end_k, time, hazard_C = next_A[a], bound_B[b + 1], time_A[a], hazard_BC[b]
-                # Unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
+                k, end_k, time, since, hazard_C = next_A[a], bound_B[b + 1], time_A[a], since_A[a], hazard_BC[b]
                 i = np.uint64(base_B[b] + offset)
                 run = np.uint64(min(end_B[b], base_B[b] + offset + width))
-                while k < end_k and i < run:
-                    index = min(np.uint64(index_K[k]), run)
-                    t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-                    while i + _U4 <= index:
-                        t0 += hazard_C[(new_N[i] >> shift) & mask]
-                        t1 += hazard_C[(new_N[i + _U1] >> shift) & mask]
-                        t2 += hazard_C[(new_N[i + _U2] >> shift) & mask]
-                        t3 += hazard_C[(new_N[i + _U3] >> shift) & mask]
-                        i += _U4
-                    while i < index:
-                        t0 += hazard_C[(new_N[i] >> shift) & mask]
-                        i += _U1
-                    time += t0 + t1 + t2 + t3
-                    if index == run:
-                        break
-                    old = new_N[index]
-                    old -= step_K[k]
-                    class_K[k] = (old >> shift) & mask
-                    time_K[k] = time
-                    wait_B[b] += time >> _TIME_END_BITS
-                    time = np.int64(0)
-                    i = index + _U1
-                    k += 1
-                next_A[a], time_A[a] = k, time
+                while i < run and k < end_k:
+                    end = min(i + _CHUNK, run)
+                    if i + _CHUNK == end <= np.uint64(index_K[k]):
+                        time += _chunk_time(new_N, i, shift, mask, hazard_C)
+                        i = end
+                        continue
+                    time_J[0] = time
+                    for j in range(np.int64(end - i)):
+                        time += hazard_C[(new_N[i + np.uint64(j)] >> shift) & mask]
+                        time_J[j + 1] = time
+                    while k < end_k and np.uint64(index_K[k]) < end:
+                        index = np.uint64(index_K[k])
+                        class_K[k] = ((new_N[index] - step_K[k]) >> shift) & mask
+                        time_K[k] = time_J[index - i] - since
+                        wait_B[b] += time_K[k] >> _TIME_END_BITS
+                        since = time_J[index - i + _U1]
+                        k += 1
+                    i = end
+                next_A[a], time_A[a], since_A[a] = k, time, since
             offset += stride
 
 
@@ -288,46 +301,87 @@ def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS
             first_B[b] = _push_state(out, at_b, x_b, any_b)
 
 
+@njit(inline="always")
+def _open(words, word_B, bound_B, b):
+    """Where the words of a block go on, its state, and its first change, which is beyond its last if it cannot be read."""
+    at, end, k = word_B[b], word_B[b + 1], bound_B[b]
+    if k == bound_B[b + 1]:
+        return at, _STATE_MIN, k
+    if end - at < 2:
+        return at, _STATE_MIN, bound_B[b + 1] + 1
+    x = np.uint64(words[at]) | (np.uint64(words[at + 1]) << _U32)
+    return at + 2, x, k if x >= _STATE_MIN else bound_B[b + 1] + 1
+
+
+@njit(inline="always")
+def _pull_change(
+    words,
+    word_B,
+    end_B,
+    bound_B,
+    width,
+    stride,
+    freq_TS,
+    start_TS,
+    symbol_TL,
+    top,
+    old,
+    index_K,
+    step_K,
+    b,
+    at,
+    x,
+    k,
+    index,
+    run,
+):
+    """Read change k of block b, behind `index`; the next one is beyond the last if the stream is malformed."""
+    last, table = end_B[b], 1
+    if old is None:
+        at, x, gap = _pull_number(words, at, x, symbol_TL[0], freq_TS[0], start_TS[0])
+        index = last if gap >= np.uint64(last - index - 1) else index + 1 + np.int64(gap)
+    else:
+        old_N, shift, mask, hazard_BC, table_C = old
+        at, x, index, run = _pull_moment(
+            words, at, word_B[b + 1], x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_BC[b]
+        )
+        table = table_C[(old_N[np.uint64(index)] >> shift) & mask] if index < last else 0
+    at, x, step = _pull_number(words, at, x, symbol_TL[table], freq_TS[table], start_TS[table])
+    if index >= last or step > (top - _U1) + (top - _U1):
+        return at, x, bound_B[b + 1] + 1, index, run
+    index_K[k] = index
+    step_K[k] = _unzigzag(step)
+    return at, x, k + 1, index, run
+
+
 @kernel
 def _decode(
     words, word_B, base_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K, good_B
 ):
-    """`old` is None for gaps."""
-    if old is not None:
-        old_N, shift, mask, hazard_BC, table_C = old
-    limit = (top - _U1) + (top - _U1)
-    for b in prange(base_B.size):
-        low, high = bound_B[b], bound_B[b + 1]
-        at, end = word_B[b], word_B[b + 1]
-        if low == high:
-            good_B[b] = at == end
-            continue
-        if end - at < 2:
-            continue
-        x = np.uint64(words[at]) | (np.uint64(words[at + 1]) << _U32)
-        at += 2
-        good = x >= _STATE_MIN
-        index, last, table = base_B[b] - 1, end_B[b], 1 if old is None else 0
-        if old is not None:
-            hazard_C = hazard_BC[b]
-        run = min(last, base_B[b] + width)
-        for k in range(low, high):
-            if old is None:
-                at, x, gap = _pull_number(words, at, end, x, symbol_TL[0], freq_TS[0], start_TS[0])
-                index = last if gap >= np.uint64(last - index - 1) else index + 1 + np.int64(gap)
-            else:
-                at, x, index, run = _pull_moment(
-                    words, at, end, x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_C
-                )
-                if index < last:
-                    table = table_C[(old_N[np.uint64(index)] >> shift) & mask]
-            at, x, step = _pull_number(words, at, end, x, symbol_TL[table], freq_TS[table], start_TS[table])
-            if index >= last or step > limit:
-                good = False
-                break
-            index_K[k] = index
-            step_K[k] = _unzigzag(step)
-        good_B[b] = good and at == end and x == _STATE_MIN
+    """Two blocks at a time, as in `_encode`; `old` is None for gaps."""
+    for pair in prange((base_B.size + 1) // 2):
+        a, b = 2 * pair, min(2 * pair + 1, base_B.size - 1)
+        at_a, x_a, k_a = _open(words, word_B, bound_B, a)
+        at_b, x_b, k_b = _open(words, word_B, bound_B, b)
+        high_a, high_b = bound_B[a + 1], bound_B[b + 1]
+        index_a, index_b = base_B[a] - 1, base_B[b] - 1
+        run_a, run_b = min(end_B[a], base_B[a] + width), min(end_B[b], base_B[b] + width)
+        if a == b:
+            k_b = high_b
+        while k_a < high_a or k_b < high_b:
+            if k_a < high_a:
+                at_a, x_a, k_a, index_a, run_a = _pull_change(
+                    words, word_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K,
+                    a, at_a, x_a, k_a, index_a, run_a,
+                )  # fmt: skip
+            if k_b < high_b:
+                at_b, x_b, k_b, index_b, run_b = _pull_change(
+                    words, word_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K,
+                    b, at_b, x_b, k_b, index_b, run_b,
+                )  # fmt: skip
+        if a != b:
+            good_B[b] = k_b == high_b and at_b == word_B[b + 1] and x_b == _STATE_MIN
+        good_B[a] = k_a == high_a and at_a == word_B[a + 1] and x_a == _STATE_MIN
 
 
 def encode(
