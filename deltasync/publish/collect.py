@@ -16,6 +16,9 @@ from deltasync.publish.shadow import Shadow
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import TensorSpec
 
+_STORED_AT_ONCE = 2
+"""So that the disk or the line is never idle while a file begins or ends."""
+
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger file is stored before the next one is made."""
 
@@ -41,7 +44,7 @@ class Weights:
     def put(
         self, put_file: Callable[[str, str, bytes | memoryview], File], folder: str, companions: Mapping[str, bytes]
     ) -> Anchor:
-        """Store all files in an anchor's folder, each while the next one is made; `companions` lie beside the weights.
+        """Store all files in an anchor's folder, two at a time, while the next one is made; `companions` lie beside them.
 
         Raises:
             CorruptDataError: the weights in memory are damaged.
@@ -49,10 +52,10 @@ class Weights:
         """
         beside = [put_file(folder, name, data) for name, data in companions.items()]
         stored: list[Future[File]] = []
-        with ThreadPoolExecutor(1, thread_name_prefix="deltasync-anchor") as pool:
+        with ThreadPoolExecutor(_STORED_AT_ONCE, thread_name_prefix="deltasync-anchor") as pool:
             for name, data in self.files:
-                if stored:
-                    stored[-1].result()  # so that no more than two are in memory
+                if len(stored) >= _STORED_AT_ONCE:
+                    stored[-_STORED_AT_ONCE].result()  # so that no more are in memory
                 stored.append(pool.submit(put_file, folder, name, data))
                 if len(data) > _MOST_BESIDE_BYTES:
                     stored[-1].result()
