@@ -1,7 +1,9 @@
 """Size and speed of our codecs and of the peers' encodings on the same deltas, beside the bounds and the machine's memcpy.
 
-Sizes are exact; times are the best of several repeats. Every encoding is applied in place, without what would undo it; ours
-keeps the fingerprint besides. What a commit takes, which can be undone, is for `benchmarks.commit`.
+Sizes are exact; times are the best of several repeats. Those of encoding are the median of five rounds, each right after a
+copy that it is compared with: how fast memory is changes from one second to the next where others use it too. Every encoding
+is applied in place, without what would undo it; ours keeps the fingerprint besides. What a commit takes, which can be
+undone, is for `benchmarks.commit`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,14 +21,15 @@ import numpy as np
 from benchmarks.codec import bounds
 from benchmarks.codec.data import Delta, Sample
 from benchmarks.codec.peers import PEERS, Peer
-from benchmarks.common import REPEATS, best_s, peak_extra_bytes, say
+from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
 from deltasync.config import CODECS
 from deltasync.kernels import cpu
 from deltasync.tensors import TensorSpec
 
 _TIMED_DELTAS = 4  # of a sample, the first ones; sizes are of all
-_MEMCPY_BYTES = 1 << 28
+_MEMCPY_BYTES = 1 << 30
+_ROUNDS = 5
 _FINGERPRINT = "0123456789abcdef"
 
 Bits = Mapping[str, np.ndarray]
@@ -40,37 +44,33 @@ def run(samples: Iterable[Sample]) -> dict[str, Any]:
         samples: What to measure on; taken one at a time.
 
     Returns:
-        `memcpy_gb_s`, bytes read plus bytes written, on all cores if that is faster; `samples`, each with its
-        `encodings` (sizes, and GB/s of old and new weights scanned by diff + encode, changed elements/s decoded and
-        written, by how many bytes encoding the first delta raised resident memory, the payload included) and its `bounds`.
+        `memcpy_gb_s`, bytes read plus bytes written by a thread for each core; `samples`, each with its `encodings` (sizes,
+        and GB/s of old and new weights scanned by diff + encode, alone and as a share of the copy before it, changed
+        elements/s decoded and written, by how many bytes encoding the first delta raised resident memory, the payload
+        included) and its `bounds`.
     """
-    memcpy_gb_s = _memcpy_gb_s()
+    memcpy_gb_s = _memcpy()
     rows = []
     for sample in samples:
         say(f"measuring {sample.source} {sample.label}: {sample.changed:,} changed elements")
         rows.append(_measure_sample(sample, memcpy_gb_s))
-    return {"memcpy_gb_s": memcpy_gb_s, "samples": rows}
+    copies = [encoding.pop("memcpy_gb_s") for row in rows for encoding in row["encodings"]]
+    return {"memcpy_gb_s": statistics.median(copies), "samples": rows}
 
 
-def _measure_sample(sample: Sample, memcpy_gb_s: float) -> dict[str, Any]:
-    changed = sample.changed
-    encodings = [
-        {"name": name, "systems": "deltasync", **_measure(sample, changed, *_ours(name, sample.specs))} for name in CODECS
-    ]
-    encodings += [
-        {"name": peer.name, "systems": peer.systems, **_measure(sample, changed, *_theirs(peer, sample.specs))}
-        for peer in PEERS
-    ]
-    for row in encodings:
-        row["encode_of_memcpy"] = row["encode_gb_s"] / memcpy_gb_s
+def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[str, Any]:
+    ways = [(name, "deltasync", _ours(name, sample.specs)) for name in CODECS]
+    ways += [(peer.name, peer.systems, _theirs(peer, sample.specs)) for peer in PEERS]
     return {
         "source": sample.source,
         "label": sample.label,
         "element_count": sample.element_count,
         "delta_count": len(sample.deltas),
-        "changed": changed,
-        "changed_fraction": changed / sample.element_count / len(sample.deltas),
-        "encodings": encodings,
+        "changed": sample.changed,
+        "changed_fraction": sample.changed / sample.element_count / len(sample.deltas),
+        "encodings": [
+            {"name": name, "systems": systems, **_measure(sample, *way, memcpy_gb_s)} for name, systems, way in ways
+        ],
         "bounds": [dataclasses.asdict(bound) | {"total_bits": bound.total_bits} for bound in bounds.bounds(*sample.flat())],
     }
 
@@ -107,30 +107,33 @@ def _theirs(peer: Peer, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]
     )
 
 
-def _measure(sample: Sample, changed: int, encode: Encode, apply: Apply) -> dict[str, Any]:
+def _measure(sample: Sample, encode: Encode, apply: Apply, memcpy_gb_s: Callable[[], float]) -> dict[str, Any]:
     payloads = [encode(delta.old, delta.new) for delta in sample.deltas]
     for delta, payload in zip(sample.deltas, payloads, strict=True):
         live = {name: bits.copy() for name, bits in delta.old.items()}
         apply(payload, live)
         if any(not np.array_equal(live[name], delta.new[name]) for name in live):
             raise AssertionError("an encoding did not reproduce the bits")
-    timed = list(zip(sample.deltas, payloads, strict=True))[:_TIMED_DELTAS]
-    scanned_bytes = sum(2 * bits.nbytes for delta, _ in timed for bits in delta.old.values())
-    encode_s = sum(_encode_s(delta, encode) for delta, _ in timed)
-    apply_s = sum(_apply_s(delta, payload, apply) for delta, payload in timed)
-    timed_changed = sum(delta.changed for delta, _ in timed)
+    sampled = list(zip(sample.deltas, payloads, strict=True))[:_TIMED_DELTAS]
+    scanned_bytes = sum(2 * bits.nbytes for delta, _ in sampled for bits in delta.old.values())
+    copy_gb_s, encode_gb_s = [], []
+    for _ in range(_ROUNDS):
+        copy_gb_s.append(memcpy_gb_s())
+        encode_s = sum(best_s(lambda delta=delta: encode(delta.old, delta.new)) for delta, _ in sampled)
+        encode_gb_s.append(scanned_bytes / encode_s / 1e9)
+    shares = [rate / copied for rate, copied in zip(encode_gb_s, copy_gb_s, strict=True)]
+    apply_s = sum(_apply_s(delta, payload, apply) for delta, payload in sampled)
     payload_bytes = sum(map(len, payloads))
     return {
         "payload_bytes": payload_bytes,
-        "bits_per_changed": 8 * payload_bytes / changed,
-        "encode_gb_s": scanned_bytes / encode_s / 1e9,
-        "apply_changed_per_s": timed_changed / apply_s,
+        "bits_per_changed": 8 * payload_bytes / sample.changed,
+        "memcpy_gb_s": statistics.median(copy_gb_s),
+        "encode_gb_s": statistics.median(encode_gb_s),
+        "encode_of_memcpy": statistics.median(shares),
+        "encode_of_memcpy_spread": (min(shares), max(shares)),
+        "apply_changed_per_s": sum(delta.changed for delta, _ in sampled) / apply_s,
         "encode_peak_extra_bytes": peak_extra_bytes(lambda: encode(sample.deltas[0].old, sample.deltas[0].new)),
     }
-
-
-def _encode_s(delta: Delta, encode: Encode) -> float:
-    return best_s(lambda: encode(delta.old, delta.new))
 
 
 def _apply_s(delta: Delta, payload: bytes, apply: Apply) -> float:
@@ -144,16 +147,12 @@ def _apply_s(delta: Delta, payload: bytes, apply: Apply) -> float:
     return best_s(lambda: apply(payload, live), restore)
 
 
-def _memcpy_gb_s() -> float:
-    """The better of one thread and one per core."""
+def _memcpy() -> Callable[[], float]:
+    """GB/s of a copy of 1 GiB in a thread for each core, whenever it is called."""
     source = np.ones(_MEMCPY_BYTES, np.uint8)
     target = np.zeros_like(source)
     target[:] = 0  # so that no page is touched for the first time while the clock runs
     cores = os.cpu_count() or 1
     parts = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
-    with ThreadPoolExecutor(cores) as pool:  # numpy releases the GIL
-        seconds = min(
-            min(best_s(lambda: np.copyto(target, source)) for _ in range(REPEATS)),
-            min(best_s(lambda: list(pool.map(lambda part: np.copyto(*part), parts))) for _ in range(REPEATS)),
-        )
-    return 2 * source.nbytes / seconds / 1e9
+    pool = ThreadPoolExecutor(cores)
+    return lambda: 2 * source.nbytes / timed(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))[0] / 1e9
