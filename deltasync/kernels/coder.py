@@ -301,87 +301,79 @@ def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS
             first_B[b] = _push_state(out, at_b, x_b, any_b)
 
 
-@njit(inline="always")
+@njit(forceinline=True)
 def _open(words, word_B, bound_B, b):
     """Where the words of a block go on, its state, and its first change, which is beyond its last if it cannot be read."""
-    at, end, k = word_B[b], word_B[b + 1], bound_B[b]
-    if k == bound_B[b + 1]:
+    at, k, end_k = word_B[b], bound_B[b], bound_B[b + 1]
+    if k == end_k:
         return at, _STATE_MIN, k
-    if end - at < 2:
-        return at, _STATE_MIN, bound_B[b + 1] + 1
+    if word_B[b + 1] - at < 2:
+        return at, _STATE_MIN, end_k + 1
     x = np.uint64(words[at]) | (np.uint64(words[at + 1]) << _U32)
-    return at + 2, x, k if x >= _STATE_MIN else bound_B[b + 1] + 1
+    return at + 2, x, k if x >= _STATE_MIN else end_k + 1
 
 
-@njit(inline="always")
-def _pull_change(
-    words,
-    word_B,
-    end_B,
-    bound_B,
-    width,
-    stride,
-    freq_TS,
-    start_TS,
-    symbol_TL,
-    top,
-    old,
-    index_K,
-    step_K,
-    b,
-    at,
-    x,
-    k,
-    index,
-    run,
-):
-    """Read change k of block b, behind `index`; the next one is beyond the last if the stream is malformed."""
-    last, table = end_B[b], 1
-    if old is None:
-        at, x, gap = _pull_number(words, at, x, symbol_TL[0], freq_TS[0], start_TS[0])
-        index = last if gap >= np.uint64(last - index - 1) else index + 1 + np.int64(gap)
-    else:
-        old_N, shift, mask, hazard_BC, table_C = old
-        at, x, index, run = _pull_moment(
-            words, at, word_B[b + 1], x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_BC[b]
-        )
-        table = table_C[(old_N[np.uint64(index)] >> shift) & mask] if index < last else 0
-    at, x, step = _pull_number(words, at, x, symbol_TL[table], freq_TS[table], start_TS[table])
-    if index >= last or step > (top - _U1) + (top - _U1):
-        return at, x, bound_B[b + 1] + 1, index, run
+@njit(forceinline=True)
+def _pull_change(words, at, x, k, end_k, index, last, freq_TS, start_TS, symbol_TL, limit, index_K, step_K):
+    """Read change k of a block, behind `index`; the next one is beyond its last if the stream is malformed."""
+    at, x, gap = _pull_number(words, at, x, symbol_TL[0], freq_TS[0], start_TS[0])
+    at, x, step = _pull_number(words, at, x, symbol_TL[1], freq_TS[1], start_TS[1])
+    if gap >= np.uint64(last - index - 1) or step > limit:
+        return at, x, end_k + 1, index
+    index += 1 + np.int64(gap)
     index_K[k] = index
     step_K[k] = _unzigzag(step)
-    return at, x, k + 1, index, run
+    return at, x, k + 1, index
 
 
 @kernel
-def _decode(
-    words, word_B, base_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K, good_B
-):
-    """Two blocks at a time, as in `_encode`; `old` is None for gaps."""
+def _decode_gaps(words, word_B, base_B, end_B, bound_B, freq_TS, start_TS, symbol_TL, limit, index_K, step_K, good_B):
+    """Two blocks at a time, as in `_encode`."""
     for pair in prange((base_B.size + 1) // 2):
         a, b = 2 * pair, min(2 * pair + 1, base_B.size - 1)
         at_a, x_a, k_a = _open(words, word_B, bound_B, a)
         at_b, x_b, k_b = _open(words, word_B, bound_B, b)
         high_a, high_b = bound_B[a + 1], bound_B[b + 1]
-        index_a, index_b = base_B[a] - 1, base_B[b] - 1
-        run_a, run_b = min(end_B[a], base_B[a] + width), min(end_B[b], base_B[b] + width)
+        index_a, index_b, last_a, last_b = base_B[a] - 1, base_B[b] - 1, end_B[a], end_B[b]
         if a == b:
             k_b = high_b
         while k_a < high_a or k_b < high_b:
             if k_a < high_a:
-                at_a, x_a, k_a, index_a, run_a = _pull_change(
-                    words, word_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K,
-                    a, at_a, x_a, k_a, index_a, run_a,
-                )  # fmt: skip
+                at_a, x_a, k_a, index_a = _pull_change(
+                    words, at_a, x_a, k_a, high_a, index_a, last_a, freq_TS, start_TS, symbol_TL, limit, index_K, step_K
+                )
             if k_b < high_b:
-                at_b, x_b, k_b, index_b, run_b = _pull_change(
-                    words, word_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, top, old, index_K, step_K,
-                    b, at_b, x_b, k_b, index_b, run_b,
-                )  # fmt: skip
+                at_b, x_b, k_b, index_b = _pull_change(
+                    words, at_b, x_b, k_b, high_b, index_b, last_b, freq_TS, start_TS, symbol_TL, limit, index_K, step_K
+                )
         if a != b:
             good_B[b] = k_b == high_b and at_b == word_B[b + 1] and x_b == _STATE_MIN
         good_B[a] = k_a == high_a and at_a == word_B[a + 1] and x_a == _STATE_MIN
+
+
+@kernel
+def _decode_moments(
+    words, word_B, base_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, limit, old, index_K, step_K, good_B
+):
+    old_N, shift, mask, hazard_BC, table_C = old
+    for b in prange(base_B.size):
+        at, x, k = _open(words, word_B, bound_B, b)
+        index, last, end, end_k, hazard_C = base_B[b] - 1, end_B[b], word_B[b + 1], bound_B[b + 1], hazard_BC[b]
+        run = min(last, base_B[b] + width)
+        while k < end_k:
+            at, x, index, run = _pull_moment(
+                words, at, end, x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_C
+            )
+            if index >= last:
+                break
+            table = table_C[(old_N[np.uint64(index)] >> shift) & mask]
+            at, x, step = _pull_number(words, at, x, symbol_TL[table], freq_TS[table], start_TS[table])
+            if step > limit:
+                break
+            index_K[k] = index
+            step_K[k] = _unzigzag(step)
+            k += 1
+        good_B[b] = k == end_k and at == end and x == _STATE_MIN
 
 
 def encode(
@@ -420,7 +412,12 @@ def decode(
 ) -> bool:
     """Fill `index_K` and `step_K`; False if a block is malformed. `word_B`, shape B + 1, is where its words begin."""
     good_B = np.zeros(blocks.base_B.size, np.bool_)
-    old = None if context is None else (context.bits_N, *context.classes, context.hazard_BC, context.table_C)
-    with threads(tasks(blocks, index_K) if context is None else blocks.base_B.size):
-        _decode(words, word_B, *blocks[:5], *tables[:2], tables.symbol_TL, top_of(step_K), old, index_K, step_K, good_B)
+    limit = 2 * (top_of(step_K) - _U1)
+    if context is None:
+        with threads(tasks(blocks, index_K)):
+            _decode_gaps(words, word_B, *blocks[:3], *tables[:2], tables.symbol_TL, limit, index_K, step_K, good_B)
+    else:
+        old = context.bits_N, *context.classes, context.hazard_BC, context.table_C
+        with threads(blocks.base_B.size):
+            _decode_moments(words, word_B, *blocks[:5], *tables[:2], tables.symbol_TL, limit, old, index_K, step_K, good_B)
     return bool(good_B.all())
