@@ -14,6 +14,11 @@ from deltasync.config import CODECS
 ELEMENTS = 1 << 16
 
 
+@pytest.fixture(autouse=True)
+def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_MEMCPY_BYTES", 1 << 24)
+
+
 def _model(changed_fraction: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, int]]:
     """Tensors of every awkward kind: changed everywhere, nowhere, only in its first, only in its last element; NaNs; 0-d."""
     old_N, new_N = simulate.delta(changed_fraction, ELEMENTS)
