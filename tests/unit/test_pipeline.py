@@ -278,8 +278,8 @@ def test_no_second_copy_of_the_model_is_made(tmp_path: Path) -> None:
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    # One weight file, twice while it is put together, and steps.
-    assert peak_bytes < 3 * weight_bytes // MANY
+    # Three weight files, two of them on their way to the store, and steps.
+    assert peak_bytes < 4 * weight_bytes // MANY
     assert_holds(open_store(f"file://{tmp_path}"), 4, versions[-1])
 
 
