@@ -97,9 +97,7 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // step) * step
 
 
-@functools.cache
-def _device(device: torch.device) -> Device:
-    return Device(device)
+_device = functools.cache(Device)
 
 
 def device_of(live: torch.Tensor) -> Device | None:

@@ -23,9 +23,9 @@ from deltasync import kernels
 from deltasync.errors import FingerprintMismatchError, StageError
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
-from deltasync.live.exchange import Copy, Swap, undo
+from deltasync.live.exchange import Copy, Swap, Target, undo
 from deltasync.live.segments import Parts, Segment, combine, unsigned
-from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
+from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging
 from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes
 from deltasync.tensors.bits import int_view, signed_view, tensor_of
 
@@ -66,11 +66,13 @@ class CommitReport:
         parts: Fingerprint of each segment of each tensor that the version names, afterwards.
         scatter_s: Seconds during which live weights were being written.
         staged: What was committed.
+        before: All `LiveMemory.parts` before it.
     """
 
     parts: Parts
     scatter_s: float
     staged: Staged
+    before: Parts
 
 
 class LiveMemory:
@@ -157,8 +159,8 @@ class LiveMemory:
         found = {name: [0] * len(self._place(name)) for name in self._specs}
         for device, held in self._by_device(targets).items():
             with contextlib.nullcontext() if device is None else device.staging():
-                for part in _readout(device, held).read():
-                    found[part.name][part.segment] = part.value
+                for target, value in (HostReadout(held) if device is None else DeviceReadout(device, held)).read():
+                    found[target.name][target.number] = value
         self.parts = {name: tuple(values) for name, values in found.items()}
 
     def _targets(self, name: str) -> list[Target]:
@@ -276,7 +278,7 @@ class LiveMemory:
             CommitError: the write failed and so did undoing it.
             StageError: live memory is not what it was when this was staged.
         """
-        before = time.perf_counter()
+        began = time.perf_counter()
         self._exchange(staged)
         copied: list[Copy] = []
         try:
@@ -284,35 +286,31 @@ class LiveMemory:
                 copy.exchange()
                 copied.append(copy)
             self._synchronize()
-            scatter_s = time.perf_counter() - before
+            scatter_s = time.perf_counter() - began
             new = self._parts_after(staged)
         except BaseException:
             undo(lambda: self._bring_back((*staged.swaps, *copied)))
             raise
-        self.parts |= new
-        return CommitReport(new, scatter_s, staged)
+        before, self.parts = self.parts, self.parts | new
+        return CommitReport(new, scatter_s, staged, before)
 
     def _parts_after(self, staged: Staged) -> Parts:
         """Fingerprints of the segments of the tensors that it names, once all of it is written."""
         parts = {name: list(self.parts[name]) for name in staged.fingerprints}
-        for gain in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
-            parts[gain.name][gain.segment] += gain.value
-        for part in itertools.chain.from_iterable(readout.read() for readout in staged.readouts):
-            parts[part.name][part.segment] = part.value
+        for target, gained in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
+            parts[target.name][target.number] += gained
+        for target, value in itertools.chain.from_iterable(readout.read() for readout in staged.readouts):
+            parts[target.name][target.number] = value
         return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
 
-    def rollback(self, report: CommitReport, parts: Parts) -> None:
-        """Write the old values of a commit back.
-
-        Args:
-            report: What the last commit returned.
-            parts: A copy of `self.parts` from before that commit.
+    def rollback(self, report: CommitReport) -> None:
+        """Write the old values of the last commit back.
 
         Raises:
             CommitError: that failed.
         """
         undo(lambda: self._bring_back((*report.staged.swaps, *report.staged.copies)))
-        self.parts = dict(parts)
+        self.parts = report.before
 
     def _exchange(self, staged: Staged) -> None:
         """Exchange the new values with the old ones on every device; undone if those are not what they were."""
@@ -335,7 +333,3 @@ class LiveMemory:
     def _synchronize(self) -> None:
         for device in self._devices:
             device.synchronize()
-
-
-def _readout(device: Device | None, targets: Sequence[Target]) -> Readout:
-    return HostReadout(targets) if device is None else DeviceReadout(device, targets)

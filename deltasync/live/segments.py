@@ -68,9 +68,16 @@ class Segment:
                 raise StageError("A weight overlaps itself in live memory.")
         return tuple(dims)
 
-    def pieces(self, most_elements: int) -> Iterator[Segment]:
-        """The segment cut into pieces of a bounded size, as few as follow from cutting the first dimensions."""
-        yield from _pieces(self, 0, most_elements)
+    def pieces(self, most_elements: int, dim: int = 0) -> Iterator[Segment]:
+        """The segment cut into pieces of a bounded size, as few as follow from cutting the dimensions from `dim` on."""
+        if self.live.numel() <= most_elements:
+            yield self
+            return
+        size, stride = self.live.shape[dim], self.stride[dim]
+        step = max(1, most_elements * size // self.live.numel())
+        for first in range(0, size, step):
+            part = self.live.narrow(dim, first, min(step, size - first))
+            yield from Segment(part, self.stride, self.offset + first * stride).pieces(most_elements, dim + 1)
 
     def source(self, flat_N: torch.Tensor) -> torch.Tensor:
         """The segment's view of a flat checkpoint tensor."""
@@ -132,20 +139,6 @@ class Segment:
             return None, dest
         at = np.flatnonzero(inside)
         return at, dest[at]
-
-
-def _pieces(segment: Segment, dim: int, most_elements: int) -> Iterator[Segment]:
-    live = segment.live
-    if live.numel() <= most_elements:
-        yield segment
-        return
-    inner = live.numel() // live.shape[dim]
-    step = max(1, most_elements // inner)
-    for first in range(0, live.shape[dim], step):
-        part = live.narrow(dim, first, min(step, live.shape[dim] - first))
-        yield from _pieces(
-            Segment(part, segment.stride, segment.offset + first * segment.stride[dim]), dim + 1, most_elements
-        )
 
 
 Parts = dict[str, tuple[int, ...]]

@@ -18,7 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
+from deltasync.live import CommitReport, LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Patch
 from deltasync.tensors.fold import fold_all
 
@@ -61,7 +61,6 @@ class CommittedVersion:
 
     staged: StagedVersion
     report: CommitReport
-    parts_before: Parts
 
 
 class Follower:
@@ -253,10 +252,9 @@ class Follower:
             StageError: live memory was written by someone else, or there is not enough of it; the bits are as before.
             CommitError: the write failed and could not be undone.
         """
-        before = dict(self.memory.parts)
         try:
             with _map_out_of_memory(staged.record.version):
-                return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+                return CommittedVersion(staged, self.memory.commit(staged.staged))
         except BaseException:
             self.doubt()
             raise
@@ -293,7 +291,7 @@ class Follower:
 
     def rollback(self, committed: CommittedVersion) -> None:
         """Bring the bits from before a commit back."""
-        self.memory.rollback(committed.report, committed.parts_before)
+        self.memory.rollback(committed.report)
 
 
 def _fold(patches: Sequence[Patch]) -> list[Patch]:
