@@ -84,14 +84,8 @@ def repair(
     """Put back what is missing or damaged from `source`, or make a way around it. Nothing else is deleted or replaced.
 
     The way around is a fold, or a newer anchor in the place of a damaged one, from bits that can still be had. If there are
-    none, the object is left for the publisher's next anchor.
-
-    Args:
-        reader: The channel's, fresh, since a reader remembers channel.json.
-        source: Where lost bytes may be; see `source_of`.
-        replay: Also apply everything and compare the bits; otherwise files are only held to their sha256.
-        signer: What folds are signed with, if the channel is signed.
-        progress: Told how far it is.
+    none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers channel.json; for
+    `source` see `source_of`. Without `replay` files are only held to their sha256, and nothing is applied.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.

@@ -146,11 +146,7 @@ def _base(records: Records, slot: Slot) -> Slot | None:
 def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     """Decide what to forget. Seals stay, and so do damaged records that nothing follows in their epoch: they may be seals.
 
-    Args:
-        holding: What the channel holds.
-        keep: What stays.
-        since_s: What became dispensable after that time stays too: something newer made it so when that was stored.
-            Infinity for nothing.
+    What became dispensable after `since_s` stays too: something newer made it so when that was stored. Infinity for nothing.
 
     Raises:
         MissingVersionError: a version that stays cannot be read as it is, so that forgetting could only make it worse.
