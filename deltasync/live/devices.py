@@ -22,11 +22,7 @@ _STEP_BYTES = 2 << 20  # what PyTorch's allocator rounds large requests up to
 
 
 class Device:
-    """An accelerator. Its memory for staging comes from one place, so that what one version gives back serves the next.
-
-    Args:
-        device: With its index.
-    """
+    """An accelerator. Its memory for staging comes from one place, so that what one version gives back serves the next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -78,11 +78,8 @@ class CommitReport:
 class LiveMemory:
     """Live weights in checkpoint coordinates, all of them or a shard.
 
-    Args:
-        specs: The channel's tensor table.
-        segments: Where each tensor lies: a list, be it empty, for every tensor. Over all shards the regions of a tensor
-            cover it, and two of them are the same or have no element in common.
-        device_of: Where live memory lies, None for the host.
+    `segments` say where each tensor of the table lies: a list, be it empty, for every one. Over all shards the regions of a
+    tensor cover it, and two of them are the same or have no element in common.
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.
@@ -184,12 +181,7 @@ class LiveMemory:
         return [segment.runs()[1].tobytes() for segment in self._place(name)]
 
     def differs(self, name: str, flat_N: torch.Tensor) -> bool:
-        """Whether any element in live memory has other bits than this whole tensor, compared where live memory is.
-
-        Args:
-            name: The tensor's.
-            flat_N: Its bits, a signed view on any device.
-        """
+        """Whether any element in live memory has other bits than a whole tensor's, a signed view on any device."""
         for segment in self._place(name):
             device = self._device_of(segment.live)
             if device is None:
@@ -202,10 +194,8 @@ class LiveMemory:
     def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
         """Write full weights into host memory that holds no version, whole tensors, without a second copy of any.
 
-        Mutates the live weights and `parts`; if it raises, some of them are written, and `parts` may be incomplete.
-
-        Args:
-            weights: Name, unsigned bit patterns of shape N and fingerprint of each tensor.
+        Takes name, unsigned bit patterns of shape N and fingerprint of each tensor. Mutates the live weights and `parts`; if
+        it raises, some of them are written, and `parts` may be incomplete.
 
         Raises:
             FingerprintMismatchError: a tensor has another one.
@@ -221,13 +211,8 @@ class LiveMemory:
     def patch(self, patches: Iterable[tuple[Patch, int]]) -> dict[str, int]:
         """Apply patches to host memory that nobody uses, whole tensors, without what would undo them.
 
-        Mutates the live weights and `parts`; if it raises, some of them are written.
-
-        Args:
-            patches: Each with the fingerprint that its tensor must have after the last patch of it.
-
-        Returns:
-            Those fingerprints, which are not compared here.
+        Mutates the live weights and `parts`; if it raises, some of them are written. Returns the fingerprints that came with
+        the last patch of each tensor, which are not compared here.
         """
         wanted = {}
         for patch, wanted[patch.name] in patches:
@@ -244,8 +229,7 @@ class LiveMemory:
     def stage(self, patches: Iterable[tuple[Patch, int | None]]) -> Staged:
         """Translate decoded patches into writes and put them on the device.
 
-        Args:
-            patches: Each with the fingerprint its tensor must have afterwards, or None.
+        Each comes with the fingerprint that its tensor must have afterwards, or None.
 
         Raises:
             StageError: a patch names a tensor that has no place in live memory, or its device has too little memory.

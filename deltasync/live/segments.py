@@ -94,11 +94,7 @@ class Segment:
         return whole and self.stride == self.live.stride()
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The segment as runs of consecutive checkpoint elements.
-
-        Returns:
-            First flat checkpoint index of each run, int64[R], and the runs' unsigned bit patterns on the host, shape [R, L].
-        """
+        """First flat checkpoint index of each run of consecutive elements, int64[R], and their unsigned bits, [R, L]."""
         order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
         shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
         ends_in_run = bool(shape) and stride[-1] == 1
@@ -110,10 +106,7 @@ class Segment:
         return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
     def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Addresses of checkpoint elements.
-
-        Args:
-            index_K: Flat checkpoint indices, ascending.
+        """Addresses of checkpoint elements by their flat indices, ascending.
 
         Returns:
             Positions in `index_K` of those that lie in this segment, None for all of them; and where in `flat()` they lie.
@@ -146,14 +139,9 @@ Parts = dict[str, tuple[int, ...]]
 
 
 def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
-    """Fingerprints of tensors from those of their segments.
+    """Fingerprints of tensors from those of the segments that each shard holds.
 
-    Args:
-        regions: What each shard holds.
-        parts: For each shard, in the same order, by tensor a fingerprint per segment.
-
-    Returns:
-        For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
+    For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
     """
     found: dict[str, dict[Region, int]] = {}
     for held, of_shard in zip(regions, parts, strict=True):

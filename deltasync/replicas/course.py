@@ -43,14 +43,13 @@ _IDENTIFY = 8  # newest versions, and anchors, that the loaded weights may be
 class Course:
     """One replica's way through a channel. Not thread-safe.
 
-    Args:
-        reader: The channel's.
-        max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
-        prefetch: Fetch parts before their record exists. Whoever stages gets them from the reader, or from the node's cache.
+    It refuses to go on while the newest version was encoded longer than `max_age_s` ago. With `prefetch` it fetches parts
+    before their record exists; whoever stages gets them from the reader, or from the node's cache.
 
     Attributes:
         newest: The newest version that is known.
         problem: What is wrong with the next version, None if nothing is.
+        stuck: Why no way led on the last time, which `next` raises until a look is due; None if one did.
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
         follows_s: Since when this replica can take what is published, seconds since the epoch; infinite while it is pinned.
     """
@@ -68,7 +67,7 @@ class Course:
         self._look_due_s = 0.0
         self._looks = 0
         self._lost = True
-        self._problem: MissingVersionError | FormatError | None = None  # no way leads on; looked at again when a look is due
+        self.stuck: MissingVersionError | FormatError | None = None
         self._absent: tuple[str, float] | None = None  # the slot that a request said is missing, and when
         self._lists_instead = False
         self._rest: list[Stored] = []
@@ -89,14 +88,10 @@ class Course:
         now: bool = False,
         told: bool = False,
     ) -> list[Stored]:
-        """What to take now: records and folds that are worth one commit; nothing if there is nothing newer.
+        """What to take now, from `have` on: records and folds that are worth one commit; nothing if there is nothing newer.
 
-        Args:
-            have: The version whose bits the replica has, None for none.
-            pin: Where to go instead of to the newest version.
-            known: What an event told of a new record.
-            now: Look although no look is due.
-            told: The store tells of new records, so looks can be rare.
+        `known` is what an event told of a new record. With `now` it looks although no look is due; where the store has
+        `told` of new records, looks can be rare.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
@@ -110,9 +105,9 @@ class Course:
             return self._batch(self._rest, have)
         self._rest = []
         due = now or time.monotonic() >= self._look_due_s
-        if self._problem is not None and not due and known is None:
-            raise self._problem
-        self._problem = None
+        if self.stuck is not None and not due and known is None:
+            raise self.stuck
+        self.stuck = None
         looks = due or self._lost
         look_s = _LOOK_LIVE_S if told else LOOK_S
         try:
@@ -122,7 +117,7 @@ class Course:
             if not way and not self._lost:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
-            self._problem = error
+            self.stuck = error
             raise
         except StoreError:
             if looks:
@@ -136,21 +131,15 @@ class Course:
         return self._batch(way, have)
 
     def lag_s(self, way: Sequence[Stored]) -> float | None:
-        """Seconds from encoding what is served from now on until now, by two machines' clocks.
+        """Seconds from encoding what is served from now on, or making its fold, until now, by two machines' clocks.
 
-        None where that is no lag: to catch up with what was encoded before this replica followed, to go back, and to go
-        where a pin points. A fold counts from when it was made.
+        None where that is no lag: to catch up with what was encoded before this replica followed, to go back, and for a pin.
         """
         last = way[-1]
         # Documents tell milliseconds.
         is_news = last.record.created_s > self.follows_s - 0.001 and last.record.slot.newness > self._served
         self._served = max(self._served, last.record.slot.newness)
         return time.time() - last.record.created_s if is_news else None
-
-    @property
-    def stuck(self) -> bool:
-        """Whether no way led on the last time, so that `next` fails until a look is due."""
-        return self._problem is not None
 
     def forgive(self) -> None:
         """Try again what was missing or damaged, but not what does not give the bits that it promises."""
@@ -159,10 +148,7 @@ class Course:
     def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
         """Take another way from now on than this one.
 
-        Args:
-            way: What was to be taken.
-            failed: Key of the record whose objects were missing or damaged; None where the bits were not the promised ones.
-            why: What went wrong.
+        `failed` is the key of the record whose objects were missing or damaged; None where the bits were not as promised.
         """
         self._lost, self._rest = True, []
         self._look_due_s = 0.0
@@ -193,10 +179,7 @@ class Course:
             self._left_out.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
-        """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
-
-        Looks at the newest versions, and at those that can be had from nothing, which is what servers load.
-        """
+        """The version whose model has this fingerprint: one of the newest, or one that servers load from nothing."""
         newest = self.reader.back_from(self._find_newest(listed=False))
         for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
             if stored.record.fingerprint == f"{total:016x}":
@@ -278,17 +261,14 @@ class Course:
 
     def _begin_look(self, due_s: float) -> bool:
         """Note a look, the next of which is due after `due_s`; whether this one should list."""
-        now = time.monotonic()
-        self._left_out = {key: out for key, out in self._left_out.items() if now < out[0]}
-        self._look_due_s = now + due_s
+        now_s = time.monotonic()
+        self._left_out = {key: out for key, out in self._left_out.items() if now_s < out[0]}
+        self._look_due_s = now_s + due_s
         self._looks += 1
         return self._looks % _LIST_EVERY == 0
 
     def _is_lost(self, have: Version, newest: Version) -> bool:
-        """Whether the store went back to before a version, by a backup: nothing in it can come after that version then.
-
-        Where keys are required it only says so: who can put back what was signed must not bring a replica back.
-        """
+        """Whether the store went back to before a version, by a backup: nothing in it can come after that version then."""
         if newest == have or _is_after(newest, have):
             return False
         try:  # by its key: a listing may be behind. What is there may also be a seal that the next writer put
@@ -298,7 +278,7 @@ class Course:
         if found is not None and found.sha256 == have.sha256:
             return False
         self.problem = f"Version {have} is not in the store any more, which holds {newest} as the newest."
-        if self.reader.trusted is not None:
+        if self.reader.trusted is not None:  # who can put back what was signed must not bring a replica back
             logger.warning("%s If it was restored from a backup, restart this replica.", self.problem)
             return False
         logger.warning("%s Starting from full weights.", self.problem)
@@ -322,9 +302,8 @@ class Course:
         return way
 
     def _find_way(self, have: Version | None, target: Version) -> list[Stored]:
-        return find_way(self.reader, have, target, self._avoided)
+        return find_way(self.reader, have, target, self._avoided())
 
-    @property
     def _avoided(self) -> dict[str, str]:
         return {key: why for key, (_, why) in self._left_out.items()}
 
@@ -380,18 +359,15 @@ class Course:
         target = self.reader.numbered(number)
         if have is None or have.version < number or have == target.version:
             return self._find_way(have, target.version)
-        return self._find_way_back(have, target) or self._find_way(None, target.version)
-
-    def _find_way_back(self, have: Version, target: Stored) -> list[Stored]:
-        way = find_way_back(self.reader, have, target, self._avoided) if self._undoes else []
-        return way if len(way) <= _BATCH and payload_bytes(way) <= _BATCH_BYTES else []
+        way = find_way_back(self.reader, have, target, self._avoided()) if self._undoes else []
+        if way and len(way) <= _BATCH and payload_bytes(way) <= _BATCH_BYTES:
+            return way
+        return self._find_way(None, target.version)
 
     def _batch(self, way: Sequence[Stored], have: Version | None) -> list[Stored]:
-        """The first hops of a way that are worth one commit; the rest is remembered.
-
-        Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
-        replica that serves must not go back to an older version in between. So is a way back.
-        """
+        """The first hops of a way that are worth one commit; the rest is remembered."""
+        # Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
+        # replica that serves must not go back to an older version in between. So is a way back.
         if goes_back(way):
             return list(way)
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
