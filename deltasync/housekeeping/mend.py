@@ -44,10 +44,8 @@ _ROUNDS = 3  # a record that is put back may name files that are missing too
 class Repaired:
     """What was done about one object.
 
-    Attributes:
-        problem: What is wrong with it.
-        outcome: `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; `left`: nothing can
-            be done now.
+    Its outcome is `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; or `left`: nothing
+    can be done now.
     """
 
     key: str
@@ -58,11 +56,7 @@ class Repaired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repair:
-    """What `repair` did.
-
-    Attributes:
-        lost: Versions that are in the channel and cannot be reached afterwards.
-    """
+    """What `repair` did; `lost` are versions that are in the channel and cannot be reached afterwards."""
 
     objects: list[Repaired]
     lost: list[int]
@@ -185,13 +179,11 @@ def _put_back(reader: ChannelReader, source: Source, damage: Damage) -> Repaired
 
 def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
     """Whether bytes whose digest nobody names can be those of the object. One key has one content, ever, but head."""
-    try:
+    with contextlib.suppress(FormatError):
         if keys.slot_of(key) is not None or keys.fold_of(key) is not None:
             return record.decode(data, key, reader.trusted).record.run_id == reader.channel().run_id
         if keys.epoch_of(key) is not None:
             return documents.decode(data, documents.Opening, key).run_id == reader.channel().run_id
-    except FormatError:
-        pass
     return False
 
 

@@ -40,7 +40,9 @@ class Device:
         Raises:
             StageError: more than what is free less `RESERVE_BYTES`.
         """
-        wanted = _rounded(size_bytes)
+        # Up to a quarter of the next lower power of two, so that sizes that vary a little are the same.
+        step = max(_STEP_BYTES, 1 << max(0, size_bytes.bit_length() - 3))
+        wanted = -(-size_bytes // step) * step
         with self._lock:
             # What was given back before stays this stream's, in PyTorch's cache.
             if wanted > self._largest.get(purpose, 0):
@@ -85,12 +87,6 @@ class Device:
         """Wait for what the calling thread has launched."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def _rounded(size_bytes: int) -> int:
-    """Up to a quarter of the next lower power of two, so that sizes that vary a little are the same."""
-    step = max(_STEP_BYTES, 1 << max(0, size_bytes.bit_length() - 3))
-    return -(-size_bytes // step) * step
 
 
 _device = functools.cache(Device)

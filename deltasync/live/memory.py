@@ -60,12 +60,11 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit did.
+    """What a commit of `staged` did.
 
     Attributes:
         parts: Fingerprint of each segment of each tensor that the version names, afterwards.
         scatter_s: Seconds during which live weights were being written.
-        staged: What was committed.
         before: All `LiveMemory.parts` before it.
     """
 
@@ -152,9 +151,11 @@ class LiveMemory:
 
     def audit(self) -> None:
         """Recompute `parts` from every bit of live memory."""
-        targets = [target for name in self._specs for target in self._targets(name)]
         found = {name: [0] * len(self._place(name)) for name in self._specs}
-        for device, held in self._by_device(targets).items():
+        targets: dict[Device | None, list[Target]] = {}
+        for target in itertools.chain.from_iterable(map(self._targets, self._specs)):
+            targets.setdefault(self._device_of(target.segment.live), []).append(target)
+        for device, held in targets.items():
             with contextlib.nullcontext() if device is None else device.staging():
                 for target, value in (HostReadout(held) if device is None else DeviceReadout(device, held)).read():
                     found[target.name][target.number] = value
@@ -162,12 +163,6 @@ class LiveMemory:
 
     def _targets(self, name: str) -> list[Target]:
         return [Target(name, at, segment, self._keys[name]) for at, segment in enumerate(self._place(name))]
-
-    def _by_device(self, targets: Iterable[Target]) -> dict[Device | None, list[Target]]:
-        found: dict[Device | None, list[Target]] = {}
-        for target in targets:
-            found.setdefault(self._device_of(target.segment.live), []).append(target)
-        return found
 
     def warm_up(self) -> None:
         """Compile what commits to an accelerator need, so that none waits for it."""

@@ -94,7 +94,7 @@ class Segment:
         return whole and self.stride == self.live.stride()
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """First flat checkpoint index of each run of consecutive elements, int64[R], and their unsigned bits, [R, L]."""
+        """Runs of consecutive checkpoint elements: first flat index, int64[R]; unsigned bit patterns on the host, [R, L]."""
         order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
         shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
         ends_in_run = bool(shape) and stride[-1] == 1

@@ -156,15 +156,12 @@ class Course:
             self._undoes = False
             return
         if failed is not None:
-            self._leave_out(failed, why)
+            self._left_out[failed] = time.monotonic() + _AVOID_S, str(why)
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
         elif self._is_again(way[0]):
             self._left_out[way[0].key] = math.inf, str(why)
         self._blamed = failed or way[0].key
-
-    def _leave_out(self, key: str, why: object) -> None:
-        self._left_out[key] = time.monotonic() + _AVOID_S, str(why)
 
     def _is_again(self, stored: Stored) -> bool:
         """Whether the store gives the same record again. If not, an answer was damaged where nothing unsigned tells."""
@@ -179,7 +176,7 @@ class Course:
             self._left_out.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
-        """The version whose model has this fingerprint: one of the newest, or one that servers load from nothing."""
+        """The version whose model has this fingerprint, of the newest and those that servers load from nothing, if any."""
         newest = self.reader.back_from(self._find_newest(listed=False))
         for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
             if stored.record.fingerprint == f"{total:016x}":
@@ -213,7 +210,7 @@ class Course:
                     stored = self._slot(slot, known)
             except FormatError as error:
                 self.problem = str(error)
-                self._leave_out(slot.key, error)
+                self._left_out[slot.key] = time.monotonic() + _AVOID_S, str(error)
                 break
             self.looked_s = time.monotonic()
             if stored is None:
@@ -246,7 +243,7 @@ class Course:
         listed = self._begin_look(due_s)
         if not listed:
             newest = self._find_newest(listed=False)
-            if newest is None or have is None or _is_after(newest, have) or not self._lost:
+            if newest is None or have is None or newest.slot.newness > have.slot.newness or not self._lost:
                 with contextlib.suppress(MissingVersionError, FormatError):  # head may be wrong
                     return self._way(have, newest)
         newest = self._find_newest(listed=True)
@@ -261,15 +258,15 @@ class Course:
 
     def _begin_look(self, due_s: float) -> bool:
         """Note a look, the next of which is due after `due_s`; whether this one should list."""
-        now_s = time.monotonic()
-        self._left_out = {key: out for key, out in self._left_out.items() if now_s < out[0]}
-        self._look_due_s = now_s + due_s
+        now = time.monotonic()
+        self._left_out = {key: out for key, out in self._left_out.items() if now < out[0]}
+        self._look_due_s = now + due_s
         self._looks += 1
         return self._looks % _LIST_EVERY == 0
 
     def _is_lost(self, have: Version, newest: Version) -> bool:
         """Whether the store went back to before a version, by a backup: nothing in it can come after that version then."""
-        if newest == have or _is_after(newest, have):
+        if newest == have or newest.slot.newness > have.slot.newness:
             return False
         try:  # by its key: a listing may be behind. What is there may also be a seal that the next writer put
             found = self.reader.slot(have.slot)
@@ -289,7 +286,7 @@ class Course:
         if newest is None:
             self._lost = False
             return way
-        if have is None or _is_after(newest, have):
+        if have is None or newest.slot.newness > have.slot.newness:
             way = self._find_way(have, newest)
             self._next_epoch = None
         if way:
@@ -383,7 +380,7 @@ class Course:
 
     def _note(self, version: Version, read: Stored | None = None) -> None:
         """There is this version, whose record was `read`, or is named by what was."""
-        if self.newest is None or _is_after(version, self.newest):
+        if self.newest is None or version.slot.newness > self.newest.slot.newness:
             self.newest, self._newest_created_s = version, None
         if read is not None and self.newest == version:
             self._newest_created_s = read.record.created_s
@@ -400,8 +397,3 @@ class Course:
                 f"The newest version, {self.newest.version}, is {age_s:.0f} s old, and {self._max_age_s:g} s are allowed: "
                 "nothing newer was published, or somebody keeps it back."
             )
-
-
-def _is_after(one: Version, other: Version) -> bool:
-    """Whether a replica that has the other may go to it."""
-    return one.slot.newness > other.slot.newness

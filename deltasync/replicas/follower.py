@@ -12,7 +12,7 @@ import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
-from deltasync.channel.documents import Record, Version
+from deltasync.channel.documents import Version
 from deltasync.channel.plan import goes_back
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
@@ -33,16 +33,6 @@ class StagedVersion:
     way: Sequence[Stored]
     staged: Staged
     stage_s: float
-
-    @property
-    def version(self) -> Version:
-        """Where it leads."""
-        return self.way[-1].version
-
-    @property
-    def record(self) -> Record:
-        """The last document on the way."""
-        return self.way[-1].record
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,7 +224,7 @@ class Follower:
             CommitError: the write failed and could not be undone.
         """
         try:
-            with _map_out_of_memory(staged.record.version):
+            with _map_out_of_memory(staged.way[-1].record.version):
                 return CommittedVersion(staged, self.memory.commit(staged.staged))
         except BaseException:
             self.doubt()
@@ -255,16 +245,16 @@ class Follower:
             fingerprints = self.memory.fingerprints
             total = model_fingerprint(fingerprints)
         wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
-        record = committed.staged.record
-        if wrong or f"{total:016x}" != record.fingerprint:
+        stored = committed.staged.way[-1]
+        if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
             self.settled = False
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             now = "no version" if self.version is None else f"version {self.version.version}"
             raise FingerprintMismatchError(
-                f"Version {record.version} did not give the published bits {where}; rolled back to {now}."
+                f"Version {stored.record.version} did not give the published bits {where}; rolled back to {now}."
             )
-        self.version, self._fingerprint = committed.staged.version, record.fingerprint
+        self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 
     def rollback(self, committed: CommittedVersion) -> None:

@@ -190,8 +190,7 @@ def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
 class Following:
     """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it.
 
-    Attributes:
-        error: What is wrong, in one sentence; None if nothing is.
+    `error` is what is wrong, in one sentence; None if nothing is.
     """
 
     def __init__(
