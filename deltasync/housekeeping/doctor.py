@@ -31,11 +31,18 @@ _CLOCK_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. A `failure` keeps a trainer or a replica from working; with a `warning` it works worse."""
+    """The result of one check.
+
+    Attributes:
+        check: Its name.
+        state: A `failure` keeps a trainer or a replica from working; with a `warning` it works, but not as well.
+        found: What was found, in one sentence.
+        advice: What to do about it; empty if nothing.
+    """
 
     check: str
     state: Literal["ok", "warning", "failure"]
-    found: str  # in one sentence
+    found: str
     advice: str = ""
 
 

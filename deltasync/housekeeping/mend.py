@@ -44,8 +44,10 @@ _ROUNDS = 3  # a record that is put back may name files that are missing too
 class Repaired:
     """What was done about one object.
 
-    Its outcome is `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; or `left`: nothing
-    can be done now.
+    Attributes:
+        problem: What is wrong with it.
+        outcome: `put back`; `bypassed`: a way around it was stored; `not needed`: there is one already; `left`: nothing can
+            be done now.
     """
 
     key: str

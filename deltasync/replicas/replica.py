@@ -39,7 +39,8 @@ class Replica:
 
     Args:
         channel: URL of the channel, or several of it and its copies with spaces between them; an opened store; or a reader.
-        trusted_keys, max_age_s: See `ReaderSettings`; from the environment if None. A reader has its own keys.
+        trusted_keys: See `ReaderSettings`; from the environment if None. A reader has its own.
+        max_age_s: Likewise.
 
     Examples:
         >>> replica = Replica("file:///data/run")
@@ -85,9 +86,14 @@ class Replica:
         return {} if self._follower is None else dict(self._follower.memory.fingerprints)
 
     def sync(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
-        """Bring the weights to a version, by default the newest, and check every bit that was written; returns its number.
+        """Bring the weights to a version and check every bit that was written.
 
-        Waits `timeout_s` for it to be published.
+        Args:
+            version: Its number; the newest by default.
+            timeout_s: How long to wait for it to be published.
+
+        Returns:
+            The number of the version that is now live.
 
         Raises:
             NotPublishedError: the channel has no version yet.
