@@ -108,7 +108,7 @@ class Scout:
             self._course.refused(*self._accused)
             self._accused = None
         course, known, told = self._course, self.known, self.poll is not None and self.poll.told
-        again = self.is_asked and (course.stuck or course.problem is not None)
+        again = self.is_asked and (course.stuck is not None or course.problem is not None)
         if again:
             course.forgive()
         now = self._anew or again

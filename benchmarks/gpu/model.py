@@ -119,7 +119,7 @@ class Run:
 
         def back() -> None:
             if reports:
-                memory.rollback(reports.pop(), before)
+                memory.rollback(reports.pop())
 
         def commit() -> None:
             reports.append(memory.commit(staged[0]))

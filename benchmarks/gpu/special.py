@@ -39,11 +39,10 @@ def captured_graph(machine: Machine, run: Run) -> None:
     graph.replay()
     before = result.clone()
     assert torch.equal(before, weight)
-    parts = dict(run.memory.parts)
     report = run.memory.commit(run.memory.stage(run.patches))
     graph.replay()
     assert torch.equal(result, weight) and not torch.equal(result, before), "a captured graph does not see a commit"
-    run.memory.rollback(report, parts)
+    run.memory.rollback(report)
     graph.replay()
     assert torch.equal(result, before), "a captured graph does not see a rollback"
     note = "reads the new weights after a commit, the old ones after a rollback"
@@ -101,13 +100,13 @@ def anchor_without_room(machine: Machine, run: Run) -> None:
     model, memory = run.model, run.memory
     other = {name: (~tensor.view(torch.int16)).cpu().numpy().reshape(-1) for name, tensor in model.weights.items()}
     patches = [(Patch(name, None, bits_N.view("u2"), absolute=True), 0) for name, bits_N in other.items()]
-    held, parts = model.live.cpu().clone(), dict(memory.parts)
+    held = model.live.cpu().clone()
     versions: list[Staged] = []
     reports: list[CommitReport] = []
 
     def back() -> None:
         if reports:
-            memory.rollback(reports.pop(), parts)
+            memory.rollback(reports.pop())
 
     _leave_room(machine)
     try:

@@ -49,11 +49,8 @@ class Finding:
 def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
     """Try the store out, look at the channel and at what is installed here. Findings come as they are made.
 
-    An object of 8 MiB and some small ones are stored under `probe/`, by names that nobody else uses, and deleted again.
-
-    Args:
-        reader: The channel's; the channel need not exist.
-        parameters: Parameters of the model for which transfer times are calculated.
+    An object of 8 MiB and some small ones are stored under `probe/`, by names that nobody else uses, and deleted again. The
+    channel need not exist. Transfer times are calculated for a model of so many parameters.
     """
     trial = _Trial(reader.store, parameters)
     steps: tuple[tuple[str, Callable[[], Finding], str], ...] = (

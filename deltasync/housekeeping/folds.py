@@ -92,15 +92,8 @@ def encode_fold(
 ) -> Stored:
     """The object of a fold, taken apart again by a reader's code.
 
-    Args:
-        reader: The channel's.
-        base: Where it starts, None for nothing.
-        version: Where it leads.
-        what: A delta, or the anchor that it announces.
-        payload: The delta's, None if nothing changes.
-        fingerprints: Fingerprint of every tensor at `version`.
-        signer: What it is signed with; None for a channel without signatures.
-        author: Who wrote the files that it names; a new name if None.
+    It leads from `base`, None for nothing, to `version`, where tensors have these fingerprints, by a delta with its payload,
+    None if nothing changes, or announces an anchor, whose files `author` wrote.
 
     Raises:
         CorruptDataError: it cannot be read, or is larger than it may be.

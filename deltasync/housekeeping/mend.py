@@ -58,11 +58,7 @@ class Repaired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repair:
-    """What `repair` did.
-
-    Attributes:
-        lost: Versions that are in the channel and cannot be reached afterwards.
-    """
+    """What `repair` did; `lost` are versions that are in the channel and cannot be reached afterwards."""
 
     objects: list[Repaired]
     lost: list[int]
@@ -84,14 +80,8 @@ def repair(
     """Put back what is missing or damaged from `source`, or make a way around it. Nothing else is deleted or replaced.
 
     The way around is a fold, or a newer anchor in the place of a damaged one, from bits that can still be had. If there are
-    none, the object is left for the publisher's next anchor.
-
-    Args:
-        reader: The channel's, fresh, since a reader remembers channel.json.
-        source: Where lost bytes may be; see `source_of`.
-        replay: Also apply everything and compare the bits; otherwise files are only held to their sha256.
-        signer: What folds are signed with, if the channel is signed.
-        progress: Told how far it is.
+    none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers channel.json; for
+    `source` see `source_of`. Without `replay` files are only held to their sha256, and nothing is applied.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.
@@ -191,13 +181,11 @@ def _put_back(reader: ChannelReader, source: Source, damage: Damage) -> Repaired
 
 def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
     """Whether bytes whose digest nobody names can be those of the object. One key has one content, ever, but head."""
-    try:
+    with contextlib.suppress(FormatError):
         if keys.slot_of(key) is not None or keys.fold_of(key) is not None:
             return record.decode(data, key, reader.trusted).record.run_id == reader.channel().run_id
         if keys.epoch_of(key) is not None:
             return documents.decode(data, documents.Opening, key).run_id == reader.channel().run_id
-    except FormatError:
-        pass
     return False
 
 

@@ -10,7 +10,7 @@ from deltasync.channel.documents import File, Head, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
-from deltasync.housekeeping.transfer import Copied, copy, read_object
+from deltasync.housekeeping.transfer import Copied, Outcome, copy, read_object
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet
 from deltasync.replicas import Course
 from deltasync.stores.base import ObjectInfo, Store
@@ -23,9 +23,7 @@ class Relay:
 
     Nothing at the targets is replaced but head, and nothing is deleted. Several relays may serve one target.
 
-    Args:
-        source: The channel's reader. Nothing is written to its store.
-        targets: Where to. Each is empty, or holds an earlier copy.
+    Nothing is written to the source's store. Each target is empty, or holds an earlier copy.
 
     Raises:
         ConfigError: a URL occurs twice.
@@ -47,14 +45,8 @@ class Relay:
         """Copy what there is to copy now.
 
         After return everything that was copied can be read at every target. If it raised, what is missing there is copied
-        by the next step.
-
-        Args:
-            known: What an event told of a new record.
-            progress: Told how far catching up is.
-
-        Returns:
-            What was stored in the targets together; None if there was nothing new.
+        by the next step. Gives what was stored in the targets together; None if there was nothing new. `known` is what an
+        event told of a new record.
 
         Raises:
             NotPublishedError: the source holds no channel yet.
@@ -71,7 +63,7 @@ class Relay:
         if now_s >= self._look_due_s:
             way += self._new_folds()
             self._look_due_s = now_s + _LOOK_S
-        done: list[int | DeltaSyncError | None] = []
+        done: list[Outcome] = []
         for stored in way:
             done += self._copy_stored(stored)
             if any(isinstance(each, DeltaSyncError) for each in done):
@@ -83,11 +75,7 @@ class Relay:
         if self._head_due:
             self._copy_head()
         self._behind = False
-        return self._copied(done) if way else None
-
-    def _copied(self, done: Sequence[int | DeltaSyncError | None]) -> Copied:
-        stored = [each for each in done if isinstance(each, int)]
-        return Copied(version=self.version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=[])
+        return Copied.of(self.version, done) if way else None
 
     def _catch_up(self, progress: Progress) -> Copied | None:
         before, started, folds = self.version, self._started, {info.key for _, info in self._source.folds()}
@@ -123,7 +111,7 @@ class Relay:
         found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 
-    def _copy_stored(self, stored: Stored) -> list[int | DeltaSyncError | None]:
+    def _copy_stored(self, stored: Stored) -> list[Outcome]:
         """Copy the files of a record or fold, then itself, unless one of its files is damaged."""
         done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
         if not any(isinstance(each, DeltaSyncError) for each in done):
@@ -131,7 +119,7 @@ class Relay:
             done.append(self._copy_file(item) if stored.data is None else self._store(stored.key, stored.data))
         return done
 
-    def _copy_file(self, item: File) -> int | DeltaSyncError | None:
+    def _copy_file(self, item: File) -> Outcome:
         data = attempt(lambda: read_object(self._source, item))
         return data if isinstance(data, DeltaSyncError) else self._store(item.key, data)
 

@@ -146,11 +146,7 @@ def _base(records: Records, slot: Slot) -> Slot | None:
 def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     """Decide what to forget. Seals stay, and so do damaged records that nothing follows in their epoch: they may be seals.
 
-    Args:
-        holding: What the channel holds.
-        keep: What stays.
-        since_s: What became dispensable after that time stays too: something newer made it so when that was stored.
-            Infinity for nothing.
+    What became dispensable after `since_s` stays too: something newer made it so when that was stored. Infinity for nothing.
 
     Raises:
         MissingVersionError: a version that stays cannot be read as it is, so that forgetting could only make it worse.
@@ -227,24 +223,18 @@ class References:
         self._keys = {file.key for record in found for file in record.files}
         self._folders = {record.anchor.directory for record in found if record.anchor is not None}
         self._damaged = {slot for slot, record in records.items() if record is None}
-        self._last: dict[str, int] = {}  # version of each epoch
-        self._anchors: dict[str, int] = {}  # last anchor of each author
-        for slot, record in records.items():
-            if record is not None and record.is_version:
-                self._last[slot.epoch] = max(slot.version, self._last.get(slot.epoch, 0))
-                if record.anchor is not None:
-                    self._announce(slot.version, slot.epoch)
-        for key, record in folds.items():
+        versions = {slot: record for slot, record in records.items() if record is not None and record.is_version}
+        anchored = [slot for slot, record in versions.items() if record.anchor is not None]
+        for key, fold in folds.items():
             span = keys.fold_of(key)
             assert span is not None
-            if record is None:
+            if fold is None:
                 self._damaged.add(Slot(span.version, span.author))
-            elif record.anchor is not None:
-                self._announce(span.version, span.author)
+            elif fold.anchor is not None:
+                anchored.append(Slot(span.version, span.author))
+        self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # version of each epoch
+        self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # last anchor of each author
         self._newest_epoch = max(self._last, default="")
-
-    def _announce(self, version: int, author: str) -> None:
-        self._anchors[author] = max(version, self._anchors.get(author, 0))
 
     def __contains__(self, key: str) -> bool:
         """Whether a document names the file, or may: a damaged one in the same slot. All in an anchor's folder is of it."""

@@ -31,14 +31,8 @@ def forget(
     """Take versions out of the channel. The files that they named are left to `prune`.
 
     The newest go first and one by one, so that at any moment all versions that are left can be read; running it again with
-    the same `keep` finishes what was cut short.
-
-    Args:
-        reader: The channel's.
-        keep: What stays, together with what leads to it.
-        grace_s: What became dispensable less long ago stays too, for readers that go by it.
-        dry_run: Only tell what would go; by this machine's clock, because nothing is written.
-        progress: Told how far it is.
+    the same `keep` finishes what was cut short. What became dispensable less than `grace_s` ago stays too, for readers that
+    go by it. With `dry_run` it only tells what would go; by this machine's clock, because nothing is written.
 
     Raises:
         MissingVersionError: a version that stays cannot be read. Nothing was forgotten.
@@ -104,14 +98,9 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
         records, folds  what an author has not named yet is spared until somebody succeeds it (`References.under_way`)
         slots           of the files that nothing names: a listing may be behind, a request for a record is not
 
-    Where a record is damaged, the files of its slot stay: `repair` may put its bytes back.
-
-    Args:
-        reader: The channel's.
-        grace_s: The least age of what goes. Give it more than readers take from planning to having read, and than a writer
-            takes from storing an anchor's file to announcing it.
-        dry_run: Only tell what would go; by this machine's clock, because nothing is written.
-        progress: Told how far it is.
+    Where a record is damaged, the files of its slot stay: `repair` may put its bytes back. What goes is older than
+    `grace_s`: give it more than readers take from planning to having read, and than a writer takes from storing an anchor's
+    file to announcing it. `dry_run` is as of `forget`.
 
     Raises:
         StoreError: the store failed; nothing that is named was deleted.
@@ -127,7 +116,10 @@ def prune(reader: ChannelReader, *, grace_s: float = GRACE_S, dry_run: bool = Fa
     waiting = [info for info in unnamed if references.under_way(info.key)]
     found = sorted(set(unnamed) - set(waiting), key=lambda info: info.key)
     if not dry_run:
-        _delete(store, [*(info.key for info in found), *heartbeats], progress)
+        doomed = [*(info.key for info in found), *heartbeats]
+        for start in range(0, len(doomed), _BATCH):
+            store.delete(*doomed[start : start + _BATCH])
+            progress("pruning", min(start + _BATCH, len(doomed)), len(doomed))
         logger.info("pruned objects=%d bytes=%d", len(found), sum(info.bytes for info in found))
     young = sorted(set(files) - set(old), key=lambda info: info.key)
     return Pruned(objects=found, heartbeats=heartbeats, waiting=waiting, young=young)
@@ -151,12 +143,6 @@ def _references(reader: ChannelReader, files: Sequence[ObjectInfo], progress: Pr
     records = {slot: found[slot.key] for slot in slots if slot.key in found}
     folds = {key: record for key, record in found.items() if keys.fold_of(key) is not None}
     return References({**held.records, **records}, {**held.folds, **folds})
-
-
-def _delete(store: Store, doomed: Sequence[str], progress: Progress) -> None:
-    for start in range(0, len(doomed), _BATCH):
-        store.delete(*doomed[start : start + _BATCH])
-        progress("pruning", min(start + _BATCH, len(doomed)), len(doomed))
 
 
 def _store_time(store: Store, dry_run: bool) -> float:

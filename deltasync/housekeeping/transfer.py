@@ -8,8 +8,9 @@ import functools
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from deltasync.channel import anchors, checkpoint, documents, keys
 from deltasync.channel.documents import File, Record, Version
@@ -28,6 +29,9 @@ from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, in_par
 from deltasync.replicas import Replica
 from deltasync.stores.base import ObjectInfo, Store
 
+Outcome = int | DeltaSyncError | None
+"""Of copying an object: its bytes, what is wrong with it in the source, or None where the target had it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
@@ -45,6 +49,13 @@ class Copied:
     bytes: int
     skipped: int
     problems: list[DeltaSyncError]
+
+    @classmethod
+    def of(cls, version: Version | None, done: Sequence[Outcome], problems: Iterable[DeltaSyncError] = ()) -> Self:
+        """From what became of each object; `problems` are of others."""
+        stored = [each for each in done if isinstance(each, int)]
+        wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
+        return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
 
 
 def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
@@ -82,24 +93,13 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     done += [one(item) for item in (*small, File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))]
     if head is not None:
         target.put(keys.HEAD, head)
-    stored = [each for each in done if isinstance(each, int)]
-    return Copied(
-        version=_newest(source, held),
-        objects=len(stored),
-        bytes=sum(stored),
-        skipped=sum(1 for each in done if each is None),
-        problems=[*held.problems.values(), *(each for each in done if isinstance(each, DeltaSyncError))],
-    )
+    slots = [slot for slot, found in held.records.items() if found is not None and found.is_version]
+    newest = source.slot(max(slots, key=lambda slot: slot.newness)) if slots else None
+    return Copied.of(None if newest is None else newest.version, done, held.problems.values())
 
 
 def _file(info: ObjectInfo, sha256: str = "") -> File:
     return File(key=info.key, bytes=info.bytes, sha256=sha256)
-
-
-def _newest(source: ChannelReader, held: Survey) -> Version | None:
-    slots = [slot for slot, found in held.records.items() if found is not None and found.is_version]
-    stored = source.slot(max(slots, key=lambda slot: slot.newness)) if slots else None
-    return None if stored is None else stored.version
 
 
 def _check_target(source: ChannelReader, target: Store, held: Survey, there: Mapping[str, int]) -> None:
@@ -127,11 +127,8 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
         )
 
 
-def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> int | DeltaSyncError | None:
-    """Store one object in the target; its bytes, None if the target had it, or what is wrong with it in the source.
-
-    `there` are the sizes of the target's objects at the start; the object's `sha256` is empty where nothing names it.
-    """
+def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> Outcome:
+    """Store one object, whose `sha256` is empty where nothing names it, in the target, which held `there`: key -> bytes."""
     if there.get(item.key) == item.bytes:
         return None
     if item.key in there:
@@ -167,14 +164,8 @@ def export(
     """Write one version as a checkpoint directory that transformers and vLLM load; every bit is checked.
 
     The files beside the weights (config, tokenizer) come from the nearest anchor that has any, or the checkpoint that it
-    refers to. The directory appears as a whole, or not at all. Holds the weights once, and one weight file.
-
-    Args:
-        reader: The channel's.
-        version: Its number; the newest one if None.
-        directory: Must be missing or empty.
-        shard_bytes: Largest weight file, unless a single tensor is larger.
-        progress: Told how far it is.
+    refers to. The directory appears as a whole, or not at all. Holds the weights once, and one weight file of at most
+    `shard_bytes`, unless a single tensor is larger. Without a `version` it is the newest one.
 
     Raises:
         ConfigError: the directory holds something, or cannot be written.

@@ -44,7 +44,7 @@ class Damage:
     problem: DeltaSyncError
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """What `check` found.
 
@@ -58,18 +58,18 @@ class Report:
         unproven: The others, if data was read: a problem lies there or at a version that they build on.
     """
 
-    problems: list[DeltaSyncError] = dataclasses.field(default_factory=list)
-    newest: Version | None = None
-    versions: int = 0
-    anchors: int = 0
-    folds: int = 0
-    data_bytes: int = 0
-    publishing: int = 0
-    garbage_objects: int = 0
-    garbage_bytes: int = 0
-    unreachable: list[int] = dataclasses.field(default_factory=list)
-    proven: list[int] | None = None
-    unproven: list[int] = dataclasses.field(default_factory=list)
+    problems: list[DeltaSyncError]
+    newest: Version | None
+    versions: int
+    anchors: int
+    folds: int
+    data_bytes: int
+    publishing: int
+    garbage_objects: int
+    garbage_bytes: int
+    unreachable: list[int]
+    proven: list[int] | None
+    unproven: list[int]
 
     @property
     def exit_code(self) -> int:
@@ -91,23 +91,20 @@ def check(reader: ChannelReader, *, read_data: bool = False, progress: Progress 
     examined = Examined(reader, progress)
     if read_data:
         examined.replay(progress)
-    examined.conclude()
-    return examined.report
+    return examined.conclude()
 
 
 class Examined:
     """A channel whose records and folds were read, and whose files were listed.
 
     Attributes:
-        report: What `check` returns, complete after `conclude`.
         records, folds: Those that are whole, without their bytes.
         damages: What is wrong, by key.
-        proven: Versions that were replayed.
+        proven: Versions that were replayed, None before.
     """
 
     def __init__(self, reader: ChannelReader, progress: Progress = quiet) -> None:
         self.reader = reader
-        self.report = Report()
         self.damages: dict[str, Damage] = {}
         # Head first, then records, then files: what one names was stored before it.
         head = reader.head()
@@ -126,8 +123,7 @@ class Examined:
         for stored in self.edges():
             for file in stored.record.files:
                 self._check_listed(stored, file)
-        self.proven: set[Slot] = set()
-        self._replayed = False
+        self.proven: set[Slot] | None = None
 
     @property
     def versions(self) -> dict[Slot, Stored]:
@@ -140,9 +136,7 @@ class Examined:
 
     def note(self, key: str, sha256: str | None, of: str, problem: DeltaSyncError) -> None:
         """Take a problem, one for each object."""
-        if key not in self.damages:
-            self.damages[key] = Damage(key, sha256, of, problem)
-            self.report.problems.append(problem)
+        self.damages.setdefault(key, Damage(key, sha256, of, problem))
 
     def _check_digests(self) -> None:
         for slot, sha256 in self._digests.items():
@@ -220,17 +214,12 @@ class Examined:
 
     def replay(self, progress: Progress = quiet) -> None:
         """Apply every version, anchor and fold, and compare the bits; read every file."""
-        self._replayed = True
-        _Replay(self).run(progress)
+        self.proven = _Replay(self).run(progress)
 
     def usable(self, stored: Stored) -> bool:
         """Whether a record or fold leads from its base to its version, as far as it was checked."""
         own = [stored.key, *(file.key for file in stored.record.payload_files)]
         return not any(key in self.damages for key in own)
-
-    def unusable(self) -> dict[str, str]:
-        """Keys of records and folds that lead nowhere, and why."""
-        return {stored.key: "It is damaged." for stored in self.edges() if not self.usable(stored)}
 
     def reached(self, start: Iterable[Slot] = (), nothing: bool = True) -> set[Slot]:
         """The versions that ways lead to from these versions and, unless it is not wanted, from nothing."""
@@ -241,10 +230,9 @@ class Examined:
                 found.add(stored.version.slot)
         return found
 
-    def conclude(self) -> None:
-        """Complete the report."""
-        report, versions = self.report, self.versions
-        reached = self.reached()
+    def conclude(self) -> Report:
+        """Note what builds on a record that is gone, and count."""
+        versions, reached = self.versions, self.reached()
         for slot, stored in sorted(versions.items()):
             base = stored.base
             if slot in reached or base is None or base.key in self.damages or not self.usable(stored):
@@ -256,31 +244,33 @@ class Examined:
                 )
                 self.note(base.key, base.sha256, base.key, problem)
         newest = max(versions, key=lambda slot: slot.newness, default=None)
-        report.newest = None if newest is None else versions[newest].version
-        report.versions = len(self._held.slots) - (len(self.records) - len(versions))
-        report.anchors = sum(stored.use_anchor for stored in self.edges())
-        report.folds = sum(fold is None or fold.anchor is None for fold in self._held.folds.values())
-        report.unreachable = sorted(slot.version for slot in versions.keys() - reached)
         folders = (keys.VERSIONS, keys.FOLDS, keys.PARTS, keys.ANCHORS)
-        report.data_bytes = sum(size for key, size in self._sizes.items() if key.startswith(folders))
-        self._count_unnamed()
-        if self._replayed:
-            report.proven = sorted(slot.version for slot in self.proven)
-            report.unproven = sorted(slot.version for slot in versions.keys() - self.proven)
+        references = References(self.documents(), self._held.folds)
+        files = [key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)]
+        unnamed = [key for key in files if key not in references]
+        garbage = [key for key in unnamed if not references.under_way(key)]
+        return Report(
+            problems=[damage.problem for damage in self.damages.values()],
+            newest=None if newest is None else versions[newest].version,
+            versions=len(self._held.slots) - (len(self.records) - len(versions)),
+            anchors=sum(stored.use_anchor for stored in self.edges()),
+            folds=sum(fold is None or fold.anchor is None for fold in self._held.folds.values()),
+            data_bytes=sum(size for key, size in self._sizes.items() if key.startswith(folders)),
+            publishing=len(unnamed) - len(garbage),
+            garbage_objects=len(garbage),
+            garbage_bytes=sum(self._sizes[key] for key in garbage),
+            unreachable=_numbers(versions.keys() - reached),
+            proven=None if self.proven is None else _numbers(self.proven),
+            unproven=[] if self.proven is None else _numbers(versions.keys() - self.proven),
+        )
 
     def documents(self) -> dict[Slot, Record | None]:
         """The documents of records, None where one is damaged."""
         return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.slots}
 
-    def _count_unnamed(self) -> None:
-        references = References(self.documents(), self._held.folds)
-        for key, size in self._sizes.items():
-            if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key) and key not in references:
-                if references.under_way(key):
-                    self.report.publishing += 1
-                else:
-                    self.report.garbage_objects += 1
-                    self.report.garbage_bytes += size
+
+def _numbers(slots: Iterable[Slot]) -> list[int]:
+    return sorted(slot.version for slot in slots)
 
 
 class _Replay:
@@ -294,9 +284,10 @@ class _Replay:
         memory.audit()
         self._examined = examined
         self._follower = Follower(examined.reader, memory)
+        self._proven: set[Slot] = set()
 
-    def run(self, progress: Progress) -> None:
-        """Go through all versions in ascending order."""
+    def run(self, progress: Progress) -> set[Slot]:
+        """Go through all versions in ascending order; gives those whose bits were proven."""
         examined, follower = self._examined, self._follower
         ways = {slot: [stored] for slot, stored in examined.versions.items()}
         folds: dict[Slot, list[Stored]] = {}
@@ -308,7 +299,7 @@ class _Replay:
         for done, (slot, found) in enumerate(sorted(ways.items()), start=1):
             for stored in found:
                 if self._go(stored.base) and self._apply(stored) is not None:
-                    examined.proven.add(slot)
+                    self._proven.add(slot)
                 else:
                     self._read(stored)
             for fold in folds.pop(slot, []):
@@ -321,15 +312,17 @@ class _Replay:
             progress("replaying", done, len(ways))
         for fold in [fold for left in folds.values() for fold in left]:  # nothing to apply them to
             self._read(fold)
+        return self._proven
 
     def _go(self, base: Version | None) -> bool:
         """Be at the version that something builds on; False if its bits cannot be had."""
-        follower = self._follower
+        examined, follower = self._examined, self._follower
         if base is None or follower.version == base:
             return True
-        if base.slot in self._examined.proven:
+        if base.slot in self._proven:
+            damaged = {stored.key: "It is damaged." for stored in examined.edges() if not examined.usable(stored)}
             with contextlib.suppress(FormatError, ChainError, ApplyError):
-                for stored in find_way(self._examined.reader, follower.version, base, self._examined.unusable()):
+                for stored in find_way(examined.reader, follower.version, base, damaged):
                     follower.confirm(follower.commit(follower.stage([stored])))
         return follower.version == base
 

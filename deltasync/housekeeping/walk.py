@@ -95,12 +95,8 @@ def survey(
 ) -> Survey:
     """List records and folds, and read their documents.
 
-    Args:
-        reader: The channel's.
-        progress: Told how far it is.
-        wanted: Picks the slots whose documents are needed out of all that there are, ascending.
-        wanted_fold: Picks the folds.
-        whole: Read all of each object; otherwise only the document at its end, which is held to no digest.
+    `wanted`, given all slots, ascending, and `wanted_fold` pick those whose documents are needed. With `whole` all of each
+    object is read; otherwise only the document at its end, which is held to no digest.
 
     Raises:
         NotPublishedError: there is no channel.

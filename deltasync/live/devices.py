@@ -22,11 +22,7 @@ _STEP_BYTES = 2 << 20  # what PyTorch's allocator rounds large requests up to
 
 
 class Device:
-    """An accelerator. Its memory for staging comes from one place, so that what one version gives back serves the next.
-
-    Args:
-        device: With its index.
-    """
+    """An accelerator. Its memory for staging comes from one place, so that what one version gives back serves the next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +40,9 @@ class Device:
         Raises:
             StageError: more than what is free less `RESERVE_BYTES`.
         """
-        wanted = _rounded(size_bytes)
+        # Up to a quarter of the next lower power of two, so that sizes that vary a little are the same.
+        step = max(_STEP_BYTES, 1 << max(0, size_bytes.bit_length() - 3))
+        wanted = -(-size_bytes // step) * step
         with self._lock:
             # What was given back before stays this stream's, in PyTorch's cache.
             if wanted > self._largest.get(purpose, 0):
@@ -91,15 +89,7 @@ class Device:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _rounded(size_bytes: int) -> int:
-    """Up to a quarter of the next lower power of two, so that sizes that vary a little are the same."""
-    step = max(_STEP_BYTES, 1 << max(0, size_bytes.bit_length() - 3))
-    return -(-size_bytes // step) * step
-
-
-@functools.cache
-def _device(device: torch.device) -> Device:
-    return Device(device)
+_device = functools.cache(Device)
 
 
 def device_of(live: torch.Tensor) -> Device | None:

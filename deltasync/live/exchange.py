@@ -15,16 +15,21 @@ from deltasync import kernels
 from deltasync.errors import CommitError
 from deltasync.kernels.table import Table
 from deltasync.live.devices import Device
-from deltasync.live.segments import unsigned
+from deltasync.live.segments import Segment, unsigned
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """The fingerprint of a tensor's segment, or what it gains by an exchange."""
+class Target:
+    """A segment to write to or to read: its tensor, its number among the tensor's, and the tensor's fingerprint key."""
 
     name: str
-    segment: int
-    value: int
+    number: int
+    segment: Segment
+    key: int
+
+
+Values = list[tuple[Target, int]]
+"""Fingerprints of segments, or what they gain by an exchange."""
 
 
 class HostSwap:
@@ -32,20 +37,16 @@ class HostSwap:
 
     Args:
         writes: Live memory, flat; positions in it; new values. Signed views, the values are kept and mutated.
-
-    Attributes:
         gains: What fingerprints gain by the first exchange.
         check: What `found` returns after the first exchange if live memory is what it was when this was staged.
-        changed: Number of elements.
-        nbytes: What it takes until the commit is confirmed.
     """
 
-    def __init__(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], gains: Sequence[Part], check: int):
+    def __init__(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], gains: Values, check: int) -> None:
         self.writes = writes
         self.gains = gains
         self.check = check
-        self.changed = sum(value_K.numel() for _, _, value_K in writes)
-        self.nbytes = sum(at_K.nbytes + value_K.nbytes for _, at_K, value_K in writes)
+        self.changed = sum(value_K.numel() for _, _, value_K in writes)  # elements
+        self.nbytes = sum(at_K.nbytes + value_K.nbytes for _, at_K, value_K in writes)  # until the commit is confirmed
         self._table = kernels.cpu.swap_table(
             [(unsigned(dest), at_K.numpy(), unsigned(value_K)) for dest, at_K, value_K in writes]
         )
@@ -63,7 +64,7 @@ class HostSwap:
 class DeviceSwap:
     """As `HostSwap`, in the memory of an accelerator, by a constant number of launches; its table is prepared."""
 
-    def __init__(self, device: Device, table: Table, gains: Sequence[Part], check: int) -> None:
+    def __init__(self, device: Device, table: Table, gains: Values, check: int) -> None:
         self._device = device
         self._table = table
         self.gains = gains
@@ -92,8 +93,6 @@ class Copy:
         room_2B: Two times the bytes of the largest piece, on the device of the live memory.
     """
 
-    name: str
-    segment: int
     pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
     room_2B: torch.Tensor
 

@@ -23,9 +23,9 @@ from deltasync import kernels
 from deltasync.errors import FingerprintMismatchError, StageError
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
-from deltasync.live.exchange import Copy, Swap, undo
+from deltasync.live.exchange import Copy, Swap, Target, undo
 from deltasync.live.segments import Parts, Segment, combine, unsigned
-from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging, Target
+from deltasync.live.staging import DeviceReadout, DeviceStaging, HostReadout, HostStaging, Readout, Staging
 from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes
 from deltasync.tensors.bits import int_view, signed_view, tensor_of
 
@@ -60,27 +60,25 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit did.
+    """What a commit of `staged` did.
 
     Attributes:
         parts: Fingerprint of each segment of each tensor that the version names, afterwards.
         scatter_s: Seconds during which live weights were being written.
-        staged: What was committed.
+        before: All `LiveMemory.parts` before it.
     """
 
     parts: Parts
     scatter_s: float
     staged: Staged
+    before: Parts
 
 
 class LiveMemory:
     """Live weights in checkpoint coordinates, all of them or a shard.
 
-    Args:
-        specs: The channel's tensor table.
-        segments: Where each tensor lies: a list, be it empty, for every tensor. Over all shards the regions of a tensor
-            cover it, and two of them are the same or have no element in common.
-        device_of: Where live memory lies, None for the host.
+    `segments` say where each tensor of the table lies: a list, be it empty, for every one. Over all shards the regions of a
+    tensor cover it, and two of them are the same or have no element in common.
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.
@@ -153,22 +151,18 @@ class LiveMemory:
 
     def audit(self) -> None:
         """Recompute `parts` from every bit of live memory."""
-        targets = [target for name in self._specs for target in self._targets(name)]
         found = {name: [0] * len(self._place(name)) for name in self._specs}
-        for device, held in self._by_device(targets).items():
+        targets: dict[Device | None, list[Target]] = {}
+        for target in itertools.chain.from_iterable(map(self._targets, self._specs)):
+            targets.setdefault(self._device_of(target.segment.live), []).append(target)
+        for device, held in targets.items():
             with contextlib.nullcontext() if device is None else device.staging():
-                for part in _readout(device, held).read():
-                    found[part.name][part.segment] = part.value
+                for target, value in (HostReadout(held) if device is None else DeviceReadout(device, held)).read():
+                    found[target.name][target.number] = value
         self.parts = {name: tuple(values) for name, values in found.items()}
 
     def _targets(self, name: str) -> list[Target]:
         return [Target(name, at, segment, self._keys[name]) for at, segment in enumerate(self._place(name))]
-
-    def _by_device(self, targets: Iterable[Target]) -> dict[Device | None, list[Target]]:
-        found: dict[Device | None, list[Target]] = {}
-        for target in targets:
-            found.setdefault(self._device_of(target.segment.live), []).append(target)
-        return found
 
     def warm_up(self) -> None:
         """Compile what commits to an accelerator need, so that none waits for it."""
@@ -182,12 +176,7 @@ class LiveMemory:
         return [segment.runs()[1].tobytes() for segment in self._place(name)]
 
     def differs(self, name: str, flat_N: torch.Tensor) -> bool:
-        """Whether any element in live memory has other bits than this whole tensor, compared where live memory is.
-
-        Args:
-            name: The tensor's.
-            flat_N: Its bits, a signed view on any device.
-        """
+        """Whether any element in live memory has other bits than a whole tensor's, a signed view on any device."""
         for segment in self._place(name):
             device = self._device_of(segment.live)
             if device is None:
@@ -200,10 +189,8 @@ class LiveMemory:
     def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
         """Write full weights into host memory that holds no version, whole tensors, without a second copy of any.
 
-        Mutates the live weights and `parts`; if it raises, some of them are written, and `parts` may be incomplete.
-
-        Args:
-            weights: Name, unsigned bit patterns of shape N and fingerprint of each tensor.
+        Takes name, unsigned bit patterns of shape N and fingerprint of each tensor. Mutates the live weights and `parts`; if
+        it raises, some of them are written, and `parts` may be incomplete.
 
         Raises:
             FingerprintMismatchError: a tensor has another one.
@@ -219,13 +206,8 @@ class LiveMemory:
     def patch(self, patches: Iterable[tuple[Patch, int]]) -> dict[str, int]:
         """Apply patches to host memory that nobody uses, whole tensors, without what would undo them.
 
-        Mutates the live weights and `parts`; if it raises, some of them are written.
-
-        Args:
-            patches: Each with the fingerprint that its tensor must have after the last patch of it.
-
-        Returns:
-            Those fingerprints, which are not compared here.
+        Mutates the live weights and `parts`; if it raises, some of them are written. Returns the fingerprints that came with
+        the last patch of each tensor, which are not compared here.
         """
         wanted = {}
         for patch, wanted[patch.name] in patches:
@@ -242,8 +224,7 @@ class LiveMemory:
     def stage(self, patches: Iterable[tuple[Patch, int | None]]) -> Staged:
         """Translate decoded patches into writes and put them on the device.
 
-        Args:
-            patches: Each with the fingerprint its tensor must have afterwards, or None.
+        Each comes with the fingerprint that its tensor must have afterwards, or None.
 
         Raises:
             StageError: a patch names a tensor that has no place in live memory, or its device has too little memory.
@@ -276,7 +257,7 @@ class LiveMemory:
             CommitError: the write failed and so did undoing it.
             StageError: live memory is not what it was when this was staged.
         """
-        before = time.perf_counter()
+        began = time.perf_counter()
         self._exchange(staged)
         copied: list[Copy] = []
         try:
@@ -284,35 +265,31 @@ class LiveMemory:
                 copy.exchange()
                 copied.append(copy)
             self._synchronize()
-            scatter_s = time.perf_counter() - before
+            scatter_s = time.perf_counter() - began
             new = self._parts_after(staged)
         except BaseException:
             undo(lambda: self._bring_back((*staged.swaps, *copied)))
             raise
-        self.parts |= new
-        return CommitReport(new, scatter_s, staged)
+        before, self.parts = self.parts, self.parts | new
+        return CommitReport(new, scatter_s, staged, before)
 
     def _parts_after(self, staged: Staged) -> Parts:
         """Fingerprints of the segments of the tensors that it names, once all of it is written."""
         parts = {name: list(self.parts[name]) for name in staged.fingerprints}
-        for gain in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
-            parts[gain.name][gain.segment] += gain.value
-        for part in itertools.chain.from_iterable(readout.read() for readout in staged.readouts):
-            parts[part.name][part.segment] = part.value
+        for target, gained in itertools.chain.from_iterable(swap.gains for swap in staged.swaps):
+            parts[target.name][target.number] += gained
+        for target, value in itertools.chain.from_iterable(readout.read() for readout in staged.readouts):
+            parts[target.name][target.number] = value
         return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
 
-    def rollback(self, report: CommitReport, parts: Parts) -> None:
-        """Write the old values of a commit back.
-
-        Args:
-            report: What the last commit returned.
-            parts: A copy of `self.parts` from before that commit.
+    def rollback(self, report: CommitReport) -> None:
+        """Write the old values of the last commit back.
 
         Raises:
             CommitError: that failed.
         """
         undo(lambda: self._bring_back((*report.staged.swaps, *report.staged.copies)))
-        self.parts = dict(parts)
+        self.parts = report.before
 
     def _exchange(self, staged: Staged) -> None:
         """Exchange the new values with the old ones on every device; undone if those are not what they were."""
@@ -335,7 +312,3 @@ class LiveMemory:
     def _synchronize(self) -> None:
         for device in self._devices:
             device.synchronize()
-
-
-def _readout(device: Device | None, targets: Sequence[Target]) -> Readout:
-    return HostReadout(targets) if device is None else DeviceReadout(device, targets)

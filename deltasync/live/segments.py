@@ -68,9 +68,16 @@ class Segment:
                 raise StageError("A weight overlaps itself in live memory.")
         return tuple(dims)
 
-    def pieces(self, most_elements: int) -> Iterator[Segment]:
-        """The segment cut into pieces of a bounded size, as few as follow from cutting the first dimensions."""
-        yield from _pieces(self, 0, most_elements)
+    def pieces(self, most_elements: int, dim: int = 0) -> Iterator[Segment]:
+        """The segment cut into pieces of a bounded size, as few as follow from cutting the dimensions from `dim` on."""
+        if self.live.numel() <= most_elements:
+            yield self
+            return
+        size, stride = self.live.shape[dim], self.stride[dim]
+        step = max(1, most_elements * size // self.live.numel())
+        for first in range(0, size, step):
+            part = self.live.narrow(dim, first, min(step, size - first))
+            yield from Segment(part, self.stride, self.offset + first * stride).pieces(most_elements, dim + 1)
 
     def source(self, flat_N: torch.Tensor) -> torch.Tensor:
         """The segment's view of a flat checkpoint tensor."""
@@ -87,11 +94,7 @@ class Segment:
         return whole and self.stride == self.live.stride()
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The segment as runs of consecutive checkpoint elements.
-
-        Returns:
-            First flat checkpoint index of each run, int64[R], and the runs' unsigned bit patterns on the host, shape [R, L].
-        """
+        """Runs of consecutive checkpoint elements: first flat index, int64[R]; unsigned bit patterns on the host, [R, L]."""
         order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
         shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
         ends_in_run = bool(shape) and stride[-1] == 1
@@ -103,10 +106,7 @@ class Segment:
         return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
     def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Addresses of checkpoint elements.
-
-        Args:
-            index_K: Flat checkpoint indices, ascending.
+        """Addresses of checkpoint elements by their flat indices, ascending.
 
         Returns:
             Positions in `index_K` of those that lie in this segment, None for all of them; and where in `flat()` they lie.
@@ -134,33 +134,14 @@ class Segment:
         return at, dest[at]
 
 
-def _pieces(segment: Segment, dim: int, most_elements: int) -> Iterator[Segment]:
-    live = segment.live
-    if live.numel() <= most_elements:
-        yield segment
-        return
-    inner = live.numel() // live.shape[dim]
-    step = max(1, most_elements // inner)
-    for first in range(0, live.shape[dim], step):
-        part = live.narrow(dim, first, min(step, live.shape[dim] - first))
-        yield from _pieces(
-            Segment(part, segment.stride, segment.offset + first * segment.stride[dim]), dim + 1, most_elements
-        )
-
-
 Parts = dict[str, tuple[int, ...]]
 """Fingerprints of the segments of tensors, by tensor name."""
 
 
 def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
-    """Fingerprints of tensors from those of their segments.
+    """Fingerprints of tensors from those of the segments that each shard holds.
 
-    Args:
-        regions: What each shard holds.
-        parts: For each shard, in the same order, by tensor a fingerprint per segment.
-
-    Returns:
-        For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
+    For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
     """
     found: dict[str, dict[Region, int]] = {}
     for held, of_shard in zip(regions, parts, strict=True):

@@ -16,7 +16,7 @@ import torch
 from deltasync import kernels
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
-from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Part, Swap
+from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Swap, Target, Values
 from deltasync.live.segments import Segment, unsigned
 from deltasync.tensors import Patch, fingerprint, index_dtype
 from deltasync.tensors.bits import signed_view
@@ -30,16 +30,6 @@ _ROWS = torch.contiguous_format
 _FEW = 8  # of full weights that differ in less than one in so many elements, those are exchanged
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
-    """A segment to write to or to read: its tensor, its number among the tensor's, and the tensor's fingerprint key."""
-
-    name: str
-    number: int
-    segment: Segment
-    key: int
-
-
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """Views of live memory, and new bits for them on the host."""
 
@@ -50,9 +40,9 @@ class HostReadout:
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
 
-    def read(self) -> list[Part]:
+    def read(self) -> Values:
         """Their fingerprints, of every bit in live memory."""
-        return [Part(of.name, of.number, kernels.cpu.fingerprint_runs(of.key, *of.segment.runs())) for of in self._targets]
+        return [(target, kernels.cpu.fingerprint_runs(target.key, *target.segment.runs())) for target in self._targets]
 
 
 class HostStaging:
@@ -60,7 +50,7 @@ class HostStaging:
 
     def __init__(self) -> None:
         self._writes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._gains: list[Part] = []
+        self._gains: Values = []
         self._check = 0
         self._copies: list[tuple[Target, Pieces]] = []
 
@@ -92,7 +82,7 @@ class HostStaging:
         kernels.cpu.warm_up(data_K.dtype, dest_index_K.dtype)
         new_K, gained, check = kernels.cpu.prepare(target.key, unsigned(dest), dest_index_K, data_K, absolute, index_K)
         self._writes.append((dest, torch.from_numpy(dest_index_K), signed_view(new_K)))
-        self._gains.append(Part(target.name, target.number, gained))
+        self._gains.append((target, gained))
         self._check = (self._check + check) & fingerprint.MASK
 
     def finish(self) -> tuple[Sequence[Swap], Sequence[Copy], Sequence[Readout]]:
@@ -102,7 +92,7 @@ class HostStaging:
             return swaps, [], []
         largest_bytes = max(live.nbytes for _, pieces in self._copies for live, _ in pieces)
         room = torch.empty((2, -(-largest_bytes // 8) * 8), dtype=torch.uint8)  # elements of any width begin in it
-        copies = [Copy(target.name, target.number, pieces, room) for target, pieces in self._copies]
+        copies = [Copy(pieces, room) for _, pieces in self._copies]
         return swaps, copies, [HostReadout([target for target, _ in self._copies])]
 
 
@@ -112,20 +102,19 @@ class DeviceReadout:
     def __init__(self, device: Device, targets: Sequence[Target]) -> None:
         self._device = device
         self._targets = [target for target in targets if target.segment.live.numel()]
-        self._empty = [Part(target.name, target.number, 0) for target in targets if not target.segment.live.numel()]
+        self._empty = [(target, 0) for target in targets if not target.segment.live.numel()]
         self._table: Table | None = None
         if self._targets:
             with device.staging():
                 entries = [_entry(target.key, target.segment) for target in self._targets]
                 self._table = Table(entries, device, "fingerprints")
 
-    def read(self) -> list[Part]:
+    def read(self) -> Values:
         """Their fingerprints."""
         if self._table is None:
             return self._empty
         self._device.kernels.fingerprint(self._table)
-        values = zip(self._targets, self._table.gained(), strict=True)
-        return [*self._empty, *(Part(target.name, target.number, value) for target, value in values)]
+        return [*self._empty, *zip(self._targets, self._table.gained(), strict=True)]
 
 
 class DeviceStaging:
@@ -204,14 +193,11 @@ class DeviceStaging:
             with self._device.staging():
                 table = Table(self._entries, self._device, "writes")
                 self._device.kernels.prepare(table)
-                gains = [
-                    Part(target.name, target.number, gained)
-                    for target, gained in zip(self._targets, table.gained(), strict=True)
-                ]
+                gains = list(zip(self._targets, table.gained(), strict=True))
                 swaps.append(DeviceSwap(self._device, table, gains, table.check()))
         if self._room is None or not self._copies:
             return swaps, [], []
-        copies = [Copy(target.name, target.number, pieces, self._room[:2]) for target, pieces in self._copies]
+        copies = [Copy(pieces, self._room[:2]) for _, pieces in self._copies]
         return swaps, copies, [DeviceReadout(self._device, [target for target, _ in self._copies])]
 
 

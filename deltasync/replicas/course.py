@@ -43,14 +43,13 @@ _IDENTIFY = 8  # newest versions, and anchors, that the loaded weights may be
 class Course:
     """One replica's way through a channel. Not thread-safe.
 
-    Args:
-        reader: The channel's.
-        max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
-        prefetch: Fetch parts before their record exists. Whoever stages gets them from the reader, or from the node's cache.
+    It refuses to go on while the newest version was encoded longer than `max_age_s` ago. With `prefetch` it fetches parts
+    before their record exists; whoever stages gets them from the reader, or from the node's cache.
 
     Attributes:
         newest: The newest version that is known.
         problem: What is wrong with the next version, None if nothing is.
+        stuck: Why no way led on the last time, which `next` raises until a look is due; None if one did.
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
         follows_s: Since when this replica can take what is published, seconds since the epoch; infinite while it is pinned.
     """
@@ -68,7 +67,7 @@ class Course:
         self._look_due_s = 0.0
         self._looks = 0
         self._lost = True
-        self._problem: MissingVersionError | FormatError | None = None  # no way leads on; looked at again when a look is due
+        self.stuck: MissingVersionError | FormatError | None = None
         self._absent: tuple[str, float] | None = None  # the slot that a request said is missing, and when
         self._lists_instead = False
         self._rest: list[Stored] = []
@@ -89,14 +88,10 @@ class Course:
         now: bool = False,
         told: bool = False,
     ) -> list[Stored]:
-        """What to take now: records and folds that are worth one commit; nothing if there is nothing newer.
+        """What to take now, from `have` on: records and folds that are worth one commit; nothing if there is nothing newer.
 
-        Args:
-            have: The version whose bits the replica has, None for none.
-            pin: Where to go instead of to the newest version.
-            known: What an event told of a new record.
-            now: Look although no look is due.
-            told: The store tells of new records, so looks can be rare.
+        `known` is what an event told of a new record. With `now` it looks although no look is due; where the store has
+        `told` of new records, looks can be rare.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
@@ -110,9 +105,9 @@ class Course:
             return self._batch(self._rest, have)
         self._rest = []
         due = now or time.monotonic() >= self._look_due_s
-        if self._problem is not None and not due and known is None:
-            raise self._problem
-        self._problem = None
+        if self.stuck is not None and not due and known is None:
+            raise self.stuck
+        self.stuck = None
         looks = due or self._lost
         look_s = _LOOK_LIVE_S if told else LOOK_S
         try:
@@ -122,7 +117,7 @@ class Course:
             if not way and not self._lost:
                 way = self._poll(have, known)
         except (MissingVersionError, FormatError) as error:
-            self._problem = error
+            self.stuck = error
             raise
         except StoreError:
             if looks:
@@ -136,21 +131,15 @@ class Course:
         return self._batch(way, have)
 
     def lag_s(self, way: Sequence[Stored]) -> float | None:
-        """Seconds from encoding what is served from now on until now, by two machines' clocks.
+        """Seconds from encoding what is served from now on, or making its fold, until now, by two machines' clocks.
 
-        None where that is no lag: to catch up with what was encoded before this replica followed, to go back, and to go
-        where a pin points. A fold counts from when it was made.
+        None where that is no lag: to catch up with what was encoded before this replica followed, to go back, and for a pin.
         """
         last = way[-1]
         # Documents tell milliseconds.
         is_news = last.record.created_s > self.follows_s - 0.001 and last.record.slot.newness > self._served
         self._served = max(self._served, last.record.slot.newness)
         return time.time() - last.record.created_s if is_news else None
-
-    @property
-    def stuck(self) -> bool:
-        """Whether no way led on the last time, so that `next` fails until a look is due."""
-        return self._problem is not None
 
     def forgive(self) -> None:
         """Try again what was missing or damaged, but not what does not give the bits that it promises."""
@@ -159,10 +148,7 @@ class Course:
     def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
         """Take another way from now on than this one.
 
-        Args:
-            way: What was to be taken.
-            failed: Key of the record whose objects were missing or damaged; None where the bits were not the promised ones.
-            why: What went wrong.
+        `failed` is the key of the record whose objects were missing or damaged; None where the bits were not as promised.
         """
         self._lost, self._rest = True, []
         self._look_due_s = 0.0
@@ -170,15 +156,12 @@ class Course:
             self._undoes = False
             return
         if failed is not None:
-            self._leave_out(failed, why)
+            self._left_out[failed] = time.monotonic() + _AVOID_S, str(why)
         elif len(way) > 1:
             self._singly_to = way[-1].record.version  # to find out which of them it is
         elif self._is_again(way[0]):
             self._left_out[way[0].key] = math.inf, str(why)
         self._blamed = failed or way[0].key
-
-    def _leave_out(self, key: str, why: object) -> None:
-        self._left_out[key] = time.monotonic() + _AVOID_S, str(why)
 
     def _is_again(self, stored: Stored) -> bool:
         """Whether the store gives the same record again. If not, an answer was damaged where nothing unsigned tells."""
@@ -193,10 +176,7 @@ class Course:
             self._left_out.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
-        """The version whose model has this fingerprint, so that nothing needs to be loaded; None if it is none that is near.
-
-        Looks at the newest versions, and at those that can be had from nothing, which is what servers load.
-        """
+        """The version whose model has this fingerprint, of the newest and those that servers load from nothing, if any."""
         newest = self.reader.back_from(self._find_newest(listed=False))
         for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
             if stored.record.fingerprint == f"{total:016x}":
@@ -230,7 +210,7 @@ class Course:
                     stored = self._slot(slot, known)
             except FormatError as error:
                 self.problem = str(error)
-                self._leave_out(slot.key, error)
+                self._left_out[slot.key] = time.monotonic() + _AVOID_S, str(error)
                 break
             self.looked_s = time.monotonic()
             if stored is None:
@@ -263,7 +243,7 @@ class Course:
         listed = self._begin_look(due_s)
         if not listed:
             newest = self._find_newest(listed=False)
-            if newest is None or have is None or _is_after(newest, have) or not self._lost:
+            if newest is None or have is None or newest.slot.newness > have.slot.newness or not self._lost:
                 with contextlib.suppress(MissingVersionError, FormatError):  # head may be wrong
                     return self._way(have, newest)
         newest = self._find_newest(listed=True)
@@ -285,11 +265,8 @@ class Course:
         return self._looks % _LIST_EVERY == 0
 
     def _is_lost(self, have: Version, newest: Version) -> bool:
-        """Whether the store went back to before a version, by a backup: nothing in it can come after that version then.
-
-        Where keys are required it only says so: who can put back what was signed must not bring a replica back.
-        """
-        if newest == have or _is_after(newest, have):
+        """Whether the store went back to before a version, by a backup: nothing in it can come after that version then."""
+        if newest == have or newest.slot.newness > have.slot.newness:
             return False
         try:  # by its key: a listing may be behind. What is there may also be a seal that the next writer put
             found = self.reader.slot(have.slot)
@@ -298,7 +275,7 @@ class Course:
         if found is not None and found.sha256 == have.sha256:
             return False
         self.problem = f"Version {have} is not in the store any more, which holds {newest} as the newest."
-        if self.reader.trusted is not None:
+        if self.reader.trusted is not None:  # who can put back what was signed must not bring a replica back
             logger.warning("%s If it was restored from a backup, restart this replica.", self.problem)
             return False
         logger.warning("%s Starting from full weights.", self.problem)
@@ -309,7 +286,7 @@ class Course:
         if newest is None:
             self._lost = False
             return way
-        if have is None or _is_after(newest, have):
+        if have is None or newest.slot.newness > have.slot.newness:
             way = self._find_way(have, newest)
             self._next_epoch = None
         if way:
@@ -322,9 +299,8 @@ class Course:
         return way
 
     def _find_way(self, have: Version | None, target: Version) -> list[Stored]:
-        return find_way(self.reader, have, target, self._avoided)
+        return find_way(self.reader, have, target, self._avoided())
 
-    @property
     def _avoided(self) -> dict[str, str]:
         return {key: why for key, (_, why) in self._left_out.items()}
 
@@ -380,18 +356,15 @@ class Course:
         target = self.reader.numbered(number)
         if have is None or have.version < number or have == target.version:
             return self._find_way(have, target.version)
-        return self._find_way_back(have, target) or self._find_way(None, target.version)
-
-    def _find_way_back(self, have: Version, target: Stored) -> list[Stored]:
-        way = find_way_back(self.reader, have, target, self._avoided) if self._undoes else []
-        return way if len(way) <= _BATCH and payload_bytes(way) <= _BATCH_BYTES else []
+        way = find_way_back(self.reader, have, target, self._avoided()) if self._undoes else []
+        if way and len(way) <= _BATCH and payload_bytes(way) <= _BATCH_BYTES:
+            return way
+        return self._find_way(None, target.version)
 
     def _batch(self, way: Sequence[Stored], have: Version | None) -> list[Stored]:
-        """The first hops of a way that are worth one commit; the rest is remembered.
-
-        Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
-        replica that serves must not go back to an older version in between. So is a way back.
-        """
+        """The first hops of a way that are worth one commit; the rest is remembered."""
+        # Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
+        # replica that serves must not go back to an older version in between. So is a way back.
         if goes_back(way):
             return list(way)
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
@@ -407,7 +380,7 @@ class Course:
 
     def _note(self, version: Version, read: Stored | None = None) -> None:
         """There is this version, whose record was `read`, or is named by what was."""
-        if self.newest is None or _is_after(version, self.newest):
+        if self.newest is None or version.slot.newness > self.newest.slot.newness:
             self.newest, self._newest_created_s = version, None
         if read is not None and self.newest == version:
             self._newest_created_s = read.record.created_s
@@ -424,8 +397,3 @@ class Course:
                 f"The newest version, {self.newest.version}, is {age_s:.0f} s old, and {self._max_age_s:g} s are allowed: "
                 "nothing newer was published, or somebody keeps it back."
             )
-
-
-def _is_after(one: Version, other: Version) -> bool:
-    """Whether a replica that has the other may go to it."""
-    return one.slot.newness > other.slot.newness

@@ -12,13 +12,13 @@ import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
-from deltasync.channel.documents import Record, Version
-from deltasync.channel.plan import goes_back, payload_bytes
+from deltasync.channel.documents import Version
+from deltasync.channel.plan import goes_back
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import CommitReport, LiveMemory, Parts, Staged, model_fingerprint
+from deltasync.live import CommitReport, LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Patch
 from deltasync.tensors.fold import fold_all
 
@@ -34,26 +34,6 @@ class StagedVersion:
     staged: Staged
     stage_s: float
 
-    @property
-    def version(self) -> Version:
-        """Where it leads."""
-        return self.way[-1].version
-
-    @property
-    def record(self) -> Record:
-        """The last document on the way."""
-        return self.way[-1].record
-
-    @property
-    def use_anchor(self) -> bool:
-        """Whether it is full weights."""
-        return self.way[0].use_anchor
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that were downloaded for it."""
-        return payload_bytes(self.way)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommittedVersion:
@@ -61,7 +41,6 @@ class CommittedVersion:
 
     staged: StagedVersion
     report: CommitReport
-    parts_before: Parts
 
 
 class Follower:
@@ -69,6 +48,7 @@ class Follower:
 
     Attributes:
         version: The version whose bits are live, None if they are of none.
+        settled: Whether it is known what the bits in live memory are. If not: audit them, then call `settle`.
         failed: Key of the record whose objects were missing or damaged when `stage` raised last; None if that was not why.
     """
 
@@ -78,39 +58,32 @@ class Follower:
         self.version: Version | None = None
         self.failed: str | None = None
         self._fingerprint: str | None = None
-        self._settled = True
+        self.settled = True
         self._loaded: list[Stored] = []  # how the bits came that `load` wrote
-
-    @property
-    def settled(self) -> bool:
-        """Whether it is known what the bits in live memory are. If not: audit them, then call `settle`."""
-        return self._settled
 
     def identified(self, stored: Stored | None) -> None:
         """The bits in live memory were found to be this version's, or None's."""
         self.version = None if stored is None else stored.version
         self._fingerprint = None if stored is None else stored.record.fingerprint
-        self._settled = True
+        self.settled = True
 
     def settle(self, total: int) -> None:
         """Find out whose fault a failure was: the version's, or that of the bits it met, which are then of no version.
 
-        Args:
-            total: Fingerprint of the model, by an audit of all shards; -1 if copies differ.
+        `total` is the model's fingerprint, by an audit of all shards; -1 if copies differ.
         """
         if total < 0 or self._fingerprint != f"{total:016x}":
             self.version = self._fingerprint = None
-        self._settled = True
+        self.settled = True
 
     def doubt(self) -> None:
         """Something went wrong that may have left other bits than those of `version`."""
-        self._settled = False
+        self.settled = False
 
     def load(self, way: Sequence[Stored]) -> Version:
         """Take a way into host memory that nobody uses yet, so that nothing needs to be kept to undo it.
 
-        What a version got wrong is loaded anew, up to the version before: if this raises, `version` is the last one that is
-        there whole, or None.
+        What a version got wrong is loaded anew, up to the one before: if this raises, that is `version`, or None.
 
         Raises:
             StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
@@ -134,7 +107,7 @@ class Follower:
                 for stored in way:
                     with self._blaming(stored), _map_out_of_memory(stored.record.version):
                         got = next(fetched)
-                        self.version, self._settled = None, False
+                        self.version, self.settled = None, False
                         if stored.use_anchor:
                             self._loaded.clear()
                             self.memory.load(payloads.weights(self.reader, stored))
@@ -190,7 +163,7 @@ class Follower:
             self.failed = stored.key
             # Decoding by the old bits also fails if those are not what they are taken for; an audit finds out.
             if isinstance(error, CorruptDataError) and self._needs_old(stored):
-                self._settled = False
+                self.settled = False
             raise
 
     def _needs_old(self, stored: Stored) -> bool:
@@ -198,10 +171,7 @@ class Follower:
         return delta is not None and codec.get(delta.codec).needs_old
 
     def _patched(self, way: Sequence[Stored], streamed: int) -> Iterator[tuple[Patch, int]]:
-        """What records do together, tensor by tensor, with the fingerprint after the last.
-
-        Of the first `streamed`, 0 or 1, no more than one tensor is in memory at a time.
-        """
+        """What records do together, by tensor, with its fingerprint; of the first `streamed`, 0 or 1, one tensor is held."""
         later, fingerprints = self._folded(way[streamed:])
         for stored in way[:streamed]:
             for patch, expected in self._patches(stored, self.memory.bits):
@@ -253,10 +223,9 @@ class Follower:
             StageError: live memory was written by someone else, or there is not enough of it; the bits are as before.
             CommitError: the write failed and could not be undone.
         """
-        before = dict(self.memory.parts)
         try:
-            with _map_out_of_memory(staged.record.version):
-                return CommittedVersion(staged, self.memory.commit(staged.staged), before)
+            with _map_out_of_memory(staged.way[-1].record.version):
+                return CommittedVersion(staged, self.memory.commit(staged.staged))
         except BaseException:
             self.doubt()
             raise
@@ -266,10 +235,7 @@ class Follower:
     ) -> Version:
         """Compare fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
 
-        Args:
-            committed: What was committed last.
-            fingerprints: Fingerprints of the named tensors, over all shards; None if this memory holds the whole model.
-            total: The model's, over all shards.
+        `fingerprints` are those of the named tensors, `total` the model's, over all shards; None if this memory holds all.
 
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
@@ -279,21 +245,21 @@ class Follower:
             fingerprints = self.memory.fingerprints
             total = model_fingerprint(fingerprints)
         wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
-        record = committed.staged.record
-        if wrong or f"{total:016x}" != record.fingerprint:
+        stored = committed.staged.way[-1]
+        if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
-            self._settled = False
+            self.settled = False
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             now = "no version" if self.version is None else f"version {self.version.version}"
             raise FingerprintMismatchError(
-                f"Version {record.version} did not give the published bits {where}; rolled back to {now}."
+                f"Version {stored.record.version} did not give the published bits {where}; rolled back to {now}."
             )
-        self.version, self._fingerprint = committed.staged.version, record.fingerprint
+        self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 
     def rollback(self, committed: CommittedVersion) -> None:
         """Bring the bits from before a commit back."""
-        self.memory.rollback(committed.report, committed.parts_before)
+        self.memory.rollback(committed.report)
 
 
 def _fold(patches: Sequence[Patch]) -> list[Patch]:

@@ -79,8 +79,7 @@ class _Gate:
     @property
     def depth(self) -> int:
         """How often this thread is inside."""
-        found: int = getattr(self._mine, "depth", 0)
-        return found
+        return int(getattr(self._mine, "depth", 0))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -119,12 +118,7 @@ class _ModuleReplica(Replica):
             self._gate.problem = self._problem()
 
     def _open(self) -> None:
-        """Find the channel's tensors in the module, and which version they are, if any.
-
-        Raises:
-            NotPublishedError: there is no channel yet, or it has no version.
-            ModelMismatchError: the module is not the channel's model.
-        """
+        """Find the channel's tensors in the module, and which version they are, if any."""
         self._tensors, self._ties = places(self._module, self._reader.specs, self._names)
         segments = {name: [segment(tensor)] for name, tensor in self._tensors.items()}
         memory = LiveMemory(self._reader.specs, segments)
@@ -196,8 +190,7 @@ def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
 class Following:
     """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it.
 
-    Attributes:
-        error: What is wrong, in one sentence; None if nothing is.
+    `error` is what is wrong, in one sentence; None if nothing is.
     """
 
     def __init__(
@@ -245,18 +238,14 @@ class Following:
         self._wake.set()
 
     def sync(self) -> int:
-        """Look now, and take what there is.
-
-        Returns:
-            The number of the version that the weights are.
+        """Look now, and take what there is; returns the number of the version that the weights are.
 
         Raises:
             NotPublishedError: the channel has no version yet.
             DeltaSyncError: it could not be taken, and why; the version before stays.
         """
         self._refuse_inside()
-        with self._busy:
-            return self._look(lambda: self._replica._advance(self._pin))
+        return self._look()
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
         """Wait until the weights are this version or a later one, or the first.
@@ -303,20 +292,21 @@ class Following:
         if self._gate.depth:
             raise ConfigError("Weights cannot change while this thread holds them, or inside a forward call.")
 
-    def _look(self, advance: Callable[[], object]) -> int:
-        before = self._replica.identity
-        try:
-            advance()
-            self.error = None
-        except DeltaSyncError as error:
-            self.error = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if self._replica.identity != before:
-                with self._moved:
-                    self._moved.notify_all()
-        assert self.version is not None
-        return self.version
+    def _look(self, known: ObjectInfo | None = None, look: bool = True) -> int:
+        with self._busy:
+            before = self._replica.identity
+            try:
+                self._replica._advance(self._pin, known=known, look=look)
+                self.error = None
+            except DeltaSyncError as error:
+                self.error = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                if self._replica.identity != before:
+                    with self._moved:
+                        self._moved.notify_all()
+            assert self.version is not None
+            return self.version
 
     def _run(self) -> None:
         said, beat_s = self.error, -math.inf
@@ -343,8 +333,7 @@ class Following:
         """Take one step, if there is one; an error is kept, and the next time tries again."""
         known, self._told = self._told, None
         try:
-            with self._busy:
-                self._look(lambda: self._replica.poll(known, self._pin))
+            self._look(known, look=False)
         except DeltaSyncError:
             pass
         except Exception as error:  # the module keeps the weights it has, and says why

@@ -43,12 +43,9 @@ class Pin:
         return max(0, newest - self.behind) // self.every * self.every
 
     def is_near(self, served: int, newest: int, within: int) -> bool:
-        """Whether what is served is what the pin points to, or, where it moves, at most so many versions before it.
+        """Whether what is served is what the pin points to, or, where it moves, at most `within` versions before it.
 
-        Args:
-            served: The version served.
-            newest: The channel's newest.
-            within: Versions; where only each k-th is taken, one of those counts as near in any case.
+        Where only each k-th is taken, one of those counts as near in any case.
         """
         if self.version is not None:
             return served == self.version

@@ -31,11 +31,6 @@ def places(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Where the channel's tensors lie in a module.
 
-    Args:
-        module: Whose `state_dict` is looked at; its tensors are not copied.
-        specs: The channel's tensor table.
-        names: What the module's names are called there.
-
     Returns:
         For each tensor a view of live memory with its shape and dtype. One that shares its memory with another one is a copy
         instead, and named with that other one in the second mapping.

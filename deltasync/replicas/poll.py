@@ -26,12 +26,8 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
     time between two versions, and shorter the nearer that time is. Where the store tells of new objects it is only asked
-    rarely, while that works.
-
-    Args:
-        store: The channel's.
-        interval_s: Longest wait.
-        on_change: Called from another thread when there may be a new record, with what is known of it: ask at once.
+    rarely, while that works: `on_change` is called from another thread when there may be a new record, with what is known of
+    it, to ask at once.
     """
 
     def __init__(self, store: Store, interval_s: float, on_change: Callable[[ObjectInfo | None], None]) -> None:
@@ -42,12 +38,7 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
         self._watch = store.watch(keys.VERSIONS, on_change)
 
     def delay_s(self, moved: bool, settled: bool = True) -> float:
-        """Seconds to wait now.
-
-        Args:
-            moved: Whether the last request brought a new version.
-            settled: Whether nothing is left to do until there is a new record.
-        """
+        """Seconds to wait now; `moved` if the last request brought a new version, `settled` if nothing else is to do."""
         now_s = time.monotonic()
         if moved:
             if self._moved_s is not None:
@@ -76,10 +67,6 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
         apart_s = min(_LOOKS_APART * longest_s, _LOOKS_CLOSE * off_s)
         return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
 
-    def close(self) -> None:
-        """Stop watching."""
+    def __exit__(self, *_: object) -> None:
         if self._watch is not None:
             self._watch.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -49,8 +49,7 @@ class Prefetch:
     def look(self, slot: Slot) -> bool:
         """The record of a slot is not there yet: ask for parts, unless requests are under way.
 
-        Returns:
-            Whether parts have come, so that the record comes soon; waits a moment then.
+        Returns whether parts have come, so that the record comes soon; waits a moment then.
         """
         since_s = time.monotonic() - self._taken_s
         if not self._counts or not _EARLY * self._between_s <= since_s <= _LATE * self._between_s:

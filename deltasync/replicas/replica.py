@@ -122,11 +122,8 @@ class Replica:
     def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
         """Take what follows, if there is something, by the one request that a replica makes over and over.
 
-        Otherwise as `sync`, but it may miss, for seconds, a newest version to which that request does not lead.
-
-        Args:
-            known: What an event told of a new record.
-            pin: Which versions to take.
+        Otherwise as `sync`, but it may miss, for seconds, a newest version to which that request does not lead. `known` is
+        what an event told of a new record.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
@@ -145,8 +142,7 @@ class Replica:
                 self._settle()
                 if before is not None and self.identity is None:
                     self._course.acquit()
-            now = look and self._course.stuck
-            way = self._course.next(self.identity, pin=pin, known=known, now=now)
+            way = self._course.next(self.identity, pin=pin, known=known, now=look and self._course.stuck is not None)
             if not way and not looked:
                 looked, way = True, self._course.next(self.identity, pin=pin, now=True)
             if not way:
@@ -184,7 +180,7 @@ class Replica:
             "committed version=%d digest=%.12s anchor=%s steps=%d changed=%d stage_s=%.3f scatter_s=%.4f",
             version.version,
             version.sha256,
-            staged.use_anchor,
+            way[0].use_anchor,
             len(way),
             staged.staged.changed,
             staged.stage_s,
@@ -198,8 +194,7 @@ class Replica:
     def load(self, directory: str | Path) -> int | None:
         """Take the weights of a checkpoint directory, so that `sync` fetches only what came after them.
 
-        Returns:
-            The version that they are, None if it is none that the channel tells of; `sync` then starts from an anchor.
+        Returns the version that they are, None if it is none that the channel tells of; `sync` then starts from an anchor.
 
         Raises:
             NotPublishedError: the channel has no version yet.
@@ -215,10 +210,9 @@ class Replica:
         return self.version
 
     def audit(self) -> bool:
-        """Hold every bit in memory to the version, against faults that no commit meets.
+        """Hold every bit in memory to the version, against faults that no commit meets; returns whether it is right.
 
-        Returns:
-            Whether the bits are the version's. If not, `version` is None, and the next `sync` starts from an anchor.
+        If not, `version` is None, and the next `sync` starts from an anchor.
 
         Raises:
             NotPublishedError: nothing was synced yet.

@@ -103,7 +103,7 @@ def make(*places: Device | None, rows: int = 40, columns: int = 24) -> Model:
 def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> None:
     model = make(StandIn(kernels), None, StandIn(kernels))
     memory = model.memory
-    before, parts = dict(memory.fingerprints), dict(memory.parts)
+    before = dict(memory.fingerprints)
     assert before == {name: reference.fingerprint(tensor_key(name), bits_N) for name, bits_N in model.bits.items()}
     model.assert_holds(model.bits)
     patches, after = model.patches(kind)
@@ -121,7 +121,7 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
     memory.audit()
     assert memory.parts == committed
 
-    memory.rollback(report, parts)
+    memory.rollback(report)
     model.assert_holds(model.bits)
     assert memory.fingerprints == before
     memory.audit()
@@ -158,7 +158,7 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     assert [device.launches for device in held] == [["swap"], ["swap"]]
     assert len(launched) == (0 if kernels is torch_ops else 2)
     assert sum(int(buffer.sum()) for buffer in buffers) == 3 * segment_count
-    memory.rollback(report, {})
+    memory.rollback(report)
     assert [device.launches for device in held] == [["swap", "swap"]] * 2
     assert not any(buffer.any() for buffer in buffers)
 
@@ -270,7 +270,7 @@ def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: p
     assert had_bytes <= 192 * MIB // 32
     assert made.total == 0
     assert staged.device_bytes <= had_bytes
-    model.memory.rollback(report, {})
+    model.memory.rollback(report)
     model.assert_holds(model.bits)
 
 

@@ -137,7 +137,7 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
     assert callable(make_memory)
     memory: LiveMemory = make_memory(spec, old_N)
     memory.audit()
-    before, parts = dict(memory.fingerprints), dict(memory.parts)
+    before = dict(memory.fingerprints)
     index_K, step_K = reference.diff(old_N, new_N)
     patch = {
         "steps": Patch("w", index_K, step_K, absolute=False),
@@ -156,7 +156,7 @@ def test_stage_touches_nothing_commit_gives_new_bits_rollback_the_old_ones(
     assert memory.fingerprints == staged.fingerprints == {"w": wanted}
     assert report.parts == memory.parts
 
-    memory.rollback(report, parts)
+    memory.rollback(report)
     np.testing.assert_array_equal(memory.gather("w"), old_N)
     assert memory.fingerprints == before
     memory.audit()
@@ -191,7 +191,6 @@ def test_shards_hold_the_tensor_together_and_their_fingerprints_add_up(
     for memory in memories:
         memory.audit()
     assert _sum_of(memories) == reference.fingerprint(key, old_N)
-    before = [dict(memory.parts) for memory in memories]
     reports = [memory.commit(memory.stage([(patch, 0)])) for memory in memories]
     assert _sum_of(memories) == reference.fingerprint(key, new_N)
     for memory in memories:
@@ -202,8 +201,8 @@ def test_shards_hold_the_tensor_together_and_their_fingerprints_add_up(
         view = torch.from_numpy(flat_N.view(f"i{flat_N.itemsize}"))
         segment.source(view).copy_(segment.live)
     np.testing.assert_array_equal(flat_N, new_N)
-    for memory, report, parts in zip(memories, reports, before, strict=True):
-        memory.rollback(report, parts)
+    for memory, report in zip(memories, reports, strict=True):
+        memory.rollback(report)
         memory.audit()
     assert _sum_of(memories) == reference.fingerprint(key, old_N)
 
@@ -262,7 +261,7 @@ def test_full_weights_of_several_widths_are_copied_together() -> None:
         patches = [(Patch(name, None, np.ones(3, specs[name].bits_dtype), absolute=True), 0) for name in names]
         report = memory.commit(memory.stage(patches))
         assert all(int_view(tensor).tolist() == [1, 1, 1] for tensor in tensors.values())
-        memory.rollback(report, {})
+        memory.rollback(report)
         assert not any(int_view(tensor).any() for tensor in tensors.values())
 
 
@@ -348,7 +347,7 @@ def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() ->
     report = memory.commit(memory.stage([(Patch("a", None, np.ones(3, np.uint16), absolute=True), 0), patches[1]]))
     report.staged.copies[0].pieces[0][1].resize_(2)
     with pytest.raises(CommitError):
-        memory.rollback(report, {})
+        memory.rollback(report)
 
 
 def test_what_is_staged_takes_three_times_the_changed_bytes() -> None:

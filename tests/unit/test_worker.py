@@ -258,7 +258,7 @@ class TestDerivedCopies:
             if not keep:
                 of.undo()
                 assert torch.equal(model.attention.impl.sinks, before)
-                of._follower._settled = True
+                of._follower.settled = True
 
     @pytest.mark.parametrize(
         ("path", "pattern"),
