@@ -17,7 +17,12 @@ from deltasync.publish.shadow import Shadow
 from deltasync.tensors import Patch
 
 GROUP_CHANGED = 1 << 20
-"""Changed elements that make a group: it is encoded, and stored as a part, while later tensors are still compared."""
+"""Changed elements that make a group, which is encoded, and stored as a part, by itself."""
+
+GROUPS_AHEAD = 8
+"""So many are encoded at once, while later tensors are still compared: that takes cores from comparing, which the trainer
+waits for. What is left follows when all tensors are.
+"""
 
 Group = list[Patch]
 
@@ -69,6 +74,7 @@ class Job:
     uploaded: Future[str] = dataclasses.field(default_factory=Future)
     _group: Group = dataclasses.field(default_factory=list)
     _group_changed: int = 0
+    _compared: list[Group] = dataclasses.field(default_factory=list)
     _groups: queue.SimpleQueue[tuple[Group, bool] | None] = dataclasses.field(default_factory=queue.SimpleQueue)
 
     @property
@@ -81,13 +87,21 @@ class Job:
         self._group.append(patch)
         self._group_changed += patch.changed
         if self._group_changed >= GROUP_CHANGED:
-            self._groups.put((self._group, False))
+            self._compared.append(self._group)
             self._group, self._group_changed = [], 0
+            if len(self._compared) >= GROUPS_AHEAD:
+                self._hand_over()
 
     def end(self) -> None:
         """There are no more."""
         self.ended_s = time.perf_counter()
+        self._hand_over()
         self._groups.put((self._group, True))
+
+    def _hand_over(self) -> None:
+        for group in self._compared:
+            self._groups.put((group, False))
+        self._compared = []
 
     def abort(self) -> None:
         """There will be no version."""

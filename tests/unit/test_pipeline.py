@@ -51,6 +51,7 @@ def store(memory_url: str) -> FaultyStore:
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a group."""
     monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 1)
+    monkeypatch.setattr("deltasync.publish.job.GROUPS_AHEAD", 1)
 
 
 def assert_holds(store: Store, version: int, weights: Weights) -> None:

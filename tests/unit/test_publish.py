@@ -610,6 +610,7 @@ STEPS = [("put", "parts/"), ("create", "versions/"), ("put", "head.json")]
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each changed tensor is a part, and nothing goes into the record."""
     monkeypatch.setattr("deltasync.publish.job.GROUP_CHANGED", 1)
+    monkeypatch.setattr("deltasync.publish.job.GROUPS_AHEAD", 1)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
 
 
