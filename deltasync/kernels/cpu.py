@@ -32,6 +32,8 @@ _SWAP_CHUNK = 1 << 14
 _ROW, _ROWS = 1 << 16, 64
 _kept = threading.local()
 
+_PIECE, _NOTHING = 8 << 20, np.empty(0, np.uint8)  # bytes of memory that `_room` cuts up
+
 _AHEAD = 64  # elements between asking for a cache line and using it
 
 
@@ -133,6 +135,33 @@ def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
         for k in range(start_R[r + 1] - low):
             index_K[low + k] = base + np.int64(offset_RP[r, k])
             step_K[low + k] = step_RP[r, k]
+
+
+@kernel
+def _join_adding(key, first, offset_RP, step_RP, start_R, start, all_bits, mask, largest, bits_N, index_K, step_K):
+    """As `_join`, with indices from `start` on, and adds the steps to `bits_N`; the rows hold the new bits then."""
+    added, above = np.uint64(0), np.int64(0)
+    for r in prange(start_R.size - 1):
+        base, low, high = np.uint64(first + r * _ROW), start_R[r], start_R[r + 1]
+        index_C, step_C = index_K[low:high], step_K[low:high]
+        offset_C, new_C = offset_RP[r, : high - low], step_RP[r, : high - low]
+        for k in range(index_C.size):
+            if k + _AHEAD < index_C.size:
+                prefetch(bits_N, base + np.uint64(offset_C[k + _AHEAD]))
+            at = base + np.uint64(offset_C[k])
+            index_C[k] = start + at
+            step_C[k] = new_C[k]
+            new_C[k] += bits_N[at]
+            bits_N[at] = new_C[k]
+        # A loop of its own, which the compiler turns into instructions on many elements at a time.
+        part, part_above = np.uint64(0), np.int64(0)
+        for k in range(index_C.size):
+            new = np.uint64(new_C[k])
+            part += _cell(key, index_C[k], new) - _cell(key, index_C[k], (new - np.uint64(step_C[k])) & all_bits)
+            part_above += (new & mask) > largest
+        added += part
+        above += part_above
+    return added, above
 
 
 @kernel
@@ -283,21 +312,70 @@ def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As `reference.diff`."""
-    index = index_dtype(old_N.size)
-    index_pieces, step_pieces = [np.empty(0, index)], [np.empty(0, old_N.dtype)]
+    index, pieces = index_dtype(old_N.size), list[Steps]()
+    with threads(old_N.size // (2 * _ROW)):
+        for first, *rows, start_R in _rows(old_N, new_N):
+            pieces.append((np.empty(start_R[-1], index), np.empty(start_R[-1], old_N.dtype)))
+            _join(first, *rows, start_R, *pieces[-1])
+    return _joined(pieces, index, old_N.dtype)
+
+
+def advance(
+    key: int, bits_N: np.ndarray, new_N: np.ndarray, bounds: tuple[int, int], start: int, index: np.dtype
+) -> tuple[np.ndarray, np.ndarray, int, bool]:
+    """Make `bits_N`, which is mutated, what `new_N` is: `diff` and `add` in one, unless it raises.
+
+    Returns:
+        As `diff`, the indices into the whole tensor and of dtype `index`; as `add`.
+    """
+    mask, largest = np.array(bounds, np.uint64)
+    all_bits = np.uint64((1 << 8 * bits_N.itemsize) - 1)
+    added, above, pieces = 0, 0, list[Steps]()
+    try:
+        with threads(bits_N.size // (2 * _ROW)):
+            for first, *rows, start_R in _rows(bits_N, new_N):
+                piece = _room(start_R[-1], index), _room(start_R[-1], bits_N.dtype)
+                found = _join_adding(
+                    np.uint64(key), first, *rows, start_R, np.uint64(start), all_bits, mask, largest, bits_N, *piece
+                )
+                pieces.append(piece)
+                added, above = added + int(found[0]), above + found[1]
+        return *_joined(pieces, index, bits_N.dtype), added % (1 << 64), above > 0
+    except BaseException:
+        for index_K, step_K in pieces:
+            bits_N[index_K - start] -= step_K
+        raise
+
+
+Steps = tuple[np.ndarray, np.ndarray]
+"""Flat indices, ascending, and steps."""
+
+
+def _rows(old_N: np.ndarray, new_N: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    """What `_diff` finds, so many rows at a time: their first element, offsets, steps, and where each row's begin."""
     offset_RP, step_RP = _scratch(old_N.dtype)
     for first in range(0, old_N.size, _ROWS * _ROW):
         count_R = np.empty(min(_ROWS, -(-(old_N.size - first) // _ROW)), np.int64)
-        with threads(count_R.size // 2):
-            _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
-            start_R = np.zeros(count_R.size + 1, np.int64)
-            np.cumsum(count_R, out=start_R[1:])
-            index_pieces.append(np.empty(start_R[-1], index))
-            step_pieces.append(np.empty(start_R[-1], old_N.dtype))
-            _join(first, offset_RP, step_RP, start_R, index_pieces[-1], step_pieces[-1])
-    if len(index_pieces) == 2:
-        return index_pieces[1], step_pieces[1]
-    return np.concatenate(index_pieces), np.concatenate(step_pieces)
+        _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
+        yield first, offset_RP, step_RP, np.concatenate(([0], np.cumsum(count_R)))
+
+
+def _room(count: int, dtype: np.dtype) -> np.ndarray:
+    """An array, cut out of a piece of memory that has huge pages; a small one by itself has many, each to be cleared."""
+    size = -(-count * dtype.itemsize // 64) * 64
+    left: np.ndarray = getattr(_kept, "left", _NOTHING)
+    if left.size < size:
+        left = np.empty(max(_PIECE, size), np.uint8)
+    _kept.left = left[size:]
+    return left[: count * dtype.itemsize].view(dtype)
+
+
+def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
+    if len(pieces) == 1:
+        return pieces[0]
+    empty = np.empty(0, index), np.empty(0, bits)
+    index_K, step_K = (np.concatenate(parts) for parts in zip(empty, *pieces, strict=True))
+    return index_K, step_K
 
 
 def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from deltasync import kernels
 from deltasync.kernels import ACCELERATORS, DeviceDiff, device_diff
 from deltasync.tensors.bits import bits_of, cast, int_view, served_dtype, signed_view
 
@@ -23,8 +22,8 @@ HELD_BYTES = 512 << 20
 FIRST_GUESS = 1 / 32
 """Part of a tensor that may have changed, before anything is known."""
 
-Difference = tuple[str, np.ndarray, np.ndarray]
-"""A tensor's name, and where its range differs, and by which steps."""
+Difference = tuple[str, np.ndarray | None, np.ndarray]
+"""A tensor's name, where its range differs, and by which steps; None and the new bits for one to compare on the host."""
 
 
 class DeviceCopies:
@@ -78,7 +77,7 @@ class DeviceCopies:
         if copy is None or copy.device != held.device:
             self._held.pop(name, None)
             if held.numel():
-                yield name, *kernels.cpu.diff(self._bits[name], bits_of(cast(held, dtype)))
+                yield name, None, bits_of(cast(held, dtype))
             return
         try:
             new = _as_compared(held, dtype)
@@ -120,7 +119,7 @@ class DeviceCopies:
         if device in self._diffs:
             self._diffs[device].drop()
         for name in [name for name, (tensor, _) in self._waiting.items() if tensor.device == device]:
-            yield name, *kernels.cpu.diff(self._bits[name], bits_of(cast(*self._waiting.pop(name))))
+            yield name, None, bits_of(cast(*self._waiting.pop(name)))
 
     def _copy_to(self, device: torch.device, name: str, placement: str) -> torch.Tensor | None:
         """A new copy on a device, if it goes there. Asked for each tensor, so that what fits goes there."""

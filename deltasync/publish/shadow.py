@@ -18,7 +18,7 @@ from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
 from deltasync.publish.sharded import TensorRange, range_of
 from deltasync.publish.stream import Stream, Tensors, pair_of, tensors_of
-from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
+from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint, index_dtype
 from deltasync.tensors.bits import (
     bits_of,
     cast,
@@ -156,14 +156,19 @@ class Shadow:
         self._before, self._taken = dict(self.fingerprints), {}
         seen: dict[str, TensorSpec] = {}
         self.with_nan = []
-        for name, at_K, step_K in self._differences(stream, dtype, rank, placement, seen):
-            if not at_K.size:
-                continue
-            start = self.ranges[name][0]
-            patch = Patch.steps(seen[name], at_K, step_K, start)
-            key, bounds = fingerprint.tensor_key(name), nan_bounds(seen[name])
+        for name, at_K, data in self._differences(stream, dtype, rank, placement, seen):
+            spec, start = seen[name], self.ranges[name][0]
+            place = fingerprint.tensor_key(name), self.bits[name]
             with self.lock:
-                gained, nan = kernels.cpu.add(key, self.bits[name], at_K, step_K, bounds, start)
+                if at_K is None:
+                    index = index_dtype(spec.element_count)
+                    index_K, step_K, gained, nan = kernels.cpu.advance(*place, data, nan_bounds(spec), start, index)
+                    patch = Patch(name, index_K, step_K, absolute=False)
+                else:
+                    patch = Patch.steps(spec, at_K, data, start)
+                    gained, nan = kernels.cpu.add(*place, at_K, data, nan_bounds(spec), start)
+                if not patch.changed:
+                    continue
                 self._taken[name] = patch  # what raised until here did not touch the bits
                 for snapshot in self._snapshots:
                     snapshot.note(patch)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,8 +51,13 @@ def test_cpu_kernels_are_the_reference_over_several_parallel_chunks(density: flo
         np.testing.assert_array_equal(found, expected)
     assert cpu.fingerprint(5, new_N) == reference.fingerprint(5, new_N)
     index_K, step_K = reference.diff(old_N, new_N)
-    added, _ = cpu.add(5, old_N, index_K, step_K, (0, 0))
+    added, _ = cpu.add(5, old_N.copy(), index_K, step_K, (0, 0))
     assert added == (cpu.fingerprint(5, new_N) - fingerprint_before) & MASK
+    for found, expected in zip(
+        cpu.advance(5, old_N, new_N, (0, 0), 0, index_K.dtype), (index_K, step_K, added), strict=False
+    ):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(old_N, new_N)
 
 
 @given(keys, our.bit_pairs())
@@ -119,6 +125,28 @@ def test_steps_are_added_as_the_reference_scatters_them(key: int, pair: tuple[np
     np.testing.assert_array_equal(after_N, new_N)
     _, wanted = reference.scatter(key, old_N.copy(), index_K, step_K, False, index_K + np.int64(start))
     assert added == wanted
+
+
+@given(keys, our.bit_pairs(), st.integers(0, 1 << 30), st.sampled_from([np.int32, np.int64]))
+def test_to_advance_is_to_diff_and_add(key: int, pair: tuple[np.ndarray, np.ndarray], start: int, index: type) -> None:
+    old_N, new_N = pair
+    bounds = (1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[0]) if new_N.size else 0
+    wanted_K, wanted_step_K = reference.diff(old_N, new_N)
+    added = cpu.add(key, old_N.copy(), wanted_K, wanted_step_K, bounds, start)
+    index_K, step_K, *found = cpu.advance(key, old_N, new_N, bounds, start, np.dtype(index))
+    assert (index_K.dtype, tuple(found)) == (index, added)
+    np.testing.assert_array_equal(index_K, wanted_K + np.int64(start))
+    np.testing.assert_array_equal(step_K, wanted_step_K)
+    np.testing.assert_array_equal(old_N, new_N)
+
+
+def test_what_cannot_be_advanced_keeps_its_bits() -> None:
+    random = np.random.default_rng(0)
+    old_N = random.integers(0, 1 << 16, (1 << 23) + 5, np.uint16)
+    before_N, new_N = old_N.copy(), ~old_N
+    with mock.patch.object(cpu, "_joined", side_effect=MemoryError), pytest.raises(MemoryError):
+        cpu.advance(5, old_N, new_N, (0, 0), 7, np.dtype(np.int32))
+    np.testing.assert_array_equal(old_N, before_N)
 
 
 @given(keys, our.bit_pairs(), st.booleans(), st.sampled_from([np.int32, np.int64]), st.data())

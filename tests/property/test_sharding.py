@@ -157,15 +157,15 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
     whole = {name: (0, 8) for name in "ab"}
     specs = {name: TensorSpec(name, "int16", (8,)) for name in whole}
     shadow = Shadow.of(stream(specs, {name: np.zeros(8, np.uint16) for name in whole}, whole), "keep", 0)
-    before, add, calls = dict(shadow.fingerprints), cpu.add, []
+    before, advance, calls = dict(shadow.fingerprints), cpu.advance, []
 
-    def add_once(*arguments: Any) -> tuple[int, bool]:
+    def advance_once(*arguments: Any) -> Any:
         if calls:
             raise MemoryError
         calls.append(arguments)
-        return add(*arguments)
+        return advance(*arguments)
 
-    with mock.patch.object(cpu, "add", add_once), pytest.raises(MemoryError):
+    with mock.patch.object(cpu, "advance", advance_once), pytest.raises(MemoryError):
         shadow.advance(stream(specs, {name: np.ones(8, np.uint16) for name in whole}, whole), "keep", 0)
     shadow.retreat()
     assert shadow.fingerprints == before
