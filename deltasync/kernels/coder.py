@@ -16,6 +16,7 @@ from deltasync.kernels.rans import Blocks, Context, Tables
 
 _STATE_MIN = np.uint64(rans.STATE_MIN)
 _TABLE_BITS = np.uint64(rans.TABLE_BITS)
+_TABLE_SLOTS = np.uint64(1 << rans.TABLE_BITS)
 _TIME_BITS = np.uint64(rans.TIME_BITS)
 _TIME_SLOTS = np.uint64(1 << rans.TIME_BITS)
 _SEGMENT_BITS = rans.SEGMENT_BITS
@@ -26,11 +27,9 @@ _LAST_SLOT = int(_TIME_START[-1])
 # Segment of the first slot of each 256th of the distribution: where the search for a slot's segment begins.
 _LOOKUP_BITS = rans.TIME_BITS - 8
 _SEGMENT_AT = (np.searchsorted(_TIME_START, np.arange(256) << _LOOKUP_BITS, side="right") - 1).astype(np.int64)
-_U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U63 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 63))
-_AHEAD, _LINE = (
-    8,
-    64,
-)  # runs of a tile that are on their way from memory, which follow no pattern that it knows; bytes of a line
+_U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 64))
+_AHEAD = 8  # runs of a tile that are on their way from memory, which follow no pattern that it knows
+_LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
 _CHUNK = np.uint64(16)  # elements between changes whose times are added up at once
 
@@ -57,9 +56,9 @@ def _unzigzag(value):
 @njit(forceinline=True)
 def _flush(out, at, x, freq, bits):
     """Move the lower word of the state out if it is full; without a branch, which would be mispredicted often."""
-    out[at - 1] = np.uint32(x & _WORD)
-    full = ((x >> _U1) >> (_U63 - bits)) >= freq  # in two shifts, because `bits` may be 0
-    return at - np.int64(full), x >> (np.uint64(full) * _U32)
+    out[at - _U1] = np.uint32(x & _WORD)
+    full = (x >> (_U64 - bits)) >= freq
+    return at - np.uint64(full), (x >> _U32) if full else x
 
 
 @njit(forceinline=True)
@@ -78,37 +77,37 @@ def _push_bits(out, at, x, value, bits):
 def _push_number(out, at, x, value, table, freq_TS, start_TS, inverse_TS):
     symbol, extra = bucket(value)
     # Groups of 24 bits from the top, in decoding order: the last one is the shortest.
-    done = extra
-    if extra > _U24:
-        done = (extra - _U1) % _U24 + _U1
-    at, x = _push_bits(out, at, x, value, done)
-    while done < extra:
-        at, x = _push_bits(out, at, x, value >> done, _U24)
-        done += _U24
+    if extra:
+        done = extra
+        if extra > _U24:
+            done = (extra - _U1) % _U24 + _U1
+        at, x = _push_bits(out, at, x, value, done)
+        while done < extra:
+            at, x = _push_bits(out, at, x, value >> done, _U24)
+            done += _U24
     # As `_push`, where the inverse of the frequency makes the quotient, or one less.
     freq = np.uint64(freq_TS[table, symbol])
     at, x = _flush(out, at, x, freq, _TABLE_BITS)
     quotient = _high_product(x, inverse_TS[table, symbol])
-    rest = x - quotient * freq
-    more = np.uint64(rest >= freq)
-    return at, ((quotient + more) << _TABLE_BITS) + (rest - more * freq) + np.uint64(start_TS[table, symbol])
+    quotient += np.uint64(x - quotient * freq >= freq)
+    return at, x + quotient * (_TABLE_SLOTS - freq) + np.uint64(start_TS[table, symbol])
 
 
 @njit(forceinline=True)
 def _push_state(out, at, x, any_change):
     if not any_change:
         return at
-    out[at - 1] = np.uint32(x >> _U32)
-    out[at - 2] = np.uint32(x & _WORD)
-    return at - 2
+    out[at - _U1] = np.uint32(x >> _U32)
+    out[at - _U2] = np.uint32(x & _WORD)
+    return at - _U2
 
 
 @njit(forceinline=True)
 def _pull(words, at, x):
     """Renormalise, without a branch, which would be mispredicted often; `at` may go on beyond the end of all words."""
-    short = np.uint64(x < _STATE_MIN)
+    short = x < _STATE_MIN
     word = np.uint64(words[np.uint64(min(at, words.size - 1))])
-    return at + np.int64(short), (x << (short * _U32)) | (word & (_U0 - short))
+    return at + np.int64(short), (x << _U32) | word if short else x
 
 
 @njit(forceinline=True)
@@ -262,14 +261,16 @@ def _times(
 
 @njit(inline="always")
 def _push_change(out, at, x, b, k, base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS, times):
-    """`times` is None for gaps."""
+    """`times` is None for gaps. Indices are unsigned, so that numba need not look for negative ones."""
+    k = np.uint64(k)
+    step = zigzag(step_K[k], top)
     if times is None:
-        before = np.int64(index_K[k - 1]) if k > bound_B[b] else base_B[b] - 1
-        at, x = _push_number(out, at, x, zigzag(step_K[k], top), 1, freq_TS, start_TS, inverse_TS)
-        return _push_number(out, at, x, np.uint64(index_K[k] - before - 1), 0, freq_TS, start_TS, inverse_TS)
+        before = np.int64(index_K[k - _U1]) if k > np.uint64(bound_B[b]) else base_B[b] - 1
+        at, x = _push_number(out, at, x, step, _U1, freq_TS, start_TS, inverse_TS)
+        return _push_number(out, at, x, np.uint64(np.int64(index_K[k]) - before - 1), _U0, freq_TS, start_TS, inverse_TS)
     hazard_BC, table_C, class_K, time_K = times
     c = class_K[k]
-    at, x = _push_number(out, at, x, zigzag(step_K[k], top), table_C[c], freq_TS, start_TS, inverse_TS)
+    at, x = _push_number(out, at, x, step, table_C[c], freq_TS, start_TS, inverse_TS)
     return _push_moment(out, at, x, time_K[k], hazard_BC[b, c])
 
 
@@ -283,7 +284,7 @@ def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS
         if a == b:
             k_b = low_b - 1
         any_a, any_b = k_a >= low_a, k_b >= low_b
-        at_a, at_b = room_B[a + 1], room_B[b + 1]
+        at_a, at_b = np.uint64(room_B[a + 1]), np.uint64(room_B[b + 1])
         x_a, x_b = _STATE_MIN, _STATE_MIN
         while k_a >= low_a or k_b >= low_b:
             if k_a >= low_a:
@@ -321,8 +322,8 @@ def _pull_change(words, at, x, k, end_k, index, last, freq_TS, start_TS, symbol_
     if gap >= np.uint64(last - index - 1) or step > limit:
         return at, x, end_k + 1, index
     index += 1 + np.int64(gap)
-    index_K[k] = index
-    step_K[k] = _unzigzag(step)
+    index_K[np.uint64(k)] = index
+    step_K[np.uint64(k)] = _unzigzag(step)
     return at, x, k + 1, index
 
 

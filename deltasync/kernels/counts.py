@@ -41,13 +41,16 @@ def zigzag(step, top):
 @kernel
 def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
     for b in prange(base_B.size):
+        index_C, step_C = index_K[bound_B[b] : bound_B[b + 1]], step_K[bound_B[b] : bound_B[b + 1]]
+        gap_S, step_S = count_BS[b, 0], count_BS[b, 1]
         before = base_B[b] - 1
-        for k in range(bound_B[b], bound_B[b + 1]):
-            gap, _ = bucket(np.uint64(index_K[k] - before - 1))
-            step, _ = bucket(zigzag(step_K[k], top))
-            count_BS[b, 0, gap] += 1
-            count_BS[b, 1, step] += 1
-            before = np.int64(index_K[k])
+        for k in range(index_C.size):
+            index = np.int64(index_C[k])
+            gap, _ = bucket(np.uint64(index - before - 1))
+            step, _ = bucket(zigzag(step_C[k], top))
+            gap_S[gap] += 1
+            step_S[step] += 1
+            before = index
 
 
 @kernel
