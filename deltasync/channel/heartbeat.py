@@ -312,19 +312,6 @@ def _describe(heartbeat: Heartbeat) -> str:
     return f"{heartbeat.replica_id} (serves {serves}, {heartbeat.state}, {_age_s(heartbeat):.0f} s ago{error})"
 
 
-class _Status(msgspec.Struct):
-    """A server's `GET /deltasync/status`, which leaves `run_id` out to who has no token."""
-
-    state: str
-    run_id: str | msgspec.UnsetType | None = msgspec.UNSET
-    version: Number | None = None
-    epoch: Epoch | None = None
-    sha256: Sha256 | None = None
-    pin: str | None = None
-    error: str | None = None
-    channel: str | None = None
-
-
 def _unreachable(url: str, error: str) -> Heartbeat:
     return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
 
@@ -332,27 +319,20 @@ def _unreachable(url: str, error: str) -> Heartbeat:
 def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     """What a server's answer says. Invalid replies, or those of another run, count as not serving."""
     try:
-        status = msgspec.json.decode(answer, type=_Status)
+        status = msgspec.json.decode(answer, type=dict[str, Any])
+        whole = {"run_id": None, "version": None, **status, "replica_id": url, "time_s": time.time()}
+        found = msgspec.convert(whole, Heartbeat)
     except UNREADABLE_JSON as unreadable:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
-    found = None if status.run_id is msgspec.UNSET else status.run_id
-    version, state, error = status.version, status.state, status.error
-    if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
-        version, state, error = None, "unreachable", f"{url} is stopping"
-    elif status.run_id is msgspec.UNSET:
-        version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
-    elif found is not None and found != run_id:
-        version, error = None, f"it follows run {found} of {status.channel}"
-    return Heartbeat(
-        replica_id=url,
-        run_id=found,
-        version=version,
-        state=state,
-        epoch=status.epoch,
-        sha256=status.sha256,
-        pin=status.pin,
-        error=error,
-    )
+    if found.state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
+        return dataclasses.replace(found, version=None, state="unreachable", error=f"{url} is stopping")
+    if "run_id" not in status:  # which it leaves out to who has no token
+        error = "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
+    elif found.run_id in (None, run_id):
+        return found
+    else:
+        error = f"it follows run {found.run_id} of {status.get('channel')}"
+    return dataclasses.replace(found, version=None, error=error)
 
 
 def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:
