@@ -151,24 +151,13 @@ def ask_status(url: str) -> dict[str, Any] | None:
     answer, _, code = _call(f"{url}/deltasync/status?commits=0")
     if code is None or code >= 500:
         return None
-    try:
-        status: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
-    except UNREADABLE_JSON:
-        return {}
-    return status
+    return _object(answer)
 
 
 def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
     """Have a server go to a version, and wait until it serves that.
 
-    Args:
-        url: The server's.
-        route: `sync` or `pin`.
-        body: What the route takes.
-        timeout_s: How long the server may take.
-
-    Returns:
-        What the server answers: the version that it serves.
+    The route, `sync` or `pin`, takes `body`. Returns what the server answers, with the `version` that it serves.
 
     Raises:
         AckTimeoutError: it does not serve it in time.
@@ -177,10 +166,7 @@ def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> 
     url = url.rstrip("/")
     whole = msgspec.json.encode({**body, "timeout_s": timeout_s})
     answer, error, code = _call(f"{url}/deltasync/{route}", whole, timeout_s + _ANSWER_S)
-    try:
-        found: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
-    except UNREADABLE_JSON:
-        found = {}
+    found = _object(answer)
     if error is None and "version" in found:
         return found
     said = f"{found.get('error', '')} {found.get('cause') or ''}".strip() or error or "the answer is not deltasync's."
@@ -333,6 +319,13 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     else:
         error = f"it follows run {found.run_id} of {status.get('channel')}"
     return dataclasses.replace(found, version=None, error=error)
+
+
+def _object(answer: bytes) -> dict[str, Any]:
+    """The JSON object that a server answered; empty if it is none."""
+    with contextlib.suppress(*UNREADABLE_JSON):
+        return msgspec.json.decode(answer, type=dict[str, Any])
+    return {}
 
 
 def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:

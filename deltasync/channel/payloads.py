@@ -180,5 +180,4 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"{len(names)} of {len(specs)} tensors differ: {shown}."
+    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.some(names)}."
