@@ -51,7 +51,7 @@ class Checkpoint:
         tied = self.reference.tied
         source = {name: name if name in self.files else tied.get(name, name) for name in specs}
         if missing := sorted(name for name in specs if source[name] not in self.files):
-            raise ModelMismatchError(f"{self.reference} lacks {_some(missing)}, which the model has.")
+            raise ModelMismatchError(f"{self.reference} lacks {some(missing)}, which the model has.")
         names: dict[Path, list[str]] = {}
         for name in specs:
             names.setdefault(self.files[source[name]], []).append(name)
@@ -114,7 +114,7 @@ def load(reference: Reference) -> Checkpoint:
     else:
         raise ConfigError(f"{directory} holds neither {_WEIGHTS} nor {_INDEX}.")
     if absent := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise ConfigError(f"{directory} lacks {_some(absent)}.")
+        raise ConfigError(f"{directory} lacks {some(absent)}.")
     return Checkpoint(reference, files)
 
 
@@ -189,5 +189,6 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CorruptDataError(f"{path} is not a safetensors file with the tensors that it should have: {error}.") from error
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first five names."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -295,20 +295,16 @@ def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Docume
         document = msgspec.convert(header, type=kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptDataError(f"{key} is not valid: {error}.") from error
-    problem = _problem(document, key)
+    problem = None
+    if isinstance(document, Channel):
+        problem = _channel_problem(document)
+    elif isinstance(document, Record):
+        problem = _record_problem(document, key)
+    elif isinstance(document, Opening) and key != keys.epoch_document(document.epoch):
+        problem = f"it is of epoch {document.epoch}"
     if problem is not None:
         raise CorruptDataError(f"{key} contradicts itself: {problem}.")
     return document
-
-
-def _problem(document: Document, key: str) -> str | None:
-    if isinstance(document, Channel):
-        return _channel_problem(document)
-    if isinstance(document, Record):
-        return _record_problem(document, key)
-    if isinstance(document, Opening):
-        return None if key == keys.epoch_document(document.epoch) else f"it is of epoch {document.epoch}"
-    return None
 
 
 def _channel_problem(document: Channel) -> str | None:

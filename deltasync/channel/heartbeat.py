@@ -151,24 +151,13 @@ def ask_status(url: str) -> dict[str, Any] | None:
     answer, _, code = _call(f"{url}/deltasync/status?commits=0")
     if code is None or code >= 500:
         return None
-    try:
-        status: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
-    except UNREADABLE_JSON:
-        return {}
-    return status
+    return _object(answer)
 
 
 def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
     """Have a server go to a version, and wait until it serves that.
 
-    Args:
-        url: The server's.
-        route: `sync` or `pin`.
-        body: What the route takes.
-        timeout_s: How long the server may take.
-
-    Returns:
-        What the server answers: the version that it serves.
+    The route, `sync` or `pin`, takes `body`. Returns what the server answers, with the `version` that it serves.
 
     Raises:
         AckTimeoutError: it does not serve it in time.
@@ -177,10 +166,7 @@ def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> 
     url = url.rstrip("/")
     whole = msgspec.json.encode({**body, "timeout_s": timeout_s})
     answer, error, code = _call(f"{url}/deltasync/{route}", whole, timeout_s + _ANSWER_S)
-    try:
-        found: dict[str, Any] = msgspec.json.decode(answer or b"{}", type=dict[str, Any])
-    except UNREADABLE_JSON:
-        found = {}
+    found = _object(answer)
     if error is None and "version" in found:
         return found
     said = f"{found.get('error', '')} {found.get('cause') or ''}".strip() or error or "the answer is not deltasync's."
@@ -312,19 +298,6 @@ def _describe(heartbeat: Heartbeat) -> str:
     return f"{heartbeat.replica_id} (serves {serves}, {heartbeat.state}, {_age_s(heartbeat):.0f} s ago{error})"
 
 
-class _Status(msgspec.Struct):
-    """A server's `GET /deltasync/status`, which leaves `run_id` out to who has no token."""
-
-    state: str
-    run_id: str | msgspec.UnsetType | None = msgspec.UNSET
-    version: Number | None = None
-    epoch: Epoch | None = None
-    sha256: Sha256 | None = None
-    pin: str | None = None
-    error: str | None = None
-    channel: str | None = None
-
-
 def _unreachable(url: str, error: str) -> Heartbeat:
     return Heartbeat(replica_id=url, run_id=None, version=None, state="unreachable", error=error)
 
@@ -332,27 +305,27 @@ def _unreachable(url: str, error: str) -> Heartbeat:
 def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     """What a server's answer says. Invalid replies, or those of another run, count as not serving."""
     try:
-        status = msgspec.json.decode(answer, type=_Status)
+        status = msgspec.json.decode(answer, type=dict[str, Any])
+        whole = {"run_id": None, "version": None, **status, "replica_id": url, "time_s": time.time()}
+        found = msgspec.convert(whole, Heartbeat)
     except UNREADABLE_JSON as unreadable:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
-    found = None if status.run_id is msgspec.UNSET else status.run_id
-    version, state, error = status.version, status.state, status.error
-    if state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
-        version, state, error = None, "unreachable", f"{url} is stopping"
-    elif status.run_id is msgspec.UNSET:
-        version, error = None, "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
-    elif found is not None and found != run_id:
-        version, error = None, f"it follows run {found} of {status.channel}"
-    return Heartbeat(
-        replica_id=url,
-        run_id=found,
-        version=version,
-        state=state,
-        epoch=status.epoch,
-        sha256=status.sha256,
-        pin=status.pin,
-        error=error,
-    )
+    if found.state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
+        return dataclasses.replace(found, version=None, state="unreachable", error=f"{url} is stopping")
+    if "run_id" not in status:  # which it leaves out to who has no token
+        error = "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
+    elif found.run_id in (None, run_id):
+        return found
+    else:
+        error = f"it follows run {found.run_id} of {status.get('channel')}"
+    return dataclasses.replace(found, version=None, error=error)
+
+
+def _object(answer: bytes) -> dict[str, Any]:
+    """The JSON object that a server answered; empty if it is none."""
+    with contextlib.suppress(*UNREADABLE_JSON):
+        return msgspec.json.decode(answer, type=dict[str, Any])
+    return {}
 
 
 def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from deltasync.channel import documents, keys
@@ -64,6 +64,7 @@ class NearestStore(WrappedStore):
 
     def __init__(self, stores: Sequence[Store]) -> None:
         super().__init__(stores[0])
+        self.nearest = stores[0]
         self._stores = stores
         self._lock = threading.Lock()
         self._due_s: float | None = None
@@ -71,7 +72,23 @@ class NearestStore(WrappedStore):
         self._named: Slot | None = None
         self._problem: ConfigError | None = None
 
-    def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
+    def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
+        data = self._ask_nearest(lambda store: store.read(key, most_bytes, known))
+        slot = keys.slot_of(key)
+        if slot is not None and (self._read is None or slot.newness > self._read.newness):
+            self._read = slot
+        return data
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        return self._ask_nearest(lambda store: store.read_range(key, start, end))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter(self._ask_nearest(lambda store: [*store.list(prefix)]))
+
+    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
+        return None  # it would tell of one store, and another one is read
+
+    def _ask_nearest(self, action: Callable[[Store], _Result]) -> _Result:
         """Read from the nearest store; if it fails, from the next one.
 
         Raises:
@@ -84,21 +101,17 @@ class NearestStore(WrappedStore):
             threading.Thread(target=self._review_again, name="deltasync-nearest", daemon=True).start()
         if self._problem is not None:
             raise self._problem
-        asked = self.inner
+        asked = self.nearest
         try:
-            found = action()
+            return action(asked)
         except ObjectMissingError:
             raise
         except StoreError as error:
             self._review(leave=asked)
-            if self.inner is asked:
+            if self.nearest is asked:
                 raise
-            logger.warning("%s. Reading from %s.", str(error).rstrip("."), self.inner.url)
-            found = action()
-        slot = keys.slot_of(key) if verb == "read" else None
-        if slot is not None and (self._read is None or slot.newness > self._read.newness):
-            self._read = slot
-        return found
+            logger.warning("%s. Reading from %s.", str(error).rstrip("."), self.nearest.url)
+            return action(self.nearest)
 
     def _review_again(self) -> None:
         with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
@@ -107,7 +120,7 @@ class NearestStore(WrappedStore):
     def _review(self, leave: Store | None = None) -> None:
         """Choose the store to read from; what does not answer in time, or is `leave`, is not chosen."""
         with self._lock:
-            if leave is not None and self.inner is not leave:
+            if leave is not None and self.nearest is not leave:
                 return  # another thread did
             looks = each(self._stores, _look, time.monotonic() + _PATIENCE_S)
             channel, *_ = looks
@@ -129,30 +142,10 @@ class NearestStore(WrappedStore):
                 for number, (store, look, has) in enumerate(zip(self._stores, looks, have, strict=True))
                 if look is not None and look.head is not None and has and store is not leave
             ]
-            now = [seconds for seconds, number in fit if self._stores[number] is self.inner]
+            now = [seconds for seconds, number in fit if self._stores[number] is self.nearest]
             if fit and (not now or now[0] > _MUCH * min(fit)[0]):
-                self.inner = self._stores[min(fit)[1]]
+                self.nearest = self._stores[min(fit)[1]]
             self._due_s = time.monotonic() + REVIEW_S
-
-    @property
-    def url(self) -> str:
-        return self._stores[0].url
-
-    @property
-    def can_create(self) -> bool:
-        return self._stores[0].can_create
-
-    def create(self, key: str, data: bytes) -> None:
-        self._stores[0].create(key, data)
-
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        self._stores[0].put(key, data, guard=guard)
-
-    def delete(self, *keys: str) -> None:
-        self._stores[0].delete(*keys)
-
-    def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
-        return None  # it would tell of one store, and another one is read
 
 
 def _look(store: Store) -> _Look | None:

@@ -63,8 +63,16 @@ def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.nda
     record = stored.record
     if record.reference is not None:
         yield from _reference_weights(reader, record.version, record.reference)
-    else:
-        yield from _anchor_weights(reader, stored)
+        return
+    missing = dict(reader.specs)
+    for file, data in _files(reader, stored, 2):
+        with _naming(file.key):
+            for name, bits_N, expected in read_weights(data, reader.specs):
+                if missing.pop(name, None) is None:
+                    raise CorruptDataError(f"{name} is there twice.")
+                yield name, bits_N, expected
+    if missing:
+        raise CorruptDataError(f"The anchor of version {record.version} lacks {', '.join(sorted(missing)[:5])}.")
 
 
 def decode(
@@ -123,18 +131,6 @@ def _has_payload(data: bytes) -> bool:
         return False
 
 
-def _anchor_weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
-    missing = dict(reader.specs)
-    for file, data in _files(reader, stored, 2):
-        with _naming(file.key):
-            for name, bits_N, expected in read_weights(data, reader.specs):
-                if missing.pop(name, None) is None:
-                    raise CorruptDataError(f"{name} is there twice.")
-                yield name, bits_N, expected
-    if missing:
-        raise CorruptDataError(f"The anchor of version {stored.record.version} lacks {', '.join(sorted(missing)[:5])}.")
-
-
 def _reference_weights(reader: ChannelReader, version: int, reference: Reference) -> Iterator[tuple[str, np.ndarray, int]]:
     specs = reader.specs
     if reference.fingerprints.keys() != specs.keys():
@@ -184,5 +180,4 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"{len(names)} of {len(specs)} tensors differ: {shown}."
+    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.some(names)}."

@@ -104,14 +104,7 @@ def find_way_back(
 ) -> list[Stored]:
     """Records and folds to undo, newest first, then `target`; nothing if full weights are the better or the only way.
 
-    Args:
-        reader: The channel's.
-        have: What the replica has.
-        target: The record of an older version.
-        avoid: As in `find_way`.
-
-    Raises:
-        StoreError: the store failed.
+    `target` is the record of an older version; `avoid` as in `find_way`. Raises StoreError if the store failed.
     """
     search = _Search(reader, have, avoid or {})
     start = target.record.version

@@ -121,11 +121,10 @@ def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) ->
 
 
 def _document(data: bytes, key: str) -> bytes:
-    end = len(data) - _LENGTH.size
-    length = _LENGTH.unpack_from(data, end)[0] if end >= 0 else 0
-    if not 0 < length <= end:
+    size = document_bytes(data, key)
+    if not _LENGTH.size < size <= len(data):
         raise CorruptDataError(f"{key} does not end in a document.")
-    return data[end - length : end]
+    return data[-size : -_LENGTH.size]
 
 
 def signed_by(data: bytes) -> str | None:

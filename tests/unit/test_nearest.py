@@ -101,27 +101,27 @@ def test_nobody_goes_back_by_changing_over(region: Region) -> None:
 
 def test_a_copy_that_lags_is_left(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     region.assert_serves(region.made)
-    assert region.store.inner is region.near
+    assert region.store.nearest is region.near
     monkeypatch.setattr(nearest, "REVIEW_S", 0.0)
     region.store._due_s = 0.0
     until = time.monotonic() + 30
     region.publish(2, relayed=False)
-    while region.store.inner is region.near and time.monotonic() < until:
+    while region.store.nearest is region.near and time.monotonic() < until:
         region.replica.sync()
         time.sleep(0.02)
     region.assert_serves(region.made)
     region.relay.step()
-    while region.store.inner is region.far and time.monotonic() < until:
+    while region.store.nearest is region.far and time.monotonic() < until:
         region.replica.sync()
         time.sleep(0.02)
-    assert region.store.inner is region.near  # it has caught up
+    assert region.store.nearest is region.near  # it has caught up
     region.assert_serves(region.made)
 
 
 def test_the_head_of_a_copy_is_not_believed(region: Region) -> None:
     region.assert_serves(region.made)
     tip = region.made.tip
-    assert tip is not None and region.store.inner is region.near
+    assert tip is not None and region.store.nearest is region.near
     lie = Head(run_id=region.made.run_id, version=999, epoch=tip.epoch, sha256=tip.sha256)
     region.copy.put(keys.HEAD, documents.encode(lie))
     region.publish(2, relayed=False)
@@ -139,7 +139,7 @@ def test_a_record_that_no_head_names_yet_keeps_nobody_from_changing_over(region:
     region.assert_serves(region.made)
     region.near.fail_at("read", times=FOREVER)
     region.assert_serves(region.made)
-    assert region.store.inner is region.far
+    assert region.store.nearest is region.far
 
 
 def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
