@@ -6,6 +6,7 @@ Every store passes the contract in `tests/contract/store_contract.py`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -154,3 +155,13 @@ def check_size(place: str, size: int, most_bytes: int) -> None:
     """
     if size > most_bytes:
         raise CorruptDataError(f"{place} has {size} bytes, but may have {most_bytes} at most.")
+
+
+def read_file(file: int, place: str, most_bytes: int) -> bytes:
+    """All of an open file. Raises CorruptDataError, which names `place`, if that is more than `most_bytes`."""
+    size = os.fstat(file).st_size
+    check_size(place, size, most_bytes)
+    with open(file, "rb", closefd=False) as stream:
+        data = stream.read(size + 1)
+    check_size(place, len(data), most_bytes)  # it may grow
+    return data

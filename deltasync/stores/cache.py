@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltasync.errors import ConfigError, FormatError
-from deltasync.stores.base import ObjectInfo, Store, check_size
+from deltasync.stores.base import ObjectInfo, Store, read_file
 from deltasync.stores.wrapper import WrappedStore
 
 try:
@@ -140,10 +140,7 @@ class CachedStore(WrappedStore):
     def _load(self, name: str, check: Check, most_bytes: int) -> bytes | None:
         try:
             with self._folder() as folder, _opened(folder, name, os.O_RDONLY) as file:
-                size = os.fstat(file).st_size
-                check_size(name, size, min(most_bytes, self._limit_bytes))
-                with open(file, "rb", closefd=False) as stream:
-                    data = stream.read(size + 1)
+                data = read_file(file, name, min(most_bytes, self._limit_bytes))
                 check(data)
                 with contextlib.suppress(OSError):
                     os.utime(file)  # when it was last read

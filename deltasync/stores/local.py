@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import ObjectInfo, check_key, check_size
+from deltasync.stores.base import ObjectInfo, check_key, read_file
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a FIFO would block
@@ -59,12 +59,7 @@ class LocalStore:
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         with self._opened(key) as file:
-            size = os.fstat(file).st_size
-            check_size(f"{self.url}/{key}", size, most_bytes)
-            with open(file, "rb", closefd=False) as stream:
-                data = stream.read(size + 1)
-            check_size(f"{self.url}/{key}", len(data), most_bytes)  # it may grow
-            return data
+            return read_file(file, f"{self.url}/{key}", most_bytes)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         with self._opened(key) as file, open(file, "rb", closefd=False) as stream:
