@@ -13,10 +13,10 @@ import pytest
 NOTEBOOKS = Path(__file__).parents[2] / "docs/notebooks"
 
 
-def printed(cell: Mapping[str, Any]) -> list[str]:
-    """What a cell tells, in stdout and as its value."""
+def printed(cell: Mapping[str, Any]) -> str:
+    """What a cell tells, in stdout and as its value; stdout comes in as many pieces as it happens to."""
     outputs = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
-    return [output.get("text") or output["data"]["text/plain"] for output in outputs]
+    return "".join(output.get("text") or output["data"]["text/plain"] for output in outputs)
 
 
 @pytest.mark.filterwarnings("default")  # the packages around Jupyter warn of one another
