@@ -20,7 +20,8 @@ from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from deltasync.errors import UNREADABLE_JSON, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.xet import Content, Token, one_line, request_headers
+from deltasync.stores.base import ObjectInfo
+from deltasync.stores.xet import Token, one_line, request_headers
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -79,8 +80,8 @@ class BucketApi:
         """What opens the content-addressed store to `read` or to `write`."""
         return self._decoded(self._send("GET", f"{self.address}/xet-{scope}-token"), Token)
 
-    def content(self, path: str) -> Content:
-        """What a path names now. Follows the bucket, if it was moved."""
+    def content(self, path: str) -> ObjectInfo:
+        """What a path names now, by its hash. Follows the bucket, if it was moved."""
         url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
         headers = {"Accept-Encoding": "identity"}
         for _ in range(_MOST_REDIRECTS):
@@ -88,7 +89,7 @@ class BucketApi:
             found = response.headers
             size = found.get("X-Linked-Size") or (None if response.is_redirect else found.get("Content-Length"))
             if "X-Xet-Hash" in found and size is not None and size.isdecimal():
-                return Content(found["X-Xet-Hash"], int(size))
+                return ObjectInfo(path, int(size), content=found["X-Xet-Hash"])
             target = urljoin(url, found.get("Location", url))
             if target == url or urlsplit(target).netloc != urlsplit(url).netloc:
                 break
