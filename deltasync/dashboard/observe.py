@@ -18,7 +18,7 @@ from deltasync.dashboard.costs import Costs, Stored, estimate
 from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, fold_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
-from deltasync.housekeeping import Progress, in_parallel, quiet
+from deltasync.housekeeping import Progress, attempt, digests, in_parallel, quiet
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes
 
@@ -103,19 +103,11 @@ class Observer:
         self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
     ) -> Iterator[tuple[str, _Result]]:
         """What is read, by name, without what is gone; of what is damaged a sentence is kept under its name."""
-
-        def attempt(item: _Item) -> _Result | FormatError | None:
-            try:
-                return read(item)
-            except (MissingVersionError, ObjectMissingError):
-                return None
-            except FormatError as error:
-                return error
-
-        for name, found in zip(items, in_parallel(attempt, list(items.values()), what, progress), strict=True):
+        results = in_parallel(lambda item: attempt(lambda: read(item)), list(items.values()), what, progress)
+        for name, found in zip(items, results, strict=True):
             if isinstance(found, FormatError):
                 self._problems[name] = str(found)
-            elif found is not None:
+            elif not isinstance(found, MissingVersionError | ObjectMissingError):
                 self._problems.pop(name, None)
                 yield name, found
 
@@ -171,12 +163,13 @@ class Observer:
             return Snapshot(url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values()))
         channel = self._reader.channel()
         specs = self._reader.specs.values()
-        digests = self._digests()
+        head = {} if self._head is None else {self._head.slot: self._head.sha256}  # good enough to show the newest
+        named = head | digests(self._documents.values())
         beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind == "fold"]
         announced = {each.slot: each for each in beside if each.anchor is not None}
         folds = [fold_row(each) for each in beside if each.delta is not None]
         shown = list(self._line.values())[-self._last :]
-        rows = [version_row(slot, self._documents[slot.key], digests.get(slot), announced.get(slot)) for slot in shown]
+        rows = [version_row(slot, self._documents[slot.key], named.get(slot), announced.get(slot)) for slot in shown]
         newest = rows[-1]
         created_s = _epoch_s(channel.created_at)
         return Snapshot(
@@ -202,16 +195,6 @@ class Observer:
             problems=list(self._problems.values()),
             error=error,
         )
-
-    def _digests(self) -> dict[Slot, str]:
-        """By what names them; of the newest only head does, which is good enough to be shown."""
-        found = {} if self._head is None else {self._head.slot: self._head.sha256}
-        for record in self._documents.values():
-            if record.sha256 is not None:
-                found[record.slot] = record.sha256
-            if record.base is not None:
-                found[record.base.slot] = record.base.sha256
-        return found
 
     def _costs(self, now_s: float, created_s: float, newest: int) -> Costs:
         stored, versions = [], 0

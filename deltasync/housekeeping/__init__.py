@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deltasync.housekeeping.retention import Forgetting, Keep, line
 from deltasync.housekeeping.sweep import Pruned, forget, prune
 from deltasync.housekeeping.verify import Report, check
-from deltasync.housekeeping.walk import Progress, identities, in_parallel, quiet, survey
+from deltasync.housekeeping.walk import Progress, attempt, digests, identities, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
     from deltasync.housekeeping.folds import write_fold
@@ -40,8 +40,10 @@ __all__ = [
     "Relay",
     "Repair",
     "Report",
+    "attempt",
     "check",
     "copy",
+    "digests",
     "doctor",
     "export",
     "forget",

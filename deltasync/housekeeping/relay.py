@@ -21,9 +21,8 @@ _LOOK_S = 60.0  # between two looks for new folds and anchors
 class Relay:
     """Copies a channel to other stores, version by version. Not thread-safe.
 
-    Nothing at the targets is replaced but head, and nothing is deleted. Several relays may serve one target.
-
-    Nothing is written to the source's store. Each target is empty, or holds an earlier copy.
+    Nothing at the targets is replaced but head, nothing is deleted, and nothing is written to the source's store. Each
+    target is empty, or holds an earlier copy. Several relays may serve one target.
 
     Raises:
         ConfigError: a URL occurs twice.

@@ -25,7 +25,7 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
 )
-from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, in_parallel, quiet, survey
+from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, digests, in_parallel, quiet, survey
 from deltasync.replicas import Replica
 from deltasync.stores.base import ObjectInfo, Store
 
@@ -79,10 +79,10 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     there = {info.key: info.bytes for info in target.list("")}
     _check_target(source, target, held, there)
     one = functools.partial(_copy_object, source, target, there)
-    digests = held.digests()
+    named = digests(held.whole())
     files = {file.key: file for found in held.whole() for file in found.files}
     folds = [_file(held.fold_infos[key]) for key, found in held.folds.items() if found]
-    records = [_file(held.slots[slot], digests.get(slot, "")) for slot, found in held.records.items() if found]
+    records = [_file(held.slots[slot], named.get(slot, "")) for slot, found in held.records.items() if found]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", progress, WHOLE)
     done += in_parallel(one, folds, "folds", progress, WHOLE)

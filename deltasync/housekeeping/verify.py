@@ -23,7 +23,7 @@ from deltasync.errors import (
     ObjectMissingError,
 )
 from deltasync.housekeeping.retention import References
-from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet, survey
+from deltasync.housekeeping.walk import WHOLE, Progress, attempt, digests, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
     from deltasync.replicas import CommittedVersion
@@ -113,7 +113,7 @@ class Examined:
         self.folds = {key: held.stored[key] for key in held.folds if key in held.stored}
         self._sizes = {info.key: info.bytes for info in reader.store.list("")}
         self._epochs = [epoch for key in self._sizes if (epoch := keys.epoch_of(key)) is not None]
-        self._digests = held.digests()
+        self._digests = digests(held.whole())
         self._check_head(head)
         for key, problem in held.problems.items():
             slot = keys.slot_of(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from deltasync.channel.documents import Record
@@ -68,15 +68,16 @@ class Survey:
         """All documents that can be read."""
         return [record for record in (*self.folds.values(), *self.records.values()) if record is not None]
 
-    def digests(self) -> dict[Slot, str]:
-        """Digests of records, as those that follow them name them, and only where these are silent folds."""
-        ends = {record.slot: record.sha256 for record in self.whole() if record.sha256 is not None}
-        return ends | {record.base.slot: record.base.sha256 for record in self.whole() if record.base is not None}
+
+def digests(records: Collection[Record]) -> dict[Slot, str]:
+    """Digests of records, as those that follow them name them, and only where these are silent folds."""
+    ends = {record.slot: record.sha256 for record in records if record.sha256 is not None}
+    return ends | {record.base.slot: record.base.sha256 for record in records if record.base is not None}
 
 
 def identities(reader: ChannelReader, held: Survey, slots: Iterable[Slot]) -> dict[Slot, str]:
     """Digests of these records. What nothing names, above all the newest, is read as a whole."""
-    found = held.digests()
+    found = digests(held.whole())
     for slot in [slot for slot in slots if slot not in found]:
         with contextlib.suppress(FormatError):
             stored = reader.slot(slot)

@@ -43,9 +43,9 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         return url
     parts = urlsplit(url)
     if parts.scheme in ("s3", "gs", "az"):
-        from deltasync.stores.cloud import cloud_store
+        from deltasync.stores.cloud import CloudStore
 
-        return cloud_store(url)
+        return CloudStore(url)
     if parts.scheme == "hf":
         from deltasync.stores.hub import hub_store
 
@@ -57,7 +57,7 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
             raise ConfigError(f"A directory is written file:///absolute/path, not {url!r}.")
         path = url2pathname(parts.path)  # C:\path of /C:/path on Windows
         if os.open not in os.supports_dir_fd:
-            from deltasync.stores.portable import PortableStore
+            from deltasync.stores.object import PortableStore
 
             return PortableStore(path)
         from deltasync.stores.local import LocalStore
@@ -67,7 +67,7 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         name = (parts.netloc + parts.path).strip("/")
         if not name:
             raise ConfigError(f"An in-memory store is written memory://name, not {url!r}.")
-        from deltasync.stores.memory import memory_store
+        from deltasync.stores.object import memory_store
 
         return memory_store(name)
     path = "" if not url or "://" in url else f" A path in this directory is written {f'./{url}'!r}."

@@ -78,12 +78,9 @@ class Store(Protocol):
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         """Store an object over whatever is there. Readers see the old or the new one, never a mixture.
 
-        Args:
-            key: Where.
-            data: What.
-            guard: Called once, when all that may take long is done. The one request that makes the object visible follows
-                at once. No layer below repeats it, and it is given up after `REQUEST_S`. What `guard` raises passes
-                through; nothing is visible then.
+        `guard` is called once, when all that may take long is done. The one request that makes the object visible follows
+        at once. No layer below repeats it, and it is given up after `REQUEST_S`. What `guard` raises passes through;
+        nothing is visible then.
 
         Raises:
             TransientStoreError: the old or the new object is visible, or will be.
@@ -94,10 +91,8 @@ class Store(Protocol):
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """The whole object.
 
-        Args:
-            key: Which.
-            most_bytes: A larger object is refused. No more than this is held in memory, whatever the store says of it.
-            known: What a listing or an event told of it. If it has a `content`, that is read, without a look at the key.
+        One larger than `most_bytes` is refused: no more is held in memory, whatever the store says of it. `known` is what a
+        listing or an event told of it. If that has a `content`, it is read, without a look at the key.
 
         Raises:
             CorruptDataError: it is larger.

@@ -55,11 +55,17 @@ class Place:
 
 
 class CloudStore(ObstoreStore):
-    """A bucket. The client is created on first use, so that the store may be opened before a fork, and pickled."""
+    """The bucket at an `s3://`, `gs://` or `az://` URL, as `open_store` describes it.
 
-    def __init__(self, url: str, place: Place) -> None:
+    The client is created on first use, so that the store may be opened before a fork, and pickled.
+
+    Raises:
+        ConfigError: the URL is not of that form.
+    """
+
+    def __init__(self, url: str) -> None:
         self.url = url
-        self._to = place
+        self._to = parse(url)
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
     def client(self, upload_bytes: int = 0) -> ObjectStore:
@@ -84,17 +90,8 @@ class CloudStore(ObstoreStore):
         return {**self.__dict__, "_clients": {}}
 
 
-def cloud_store(url: str) -> CloudStore:
-    """The store at an `s3://`, `gs://` or `az://` URL.
-
-    Raises:
-        ConfigError: the URL is not of the form that `open_store` describes.
-    """
-    return CloudStore(url, parse(url))
-
-
 def parse(url: str) -> Place:
-    """The parts of a URL. See `cloud_store`."""
+    """The parts of a URL. See `CloudStore`."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")

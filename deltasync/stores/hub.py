@@ -30,7 +30,7 @@ from deltasync.stores.base import ObjectInfo, check_key, check_size
 from deltasync.stores.events import EventWatch
 from deltasync.stores.hub_api import BucketApi, Entry
 from deltasync.stores.retries import retried
-from deltasync.stores.xet import Content, Xet
+from deltasync.stores.xet import Xet
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class HubStore:
         # By process, because a forked child cannot use its parent's; lock-free, because it could inherit a held lock.
         self._xet_of: dict[int, Xet] = {}
         # Head and heartbeats are looked at far more often than they change: by path (hash, bytes, whether read twice).
-        self._small: dict[str, tuple[str, bytes, bool]] = {}
+        self._small: dict[str, tuple[str | None, bytes, bool]] = {}
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`, which is not for a bucket: the Hub does not decide which one of two writers wins.
@@ -120,7 +120,7 @@ class HubStore:
         if known is not None and known.content is not None:
             check_size(f"{self.url}/{key}", known.bytes, most_bytes)
             try:
-                return self._xet.download(Content(known.content, known.bytes), 0, known.bytes)
+                return self._xet.download(known, 0, known.bytes)
             except TransientStoreError as error:
                 logger.debug("%s Looking at what %s names now.", error, key)
         return _retried(lambda: self._read(path, most_bytes))
@@ -129,10 +129,10 @@ class HubStore:
         path = self._path(key)
 
         def read() -> bytes:
-            content = self._api.content(path)
-            if end > content.bytes:
+            named = self._api.content(path)
+            if end > named.bytes:
                 raise StoreError(f"{self.url}/{key} ends before byte {end}.")
-            return self._xet.download(content, start, end)
+            return self._xet.download(named, start, end)
 
         return _retried(read)
 
@@ -181,15 +181,15 @@ class HubStore:
 
     def _read(self, path: str, most_bytes: int) -> bytes:
         """Download, unless the path still names what two downloads have agreed upon: one alone may have been damaged."""
-        content = self._api.content(path)
-        known_hash, known_data, agreed = self._small.get(path, ("", b"", False))
-        if agreed and known_hash == content.xet_hash:
+        named = self._api.content(path)
+        known_hash, known_data, agreed = self._small.get(path, (None, b"", False))
+        if agreed and known_hash == named.content:
             return known_data
-        check_size(f"{self.url}/{path.removeprefix(self._start)}", content.bytes, most_bytes)
-        data = self._xet.download(content, 0, content.bytes)
-        if content.bytes <= _SMALL_BYTES:
+        check_size(f"{self.url}/{path.removeprefix(self._start)}", named.bytes, most_bytes)
+        data = self._xet.download(named, 0, named.bytes)
+        if named.bytes <= _SMALL_BYTES:
             self._small.pop(path, None)
-            self._small[path] = (content.xet_hash, data, (known_hash, known_data) == (content.xet_hash, data))
+            self._small[path] = (named.content, data, (known_hash, known_data) == (named.content, data))
             for oldest in list(self._small)[:-_MOST_SMALL]:
                 self._small.pop(oldest, None)
         return data

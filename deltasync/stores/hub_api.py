@@ -20,7 +20,8 @@ from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from deltasync.errors import UNREADABLE_JSON, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.xet import Content, Token, one_line, request_headers
+from deltasync.stores.base import ObjectInfo
+from deltasync.stores.xet import Token, one_line, request_headers
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -79,8 +80,8 @@ class BucketApi:
         """What opens the content-addressed store to `read` or to `write`."""
         return self._decoded(self._send("GET", f"{self.address}/xet-{scope}-token"), Token)
 
-    def content(self, path: str) -> Content:
-        """What a path names now. Follows the bucket, if it was moved."""
+    def content(self, path: str) -> ObjectInfo:
+        """What a path names now, by its hash. Follows the bucket, if it was moved."""
         url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
         headers = {"Accept-Encoding": "identity"}
         for _ in range(_MOST_REDIRECTS):
@@ -88,7 +89,7 @@ class BucketApi:
             found = response.headers
             size = found.get("X-Linked-Size") or (None if response.is_redirect else found.get("Content-Length"))
             if "X-Xet-Hash" in found and size is not None and size.isdecimal():
-                return Content(found["X-Xet-Hash"], int(size))
+                return ObjectInfo(path, int(size), content=found["X-Xet-Hash"])
             target = urljoin(url, found.get("Location", url))
             if target == url or urlsplit(target).netloc != urlsplit(url).netloc:
                 break
@@ -138,7 +139,7 @@ class BucketApi:
         """Apply operations, each by itself, and return those that failed."""
         lines = b"".join(json.dumps(operation).encode() + b"\n" for operation in operations)
         options |= {"headers": {"Content-Type": "application/x-ndjson"}, "content": lines}
-        response = self._send("POST", f"{self.address}/batch", accepted=(200, 422), **options)
+        response = self._send("POST", f"{self.address}/batch", accepted=422, **options)
         if response.is_redirect:
             raise StoreError(f"{self._url}: the bucket was moved; use its new name.")
         failed = self._decoded(response, _BatchReply).failed
@@ -146,18 +147,8 @@ class BucketApi:
             raise StoreError(f"{self._url}: the Hub refused to change the bucket: {_told(response)}.")
         return failed
 
-    def _send(
-        self, method: str, url: str, path: str = "", *, accepted: Sequence[int] = (), **options: Any
-    ) -> httpx.Response:
-        """One request.
-
-        Args:
-            method: HTTP verb.
-            url: Where.
-            path: What it is about, empty for the bucket as a whole.
-            accepted: Statuses to return besides success and redirects.
-            **options: For `httpx.Client.request`.
-        """
+    def _send(self, method: str, url: str, path: str = "", *, accepted: int = 0, **options: Any) -> httpx.Response:
+        """One request about `path`, empty for the bucket; a status of 400 or more is refused, but for `accepted`."""
         headers = request_headers() | options.pop("headers", {})
         try:
             response = get_session().request(method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options))
@@ -165,7 +156,7 @@ class BucketApi:
             raise StoreError(f"{self._url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
             raise TransientStoreError(f"{self._url}: no answer from the Hub: {one_line(error)}.") from error
-        if response.status_code >= 400 and response.status_code not in accepted:
+        if response.status_code >= 400 and response.status_code != accepted:
             raise self._refused(response, path, "authorization" in headers)
         return response
 

@@ -1,4 +1,4 @@
-"""Object stores through obstore: the verbs, and its errors as ours. `memory://` is one; those of clouds are in `cloud`."""
+"""Object stores through obstore: the verbs, and its errors as ours; also `memory://`, and `file://` on Windows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
 from obstore import exceptions as obstore_errors
+from obstore.store import LocalStore, MemoryStore
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size
@@ -147,6 +149,33 @@ class ObstoreStore:
             yield
         except (obstore_errors.BaseError, FileNotFoundError) as error:
             raise translate(error, self._place(key)) from None
+
+
+class PortableStore(ObstoreStore):
+    """`file://` where files cannot be opened relative to a folder, which is Windows. The folder is made on first use.
+
+    Unlike `local.LocalStore` it does not sync: a version may be lost with the machine's power after `wait` returned. It
+    follows links, so nobody else may write to the directory.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.url = Path(root).as_uri()
+        self._root = root
+        self._made: ObjectStore | None = None
+
+    def client(self, upload_bytes: int = 0) -> ObjectStore:
+        """See `ObstoreStore.client`."""
+        if self._made is None:
+            self._made = LocalStore(self._root, mkdir=True, automatic_cleanup=True)
+        return self._made
+
+
+_in_memory: dict[str, ObstoreStore] = {}
+
+
+def memory_store(name: str) -> ObstoreStore:
+    """The process-wide store of this name, created empty on first use."""
+    return _in_memory.setdefault(name, ObstoreStore(f"memory://{name}", MemoryStore()))
 
 
 def mark_process(alone: bool = False) -> None:

@@ -12,11 +12,7 @@ _LOOKS = 3
 
 
 def decides(store: Store, key: str) -> bool:
-    """Whether `create` is refused where an object is, tried out at `key`, which is deleted again.
-
-    Args:
-        store: The channel's.
-        key: Which nobody else uses.
+    """Whether `create` is refused where an object is, tried out at `key`, which nobody else uses; it is deleted again.
 
     Raises:
         StoreError: it could not be tried out.
@@ -25,11 +21,16 @@ def decides(store: Store, key: str) -> bool:
         return False
     first, second = os.urandom(16), os.urandom(16)
     try:
-        _create(store, key, first)  # if it is taken, the reply of an earlier request got lost: reading back tells
-        # Read again, since an answer may be damaged on the way, and a channel keeps what is found out here.
-        return _create(store, key, second) == "taken" and any(_holds(store, key, first) for _ in range(_LOOKS))
-    except _CannotError:
+        _taken(store, key, first)  # if it is, the reply of an earlier request got lost: reading back tells
+        taken = _taken(store, key, second)
+    except TransientStoreError:
+        raise
+    except StoreError:  # it refuses to create objects
+        store.put(key, second)  # what it refuses as well has another reason, and is told
         return False
+    else:
+        # Read again, since an answer may be damaged on the way, and a channel keeps what is found out here.
+        return taken and any(_holds(store, key, first) for _ in range(_LOOKS))
     finally:
         with contextlib.suppress(StoreError):  # a trainer need not be allowed to delete
             store.delete(key)
@@ -42,18 +43,9 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
         return False  # larger
 
 
-class _CannotError(Exception):
-    """The store puts objects, but refuses to create them."""
-
-
-def _create(store: Store, key: str, data: bytes) -> str:
+def _taken(store: Store, key: str, data: bytes) -> bool:
     try:
         store.create(key, data)
     except ObjectExistsError:
-        return "taken"
-    except TransientStoreError:
-        raise
-    except StoreError:
-        store.put(key, data)  # what it refuses as well has another reason, and is told
-        raise _CannotError from None
-    return "created"
+        return True
+    return False

@@ -5,7 +5,6 @@ Nothing here checks content: hf_xet returned a flipped bit without an error. The
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import msgspec
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltasync.errors import TransientStoreError
+from deltasync.stores.base import ObjectInfo
 
 _ERRORS = (OSError, RuntimeError, ValueError)
 _IDLE = "300s"  # versions may be minutes apart
@@ -52,14 +52,6 @@ class Token(msgspec.Struct, rename="camel"):
     exp: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Content:
-    """The hash of a file, and how large it is said to be."""
-
-    xet_hash: str
-    bytes: int
-
-
 class Xet:
     """Bytes by their hash, in one process. Tokens and connections are kept until something fails."""
 
@@ -83,8 +75,8 @@ class Xet:
             raise self.failed("write", f"{info.file_size} bytes were stored of {len(data)}")
         return str(info.hash)
 
-    def download(self, content: Content, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, the latter excluded."""
+    def download(self, named: ObjectInfo, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, the latter excluded, of what has the hash `content`, whatever the key names by now."""
         if start == end:
             return b""
         try:
@@ -92,7 +84,7 @@ class Xet:
             if downloads is None:
                 downloads = self._session("read").new_download_stream_group(**self._connection("read"))
                 self._downloads = downloads
-            info = hf_xet.XetFileInfo(content.xet_hash, content.bytes)
+            info = hf_xet.XetFileInfo(named.content, named.bytes)
             pieces, size = [], 0
             for piece in downloads.download_stream(info, start=start, end=end):
                 pieces.append(piece)

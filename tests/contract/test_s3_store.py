@@ -385,7 +385,7 @@ class TestGuard:
     def test_no_cloud_repeats_it(self, s3_env: object, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
         for name, value in (("ACCOUNT_NAME", "account"), ("ACCOUNT_KEY", "a2V5")):
             monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
-        client = cloud.cloud_store(url)._client(cloud.REQUEST_S, once=True)
+        client = cloud.CloudStore(url)._client(cloud.REQUEST_S, once=True)
         assert client.retry_config["max_retries"] == 0
         assert client.client_options["timeout"] == "20s"
 
@@ -476,7 +476,7 @@ class TestConnections:
             assert len(proxy.exchanges) - before == (2 if number == 3 else 1)
 
     def test_they_are_kept_between_versions(self, s3_env: object) -> None:
-        client = cloud.cloud_store("s3://bkt/a?region=us-east-1").client()
+        client = cloud.CloudStore("s3://bkt/a?region=us-east-1").client()
         assert client.client_options["pool_idle_timeout"] == "5m"
 
 
@@ -504,7 +504,7 @@ class TestRequests:
             proxied.create("b", bytes(object.LARGEST_BYTES + 1))  # never touched, so never in memory
 
     def test_large_uploads_get_more_time(self, s3_env: object) -> None:
-        store = cloud.cloud_store("s3://bkt/a?region=us-east-1")
+        store = cloud.CloudStore("s3://bkt/a?region=us-east-1")
         limits = [
             store.client(size).client_options["read_timeout"]
             for size in (0, 1 << 20, 100 << 20, 1 << 30, object.LARGEST_BYTES)

@@ -23,7 +23,7 @@ from deltasync.errors import (
 )
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
-from deltasync.stores.portable import PortableStore
+from deltasync.stores.object import PortableStore
 from tests.contract.store_contract import BAD_KEYS, DecidingContract, DecidingSharedContract, StoreContract
 
 

@@ -77,7 +77,7 @@ import importlib, pkgutil
 
 import deltasync
 
-# The demo and GPU kernels are for Linux; open_store takes stores.portable where there is no stores.local.
+# The demo and GPU kernels are for Linux; open_store takes object.PortableStore where there is no stores.local.
 LEFT_OUT = ("deltasync.demo.", "deltasync.kernels.gpu", "deltasync.stores.local", "deltasync.__main__")
 for found in pkgutil.walk_packages(deltasync.__path__, "deltasync."):
     if not found.name.startswith(LEFT_OUT):
