@@ -30,9 +30,18 @@ _SWAP_CHUNK = 1 << 14
 
 # Elements whose changes `_diff` collects in one row, which fit the offsets' type, and rows that it fills in one call.
 _ROW, _ROWS = 1 << 16, 64
-_kept = threading.local()
+_PIECE = 8 << 20  # bytes of memory that `_room` cuts up
 
-_PIECE, _NOTHING = 8 << 20, np.empty(0, np.uint8)  # bytes of memory that `_room` cuts up
+
+class _Kept(threading.local):
+    """What a thread keeps, because memory that is new to a process is slow to write: `_scratch`, and what `_room` cuts."""
+
+    def __init__(self) -> None:
+        self.rows: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
+        self.left = np.empty(0, np.uint8)
+
+
+_kept = _Kept()
 
 _AHEAD = 64  # elements between asking for a cache line and using it
 
@@ -363,11 +372,10 @@ def _rows(old_N: np.ndarray, new_N: np.ndarray) -> Iterator[tuple[int, np.ndarra
 def _room(count: int, dtype: np.dtype) -> np.ndarray:
     """An array, cut out of a piece of memory that has huge pages; a small one by itself has many, each to be cleared."""
     size = -(-count * dtype.itemsize // 64) * 64
-    left: np.ndarray = getattr(_kept, "left", _NOTHING)
-    if left.size < size:
-        left = np.empty(max(_PIECE, size), np.uint8)
-    _kept.left = left[size:]
-    return left[: count * dtype.itemsize].view(dtype)
+    if _kept.left.size < size:
+        _kept.left = np.empty(max(_PIECE, size), np.uint8)
+    room, _kept.left = _kept.left[: count * dtype.itemsize], _kept.left[size:]
+    return room.view(dtype)
 
 
 def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
@@ -379,14 +387,13 @@ def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
 
 
 def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Rows for what `_diff` and `_add` find, kept for each thread: memory that is new to a process is slow to write."""
-    kept: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = _kept.__dict__.setdefault("rows", {})
-    if dtype not in kept:
+    """Rows for what `_diff` and `_add` find."""
+    if dtype not in _kept.rows:
         # 64 more than a row has: room for what is written where nothing changed, and rows whose beginnings are a power of
         # two apart would share the same lines of a cache.
         shape = (_ROWS, _ROW + 64)
-        kept[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype)
-    return kept[dtype]
+        _kept.rows[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype)
+    return _kept.rows[dtype]
 
 
 def add(
