@@ -42,13 +42,13 @@ def test_the_checkpoint_that_the_channel_refers_to_is_recognised_over_both_worke
 def test_both_workers_commit_every_version_while_a_request_is_generated(server: Server) -> None:
     complete(server.url, 5)
     lengths: list[int] = []
-    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 300))))
+    asking = threading.Thread(target=lambda: lengths.append(len(complete(server.url, 600))))
     asking.start()
     for _ in range(5):
         server.step()
         server.assert_serves(server.publish())
     asking.join()
-    assert lengths == [300]
+    assert lengths == [600]
     commits = server.status()["commits"]
     assert [commit["version"] for commit in commits] == [2, 3, 4, 5, 6]
     assert all(commit["changed"] > 0 for commit in commits)
