@@ -54,6 +54,8 @@ HISTORY = 4096
 STALE_S, STALE_POLLS = 60.0, 20
 """A server is stale when its last good look is older than these seconds and than this number of longest waits."""
 
+_SURE_S = 10.0  # between two questions to workers; vLLM has each of several keep a core busy for a second after a call
+
 _DETOURS = 8  # failed looks after which whoever waits for a version is told, because the next one may take another way
 
 
@@ -86,7 +88,7 @@ class Driver:
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
         self._opened = False
-        self._served_s = self._audited_s = 0.0
+        self._served_s = self._audited_s = self._asked_s = 0.0
         self._names: OrderedDict[int, str] = OrderedDict()  # the digest that was served first, of each number
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look now
@@ -268,7 +270,7 @@ class Driver:
         async with self._busy:
             if not self._opened:
                 await self._open()
-            elif self.pauses.held or not await self._workers.settled():
+            elif self.pauses.held or not await self._settled():
                 await self._settle()
         way = await self._scout.next(self._have, pin)
         async with self._busy:
@@ -280,6 +282,14 @@ class Driver:
             if await self._stage(way):
                 await self._commit(way, tokens_before)
         return False
+
+    async def _settled(self) -> bool:
+        """Whether the workers know what their bits are. As long as nothing happened they are asked every `_SURE_S` only."""
+        now_s, calm = time.monotonic(), self._state == "serving" and not self._scout.is_asked and not self.pauses.used
+        if calm and now_s - self._asked_s < _SURE_S:
+            return True
+        self._asked_s, self.pauses.used = now_s, False
+        return await self._workers.settled()
 
     async def _open(self) -> None:
         """Learn what the workers hold, prove it, and find out which version they serve."""

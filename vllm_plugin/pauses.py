@@ -25,6 +25,7 @@ class Pauses:
     Attributes:
         last_s: Length of the last pause for a commit.
         held: Whether generation stays paused, because a commit left weights that no version has.
+        used: Whether another client has used the switch; the driver takes note, and sets it back.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -33,7 +34,7 @@ class Pauses:
         self._by_another = False
         self._free = asyncio.Condition()
         self.last_s = 0.0
-        self.held = False
+        self.held = self.used = False
 
     @contextlib.asynccontextmanager
     async def paused(self, clear_cache: bool) -> AsyncIterator[None]:
@@ -88,6 +89,7 @@ class Pauses:
         try:
             yield
         finally:
+            self.used = True
             async with self._free:
                 self._others -= 1
                 self._free.notify_all()

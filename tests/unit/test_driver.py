@@ -221,6 +221,46 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
     assert value(registry, "deltasync_stage_seconds_count") == len(commits)
 
 
+def test_workers_are_left_alone_as_long_as_nothing_happened(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        calls: list[tuple[object, ...]] = []
+        driver = Driver(engine, ReplicaSettings(channel=memory_url, replica_id="unit"), Metrics(registry))
+        trainer.publish()
+        await driver.look_until_done()
+        rpc = engine.collective_rpc
+
+        async def collective_rpc(method: str, *, args: tuple[object, ...]) -> list[Any]:
+            calls.append(args)
+            return await rpc(method, args=args)
+
+        async def looks(*, asked: bool = False) -> list[tuple[object, ...]]:
+            calls.clear()
+            for _ in range(3):
+                await driver.look(asked=asked)
+            return calls
+
+        monkeypatch.setattr(engine, "collective_rpc", collective_rpc)
+        await driver.look()
+        assert await looks() == []
+        assert await looks(asked=True) == [("settled",)] * 3
+        async with driver.pauses.by_another():
+            pass
+        assert await looks() == [("settled",)]
+        async with driver.pauses.by_another():
+            engine.worker._deltasync_replica.fall_asleep()
+        assert await looks() == [("settled",)] * 3
+        assert driver.status().state == "sleeping"
+        engine.worker._deltasync_replica.wake_up()
+        assert ("audit", False) in await looks()
+        assert await looks() == []
+        monkeypatch.setattr("vllm_plugin.driver._SURE_S", 0.0)
+        assert await looks() == [("settled",)] * 3
+
+    asyncio.run(body())
+
+
 def test_to_go_back_and_to_be_pinned_is_no_lag(
     engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
 ) -> None:
