@@ -59,8 +59,6 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
         say = stack.enter_context(Talker(say))
         server = stack.enter_context(_server(environ, out, channel, port))
         say(f"starting vLLM on port {port}; it knows only the channel {channel} (log: {out / 'server.log'})")
-        server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
-        say("starting AsyncGRPOTrainer; vLLM is up and waits for the first version")
         train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
@@ -70,6 +68,9 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
             say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
         env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
         trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", _cores()[1]))
+        say(f"starting AsyncGRPOTrainer beside it (log: {out / 'trainer.log'})")
+        server.wait_until(lambda: get_json(f"{url}/deltasync/status"), SERVER_START_S, "to start")
+        say("waiting for the first steps; vLLM is up")
         proofs = _watch(steps, out, url, server, trainer, say)
         status = _caught_up(out, url, server)
         (out / "status.json").write_text(json.dumps(status, indent=2) + "\n")
