@@ -124,7 +124,7 @@ def _kill_replica(step: str, lab: Lab) -> Seen:
     last = _ENDS_WRONG if "rollback" in step else _VERSIONS
     slowest_s, heard = 0.0, ""
     for time_ in range(REPEATS):
-        first = None if "copied" in step else 1 + time_ % 5  # full weights are copied
+        first = 1 + time_ % 5
         shutil.rmtree(lab.folder / "cache", ignore_errors=True)  # so that there is something to fetch
         assert _follow(Follower(lab.folder, first, last, step)) is None
         before = time.monotonic()
