@@ -80,7 +80,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     takes_old = "old" in inspect.signature(chosen.decode).parameters
 
     def encode(old: Bits, new: Bits) -> bytes:
-        encoder = chosen.encoder()
+        encoder = chosen.encoder(sum(spec.element_count for spec in specs.values()))
         for tensor, spec in specs.items():
             index_K, step_K = cpu.diff(old[tensor], new[tensor])
             if index_K.size:

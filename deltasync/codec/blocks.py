@@ -54,10 +54,11 @@ Model = PackedModel | ContextModel
 
 
 class BlockEncoder:
-    """Collects the patches of one delta."""
+    """Collects the patches of one delta of a model of so many elements."""
 
-    def __init__(self, model: type[Model]) -> None:
+    def __init__(self, model: type[Model], element_count: int) -> None:
         self._model = model
+        self._is_large = element_count >= tiles.LARGE
         self._changes: list[Change] = []
 
     def add(
@@ -74,7 +75,8 @@ class BlockEncoder:
             start: Where the range begins.
         """
         origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
-        grid = Grid.fit(spec, start, stop) if self._model.needs_old else None
+        by_gaps = not self._model.needs_old or (self._is_large and Grid.has_few_ways(spec))
+        grid = None if by_gaps else Grid.fit(spec, start, stop)
         if grid is not None and index_K.size >= tiles.FEW * grid.count:
             index_K, step_K, bound_B = grid.by_tiles(index_K, step_K)
             blocks = grid.blocks(bound_B)
@@ -87,7 +89,7 @@ class BlockEncoder:
         first, last = (start - origin) // BLOCK, -(-(start - origin + new.size) // BLOCK)
         bound_B = np.searchsorted(index_K, np.arange(first, last + 1) * BLOCK).astype(np.int64)
         blocks = Blocks.of(stop - origin, BLOCK, bound_B, first)
-        by_gaps = not self._model.needs_old or grid is not None or spec.element_count < tiles.SMALL
+        by_gaps |= grid is not None or spec.element_count < tiles.SMALL
         self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, by_gaps=by_gaps))
 
     def finish(self, version: int, base_version: int) -> Encoded:
@@ -201,9 +203,9 @@ class BlockCodec:
         self.needs_old = model.needs_old
         self._model = model
 
-    def encoder(self) -> BlockEncoder:
-        """A fresh encoder for one delta."""
-        return BlockEncoder(self._model)
+    def encoder(self, element_count: int = 0) -> BlockEncoder:
+        """A fresh encoder for one delta of a model of so many elements, which `context` cuts by it."""
+        return BlockEncoder(self._model, element_count)
 
     def decode(
         self,

@@ -58,7 +58,7 @@ class RawCodec:
     name = "raw"
     needs_old = False
 
-    def encoder(self) -> RawEncoder:
+    def encoder(self, element_count: int = 0) -> RawEncoder:
         """As `BlockCodec.encoder`."""
         return RawEncoder()
 

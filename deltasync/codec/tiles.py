@@ -21,7 +21,11 @@ from deltasync.tensors import Region, TensorSpec
 TILE = 1 << 14
 """Fewest elements of a tile."""
 SMALL = 4 * TILE
-"""Elements below which a tensor is not worth tiles."""
+"""Elements below which a tensor that has no tiles is coded by gaps."""
+LARGE = 1 << 28
+"""Elements of a model that may be served by eight workers: it has no tiles of fewer ways, but gaps, for any shard."""
+LEAST = 1 << 12
+"""Elements of a matrix of another model that has four tiles, however small they are."""
 FEW = 32
 """Changes for each tile below which gaps take less: about 3 bits more for each change, and not the about 70 of a tile."""
 
@@ -67,9 +71,9 @@ class Grid:
         of a range are whole ones, or a part of one row of them: a trainer may be sharded in another way than its replicas.
         """
         whole = cls.cut(spec, start, stop, (1, 1))
-        if whole is None or (most := math.isqrt(whole.shape[1] * whole.shape[2] // TILE)) < 2:
+        if whole is None or (size := whole.shape[1] * whole.shape[2]) < LEAST:
             return None
-        most = min(MOST_WAYS, 1 << (most.bit_length() - 1))
+        most = min(MOST_WAYS, 1 << max(1, math.isqrt(size // TILE).bit_length() - 1))
         down, across = (math.gcd(most, size) for size in whole.shape[1:])
         band, row, rows = whole.shape[1] // down, whole.first[1], whole.tile[1]
         if row % band == rows % band == 0:
@@ -79,6 +83,11 @@ class Grid:
         else:
             return None
         return cls.cut(spec, start, stop, (down, across)) if down * across > 1 else None
+
+    @staticmethod
+    def has_few_ways(spec: TensorSpec) -> bool:
+        """Whether matrices of this shape are cut into fewer than 8 by 8."""
+        return len(spec.shape) >= 2 and math.prod(spec.shape[-2:]) < 64 * TILE
 
     @property
     def ways(self) -> tuple[int, int]:

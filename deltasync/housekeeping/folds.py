@@ -48,8 +48,9 @@ def write_fold(
     """
     if not 1 <= base < version:
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
-    encoder = codec.get(codec_name).encoder()
+    chosen = codec.get(codec_name)
     reader.channel()
+    encoder = chosen.encoder(sum(spec.element_count for spec in reader.specs.values()))
     signing.require_signer(signer, reader.signed)
     start, end = _end(reader, base), _end(reader, version)
     for span, info in reader.folds():

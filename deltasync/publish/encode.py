@@ -88,7 +88,8 @@ def _encode_and_prove(
 
 def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
     """The payload of these steps, which lead from a version to the job's, whose bits its shadow holds."""
-    encoder, shadow = codec.get(codec_name).encoder(), job.shadow
+    shadow = job.shadow
+    encoder = codec.get(codec_name).encoder(sum(spec.element_count for spec in shadow.specs.values()))
     for patch in patches:
         assert patch.index_K is not None
         digest = fingerprint.to_hex(job.fingerprints[patch.name])

@@ -46,7 +46,7 @@ def payloads(name: str) -> Iterator[bytes]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blocks, "BLOCK", block)
             if block == 64:
-                for limit, value in (("TILE", block), ("SMALL", 4 * block), ("FEW", 1)):
+                for limit, value in (("TILE", block), ("SMALL", 4 * block), ("LEAST", 4 * block), ("FEW", 1)):
                     patch.setattr(tiles, limit, value)
             encoder = codec.get(name).encoder()
             for spec in SPECS.values():

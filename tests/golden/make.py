@@ -40,7 +40,7 @@ CODECS = ("raw", "packed", "context")
 SECOND, THIRD = "000002-00000002", "000003-00000003"
 MODEL, COMMIT = "golden/model", "0123456789abcdef0123456789abcdef01234567"
 BLOCK = 256  # elements, instead of 2**19, so that small tensors have several blocks
-TILE, SMALL, FEW = 100, 160, 1  # the same for tiles: some tensors have them, some are coded by gaps
+TILE, SMALL, LEAST, FEW = 100, 160, 400, 1  # the same for tiles: some tensors have them, some are coded by gaps
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Weights = dict[str, torch.Tensor]
 Rows = dict[str, list]
@@ -404,7 +404,7 @@ def main(folder: Path = GOLDEN) -> None:
     with (
         mock.patch("deltasync.channel.documents.now", return_value="2026-01-01T00:00:00.000+00:00"),
         mock.patch("deltasync.codec.blocks.BLOCK", BLOCK),
-        mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, FEW=FEW),
+        mock.patch.multiple("deltasync.codec.tiles", TILE=TILE, SMALL=SMALL, LEAST=LEAST, FEW=FEW),
     ):
         for codec_name in CODECS:
             by_codec(folder, codec_name)

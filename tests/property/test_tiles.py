@@ -25,6 +25,7 @@ SHARDS = [(dim, ways) for dim in (-2, -1) for ways in (1, 2, 4, 8, 16)]
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE", 4)
     monkeypatch.setattr(tiles, "SMALL", 0)
+    monkeypatch.setattr(tiles, "LEAST", 16)
     monkeypatch.setattr(tiles, "FEW", 0)
 
 
@@ -43,9 +44,11 @@ def changed(spec: TensorSpec, fraction: float, seed: int = 0) -> tuple[np.ndarra
     return old_N, new_N
 
 
-def encoded(spec: TensorSpec, old_N: np.ndarray, new_N: np.ndarray, start: int = 0, stop: int | None = None) -> Payload:
+def encoded(
+    spec: TensorSpec, old_N: np.ndarray, new_N: np.ndarray, start: int = 0, stop: int | None = None, element_count: int = 0
+) -> Payload:
     at_K = np.flatnonzero(old_N[start:stop] != new_N[start:stop]) + start
-    encoder = codec.get("context").encoder()
+    encoder = codec.get("context").encoder(element_count)
     step_K = new_N[at_K] - old_N[at_K]
     encoder.add(spec, at_K.astype(index_dtype(old_N.size)), step_K, new_N[start:stop], "0" * 16, start)
     return codec.open_payload(encoder.finish(2, 1).to_bytes())
@@ -139,7 +142,9 @@ def test_any_range_of_any_matrix_comes_back(
         ((128, 768, 2048), (8, 8)),
         ((50257, 768), (1, 16)),
         ((50257, 777), None),
-        ((128, 128), None),
+        ((128, 128), (2, 2)),
+        ((64, 63), None),
+        ((64, 64), (2, 2)),
         ((1 << 24,), None),
         ((), None),
         ((0, 4096), None),
@@ -186,6 +191,7 @@ def test_small_tensors_and_few_changes_are_coded_for_every_shard(
 ) -> None:
     monkeypatch.setattr(tiles, rule, value)
     monkeypatch.setattr(tiles, "TILE", 64 if rule == "FEW" else 1 << 14)
+    monkeypatch.setattr(tiles, "LEAST", 1 << 12)
     spec = TensorSpec("w", "bfloat16", (63, 64) if rule == "SMALL" else (64, 64))
     old_N, new_N = changed(spec, 0.05)
     payload = encoded(spec, old_N, new_N)
@@ -194,6 +200,29 @@ def test_small_tensors_and_few_changes_are_coded_for_every_shard(
     (patch,) = codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held)
     patch.apply(old_N)
     np.testing.assert_array_equal(old_N[7:107], new_N[7:107])
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_small_matrices_of_a_large_model_are_for_every_shard(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    spec = TensorSpec("w", "bfloat16", (64, 2048))  # as a gate of some models, of which eight workers hold 8 rows each
+    old_N, new_N = changed(spec, 0.05)
+    assert encoded(spec, old_N, new_N).patches["w"]["tiles"] == [2, 2]
+    payload = encoded(spec, old_N, new_N, element_count=tiles.LARGE)
+    reached_N = old_N.copy()
+    for rank in range(8):
+        memory = shard(spec, old_N, dim, 8, rank)
+        for patch in codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held):
+            assert patch.index_K is not None
+            mine = np.flatnonzero(np.unravel_index(patch.index_K, spec.shape)[dim] // (spec.shape[dim] // 8) == rank)
+            reached_N[patch.index_K[mine]] += patch.data[mine]
+    np.testing.assert_array_equal(reached_N, new_N)
+
+
+def test_large_matrices_of_a_large_model_have_tiles() -> None:
+    spec = TensorSpec("w", "bfloat16", (256, 128))
+    old_N, new_N = changed(spec, 0.05)
+    assert encoded(spec, old_N, new_N, element_count=tiles.LARGE).patches["w"]["tiles"] == [16, 16]
 
 
 @pytest.mark.parametrize("declared", [[0, 1], [3, 1], [1, 17], [0, 0], ["1", 1], [1], 4, [True, -1]])
