@@ -58,7 +58,7 @@ class BlockEncoder:
 
     def __init__(self, model: type[Model], element_count: int) -> None:
         self._model = model
-        self._is_large = element_count >= tiles.LARGE
+        self._element_count = element_count
         self._changes: list[Change] = []
 
     def add(
@@ -75,7 +75,7 @@ class BlockEncoder:
             start: Where the range begins.
         """
         origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
-        by_gaps = not self._model.needs_old or (self._is_large and Grid.has_few_ways(spec))
+        by_gaps = not self._model.needs_old or tiles.is_little(spec, self._element_count)
         grid = None if by_gaps else Grid.fit(spec, start, stop)
         if grid is not None and index_K.size >= tiles.FEW * grid.count:
             index_K, step_K, bound_B = grid.by_tiles(index_K, step_K)

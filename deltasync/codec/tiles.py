@@ -22,10 +22,12 @@ TILE = 1 << 14
 """Fewest elements of a tile."""
 SMALL = 4 * TILE
 """Elements below which a tensor that has no tiles is coded by gaps."""
-LARGE = 1 << 28
-"""Elements of a model that may be served by eight workers: it has no tiles of fewer ways, but gaps, for any shard."""
 LEAST = 1 << 12
-"""Elements of a matrix of another model that has four tiles, however small they are."""
+"""Elements of a matrix that has four tiles, however small they are."""
+SHARE = 1 << 11
+"""Times that a model is larger than those of its tensors which go by gaps if they have less than 8 by 8 tiles.
+
+They are little of it, and eight workers may hold some rows of each, as of the gate of a linear attention (64 by 2048)."""
 FEW = 32
 """Changes for each tile below which gaps take less: about 3 bits more for each change, and not the about 70 of a tile."""
 
@@ -83,11 +85,6 @@ class Grid:
         else:
             return None
         return cls.cut(spec, start, stop, (down, across)) if down * across > 1 else None
-
-    @staticmethod
-    def has_few_ways(spec: TensorSpec) -> bool:
-        """Whether matrices of this shape are cut into fewer than 8 by 8."""
-        return len(spec.shape) >= 2 and math.prod(spec.shape[-2:]) < 64 * TILE
 
     @property
     def ways(self) -> tuple[int, int]:
@@ -161,6 +158,11 @@ class Grid:
 
 ADVICE = "it cannot decode `context`; publish with codec='packed'."
 """To those who hold something else than whole tiles."""
+
+
+def is_little(spec: TensorSpec, element_count: int) -> bool:
+    """Whether a tensor goes by gaps in a model of so many elements."""
+    return math.prod(spec.shape[-2:]) < 64 * TILE and spec.element_count * SHARE < element_count
 
 
 def _overlap(edge_E: np.ndarray, low: int, high: int) -> np.ndarray:

@@ -208,7 +208,7 @@ def test_small_matrices_of_a_large_model_are_for_every_shard(dim: int, monkeypat
     spec = TensorSpec("w", "bfloat16", (64, 2048))  # as a gate of some models, of which eight workers hold 8 rows each
     old_N, new_N = changed(spec, 0.05)
     assert encoded(spec, old_N, new_N).patches["w"]["tiles"] == [2, 2]
-    payload = encoded(spec, old_N, new_N, element_count=tiles.LARGE)
+    payload = encoded(spec, old_N, new_N, element_count=1 << 30)
     reached_N = old_N.copy()
     for rank in range(8):
         memory = shard(spec, old_N, dim, 8, rank)
@@ -222,7 +222,7 @@ def test_small_matrices_of_a_large_model_are_for_every_shard(dim: int, monkeypat
 def test_large_matrices_of_a_large_model_have_tiles() -> None:
     spec = TensorSpec("w", "bfloat16", (256, 128))
     old_N, new_N = changed(spec, 0.05)
-    assert encoded(spec, old_N, new_N, element_count=tiles.LARGE).patches["w"]["tiles"] == [16, 16]
+    assert encoded(spec, old_N, new_N, element_count=1 << 30).patches["w"]["tiles"] == [16, 16]
 
 
 @pytest.mark.parametrize("declared", [[0, 1], [3, 1], [1, 17], [0, 0], ["1", 1], [1], 4, [True, -1]])
