@@ -76,7 +76,9 @@ class Grid:
         if whole is None or (size := whole.shape[1] * whole.shape[2]) < LEAST:
             return None
         most = min(MOST_WAYS, 1 << max(1, math.isqrt(size // TILE).bit_length() - 1))
-        down, across = (math.gcd(most, size) for size in whole.shape[1:])
+        down, across = (math.gcd(most, side) for side in whole.shape[1:])
+        if size < SMALL and (down, across) != (2, 2):
+            return None  # gaps, for any shard
         band, row, rows = whole.shape[1] // down, whole.first[1], whole.tile[1]
         if row % band == rows % band == 0:
             down = rows // band
