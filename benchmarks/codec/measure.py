@@ -25,7 +25,7 @@ from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
 from deltasync.config import CODECS
 from deltasync.kernels import cpu
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import TensorSpec, weight_elements
 
 _TIMED_DELTAS = 4  # of a sample, the first ones; sizes are of all
 _MEMCPY_BYTES = 1 << 30
@@ -80,7 +80,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     takes_old = "old" in inspect.signature(chosen.decode).parameters
 
     def encode(old: Bits, new: Bits) -> bytes:
-        encoder = chosen.encoder(sum(spec.element_count for spec in specs.values()))
+        encoder = chosen.encoder(weight_elements(specs.values()))
         for tensor, spec in specs.items():
             index_K, step_K = cpu.diff(old[tensor], new[tensor])
             if index_K.size:

@@ -17,7 +17,7 @@ from deltasync.channel.documents import Record, Version, sha256_hex
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded, body
 from deltasync.errors import CorruptDataError
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import TensorSpec, weight_elements
 
 INLINE_BYTES = 4 << 20
 """The largest payload that goes into its record, in bytes."""
@@ -142,5 +142,5 @@ def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """Most bytes that the parts, or the weight files, of one record may have together."""
-    elements, names = sum(spec.element_count for spec in specs.values()), sum(len(name.encode()) for name in specs)
+    elements, names = weight_elements(specs.values()), sum(len(name.encode()) for name in specs)
     return 32 * elements + (len(specs) << 12) + 64 * names + (1 << 20)

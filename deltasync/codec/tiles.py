@@ -19,11 +19,11 @@ from deltasync.kernels.rans import Blocks
 from deltasync.tensors import Region, TensorSpec
 
 TILE = 1 << 14
-"""Fewest elements of a tile."""
+"""Fewest elements of a tile in a matrix that has more than four."""
 SMALL = 4 * TILE
 """Elements below which a tensor that has no tiles is coded by gaps."""
 LEAST = 1 << 12
-"""Elements of a matrix that has four tiles, however small they are."""
+"""Fewest elements of a matrix that has tiles: four of them, however small they are."""
 SHARE = 1 << 11
 """Times that a model is larger than those of its tensors which go by gaps if they have less than 8 by 8 tiles.
 

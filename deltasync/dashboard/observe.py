@@ -20,7 +20,7 @@ from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, fold_row,
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.housekeeping import Progress, attempt, digests, in_parallel, quiet
 from deltasync.stores.base import ObjectInfo, Store
-from deltasync.tensors import weight_bytes
+from deltasync.tensors import weight_bytes, weight_elements
 
 _LIST_EVERY_S = 10.0  # what is stored after head (folds, anchors), and what is forgotten, is seen so late
 _LAGS = 2000  # kept
@@ -179,7 +179,7 @@ class Observer:
             created_s=created_s,
             newest_version=newest.version,
             head_sha256=newest.sha256,
-            element_count=sum(spec.element_count for spec in specs),
+            element_count=weight_elements(specs),
             tensor_count=len(specs),
             full_bytes=weight_bytes(specs),
             versions=rows,

@@ -21,7 +21,7 @@ from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
 from deltasync.replicas import Replica
-from deltasync.tensors import fingerprint
+from deltasync.tensors import fingerprint, weight_elements
 from deltasync.tensors.bits import bits_of
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def write_fold(
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
     chosen = codec.get(codec_name)
     reader.channel()
-    encoder = chosen.encoder(sum(spec.element_count for spec in reader.specs.values()))
+    encoder = chosen.encoder(weight_elements(reader.specs.values()))
     signing.require_signer(signer, reader.signed)
     start, end = _end(reader, base), _end(reader, version)
     for span, info in reader.folds():

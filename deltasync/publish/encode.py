@@ -89,7 +89,7 @@ def _encode_and_prove(
 def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
     """The payload of these steps, which lead from a version to the job's, whose bits its shadow holds."""
     shadow = job.shadow
-    encoder = codec.get(codec_name).encoder(sum(spec.element_count for spec in shadow.specs.values()))
+    encoder = codec.get(codec_name).encoder(shadow.element_count)
     for patch in patches:
         assert patch.index_K is not None
         digest = fingerprint.to_hex(job.fingerprints[patch.name])

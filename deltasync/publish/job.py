@@ -252,7 +252,7 @@ class Receipt:
     @classmethod
     def of(cls, job: Job, held_s: float) -> Self:
         """What is told of a job."""
-        total = sum(spec.element_count for spec in job.shadow.specs.values())
+        total = job.shadow.element_count
         return cls(
             version=job.version,
             kind=job.kind,

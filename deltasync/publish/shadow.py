@@ -18,7 +18,7 @@ from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
 from deltasync.publish.sharded import TensorRange, range_of
 from deltasync.publish.stream import Stream, Tensors, pair_of, tensors_of
-from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint, index_dtype
+from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint, index_dtype, weight_elements
 from deltasync.tensors.bits import (
     bits_of,
     cast,
@@ -51,6 +51,7 @@ class Shadow:
 
     Attributes:
         specs: The whole tensors.
+        element_count: Elements of all of them.
         ranges: What is held of each.
         bits: Unsigned bit patterns of each range.
         lock: Held while they change.
@@ -59,6 +60,7 @@ class Shadow:
 
     def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
         self.specs = dict(specs)
+        self.element_count = weight_elements(self.specs.values())
         self.ranges = dict(ranges)
         self.bits = dict(bits)
         self.with_nan: list[str] = []

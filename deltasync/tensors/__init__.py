@@ -13,6 +13,7 @@ from deltasync.tensors.specs import (
     region_end,
     region_size,
     weight_bytes,
+    weight_elements,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "region_end",
     "region_size",
     "weight_bytes",
+    "weight_elements",
 ]

@@ -86,6 +86,11 @@ class TensorSpec:
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
+def weight_elements(specs: Iterable[TensorSpec]) -> int:
+    """Elements of a model's weights."""
+    return sum(spec.element_count for spec in specs)
+
+
 def weight_bytes(specs: Iterable[TensorSpec]) -> int:
     """Bytes of a model's weights."""
     return sum(spec.nbytes for spec in specs)
