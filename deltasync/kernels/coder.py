@@ -11,7 +11,7 @@ from deltasync.kernels import rans
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.counts import bucket, tasks, top_of, zigzag
 from deltasync.kernels.cpu import threads
-from deltasync.kernels.intrinsics import prefetch
+from deltasync.kernels.intrinsics import LANES, WINDOW, lanes_time, prefetch
 from deltasync.kernels.rans import Blocks, Context, Tables
 
 _STATE_MIN = np.uint64(rans.STATE_MIN)
@@ -31,7 +31,7 @@ _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4,
 _AHEAD = 8  # runs of a tile that are on their way from memory, which follow no pattern that it knows
 _LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
-_CHUNK = np.uint64(16)  # elements between changes whose times are added up at once
+_LANES = np.uint64(LANES)
 
 
 @intrinsic
@@ -163,24 +163,18 @@ def _push_moment(out, at, x, time, hazard):
 
 
 @njit(forceinline=True)
-def _chunk_time(bits_N, i, shift, mask, hazard_C):
-    """Time that a chunk takes.
-
-    Indices are unsigned, so that numba need not look for negative ones; four sums, so that none waits for another.
-    """
-    t0, t1, t2, t3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    end = i + _CHUNK
-    while i < end:
-        t0 += hazard_C[(bits_N[i] >> shift) & mask]
-        t1 += hazard_C[(bits_N[i + _U1] >> shift) & mask]
-        t2 += hazard_C[(bits_N[i + _U2] >> shift) & mask]
-        t3 += hazard_C[(bits_N[i + _U3] >> shift) & mask]
-        i += _U4
-    return t0 + t1 + t2 + t3
+def _time(bits_N, i, count, shift, mask, hazard_C, first, hazard_W):
+    """Time that `count` elements from `i` on take, at most `LANES`."""
+    time = lanes_time(bits_N, i, count, shift, mask, first, hazard_W)
+    if time < 0:
+        time = np.int64(0)
+        for at in range(i, i + np.uint64(count)):  # unsigned, so that numba looks for no negative ones
+            time += hazard_C[(bits_N[at] >> shift) & mask]
+    return time
 
 
 @njit(inline="always")
-def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C):
+def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C, first, hazard_W):
     """The first element to change from `index` on, and where its run ends; `last` if the stream is malformed."""
     begin = np.int64(0)
     slot = x & (_TIME_SLOTS - _U1)
@@ -192,16 +186,25 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
     if at > end:
         return at, x, last, run
     wanted = _time_after(np.int64(slot))
-    hazard = np.int64(0)
-    i = np.uint64(index)
+    hazard, i = np.int64(0), np.uint64(index)
     while True:
-        while i < np.uint64(run):
-            hazard = hazard_C[(old_N[i] >> shift) & mask]
-            if begin + hazard >= wanted:
-                break
-            begin += hazard
-            i += _U1
-        if i < np.uint64(run) or run >= last:
+        end_run = np.uint64(run)
+        while i < end_run:
+            end_lanes = min(i + _LANES, end_run)
+            time = lanes_time(old_N, i, end_lanes - i, shift, mask, first, hazard_W)
+            if time < 0 or begin + time >= wanted:
+                while i < end_lanes:
+                    hazard = hazard_C[(old_N[i] >> shift) & mask]
+                    if begin + hazard >= wanted:
+                        break
+                    begin += hazard
+                    i += _U1
+                if i < end_lanes:
+                    break
+            else:
+                begin += time
+                i = end_lanes
+        if i < end_run or run >= last:
             break
         run += stride
         i = np.uint64(run - width)
@@ -217,45 +220,37 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
 
 @kernel
 def _times(
-    base_B, end_B, bound_B, width, stride, across, new_N, index_K, step_K, shift, mask, hazard_BC, class_K, time_K, wait_B
+    base_B, end_B, bound_B, width, stride, across, new_N, index_K, step_K, shift, mask, hazards, class_K, time_K, wait_B
 ):
     """Class of each change's old value, and the time since the one before.
 
     Blocks that lie side by side are read together, run by run, as they lie in memory.
     """
+    hazard_BC, first, hazard_BW = hazards
     for group in prange(base_B.size // across):
-        first = group * across
-        # Of each block: its next change, its time from the start on, and when its last changed element ended.
-        next_A = bound_B[first : first + across].copy()
-        time_A, since_A = np.zeros(across, np.int64), np.zeros(across, np.int64)
-        time_J = np.empty(int(_CHUNK) + 1, np.int64)
-        wait_B[first : first + across] = 0
+        b0 = group * across
+        # Of each block: its next change, and the time since the one before.
+        next_A, time_A = bound_B[b0 : b0 + across].copy(), np.zeros(across, np.int64)
+        wait_B[b0 : b0 + across] = 0
         offset = np.int64(0)
-        while base_B[first] + offset < end_B[first]:
+        while base_B[b0] + offset < end_B[b0]:
             for a in range(across):
-                b = first + a
-                k, end_k, time, since, hazard_C = next_A[a], bound_B[b + 1], time_A[a], since_A[a], hazard_BC[b]
+                b = b0 + a
+                k, end_k, time = next_A[a], bound_B[b + 1], time_A[a]
+                hazard_C, hazard_W = hazard_BC[b], hazard_BW[b]
                 i = np.uint64(base_B[b] + offset)
                 run = np.uint64(min(end_B[b], base_B[b] + offset + width))
                 while i < run and k < end_k:
-                    end = min(i + _CHUNK, run)
-                    if i + _CHUNK == end <= np.uint64(index_K[k]):
-                        time += _chunk_time(new_N, i, shift, mask, hazard_C)
-                        i = end
-                        continue
-                    time_J[0] = time
-                    for j in range(np.int64(end - i)):
-                        time += hazard_C[(new_N[i + np.uint64(j)] >> shift) & mask]
-                        time_J[j + 1] = time
-                    while k < end_k and np.uint64(index_K[k]) < end:
-                        index = np.uint64(index_K[k])
-                        class_K[k] = ((new_N[index] - step_K[k]) >> shift) & mask
-                        time_K[k] = time_J[index - i] - since
-                        wait_B[b] += time_K[k] >> _TIME_END_BITS
-                        since = time_J[index - i + _U1]
-                        k += 1
-                    i = end
-                next_A[a], time_A[a], since_A[a] = k, time, since
+                    end = min(np.uint64(index_K[k]), run)
+                    while i < end:
+                        time += _time(new_N, i, min(end - i, _LANES), shift, mask, hazard_C, first, hazard_W)
+                        i = min(i + _LANES, end)
+                    if end < run:
+                        class_K[k] = ((new_N[end] - step_K[k]) >> shift) & mask
+                        time_K[k] = time
+                        wait_B[b] += time >> _TIME_END_BITS
+                        time, k, i = np.int64(0), k + 1, end + _U1
+                next_A[a], time_A[a] = k, time
             offset += stride
 
 
@@ -356,14 +351,15 @@ def _decode_gaps(words, word_B, base_B, end_B, bound_B, freq_TS, start_TS, symbo
 def _decode_moments(
     words, word_B, base_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, limit, old, index_K, step_K, good_B
 ):
-    old_N, shift, mask, hazard_BC, table_C = old
+    old_N, shift, mask, (hazard_BC, first, hazard_BW), table_C = old
     for b in prange(base_B.size):
         at, x, k = _open(words, word_B, bound_B, b)
-        index, last, end, end_k, hazard_C = base_B[b] - 1, end_B[b], word_B[b + 1], bound_B[b + 1], hazard_BC[b]
+        index, last, end, end_k = base_B[b] - 1, end_B[b], word_B[b + 1], bound_B[b + 1]
+        hazard_C, hazard_W = hazard_BC[b], hazard_BW[b]
         run = min(last, base_B[b] + width)
         while k < end_k:
             at, x, index, run = _pull_moment(
-                words, at, end, x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_C
+                words, at, end, x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_C, first, hazard_W
             )
             if index >= last:
                 break
@@ -377,6 +373,19 @@ def _decode_moments(
         good_B[b] = k == end_k and at == end and x == _STATE_MIN
 
 
+def _hazards(context: Context, blocks: Blocks) -> tuple[np.ndarray, np.int64, np.ndarray]:
+    """Hazards of all classes; the first class of a window, and the hazards of its classes, int32[B, WINDOW].
+
+    The window lies around the median class of a few elements. Below it each exponent has about half as many weights as the
+    one above; above it are few.
+    """
+    bits_N, (shift, mask), hazard_BC, _ = context
+    sample = bits_N[np.concatenate([blocks.base_B, (blocks.base_B + blocks.end_B) // 2, blocks.end_B - 1])]
+    middle = int(np.median((sample >> shift) & mask)) if sample.size else 0
+    first = np.int64(min(max(middle - 3 * WINDOW // 4, 0), hazard_BC.shape[1] - WINDOW))
+    return hazard_BC, first, hazard_BC[:, first : first + WINDOW].astype(np.int32)
+
+
 def encode(
     blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, tables: Tables, context: Context | None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -388,7 +397,7 @@ def encode(
         class_K, time_K = np.empty(index_K.size, np.uint8), np.empty(index_K.size, np.int64)
         new_N, classes, hazard_BC, table_C = context
         with threads(base_B.size):
-            _times(*blocks, new_N, index_K, step_K, *classes, hazard_BC, class_K, time_K, wait_B)
+            _times(*blocks, new_N, index_K, step_K, *classes, _hazards(context, blocks), class_K, time_K, wait_B)
         times = hazard_BC, table_C, class_K, time_K
     # Where the room for each block's words ends, first that of the first begins; enough for the rarest symbols.
     words_per_change = -(-(2 * rans.TABLE_BITS + 30 + 8 * step_K.itemsize) // 32)
@@ -418,7 +427,7 @@ def decode(
         with threads(tasks(blocks, index_K)):
             _decode_gaps(words, word_B, *blocks[:3], *tables[:2], tables.symbol_TL, limit, index_K, step_K, good_B)
     else:
-        old = context.bits_N, *context.classes, context.hazard_BC, context.table_C
+        old = context.bits_N, *context.classes, _hazards(context, blocks), context.table_C
         with threads(blocks.base_B.size):
             _decode_moments(words, word_B, *blocks[:5], *tables[:2], tables.symbol_TL, limit, old, index_K, step_K, good_B)
     return bool(good_B.all())

@@ -11,12 +11,16 @@ from numba.cpython.unsafe.numbers import leading_zeros
 
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.cpu import threads
+from deltasync.kernels.intrinsics import prefetch
 from deltasync.kernels.rans import Blocks, Classes
 
 _U0, _U1, _U2, _U3, _U4, _U16, _U63 = map(np.uint64, (0, 1, 2, 3, 4, 16, 63))
 
 # Most parts that changed elements are cut into, and fewest elements of one.
 _PARTS, _PART = 4, 1 << 13
+
+# Changes, and samples, between asking for a cache line and using it.
+_AHEAD, _SAMPLES_AHEAD = 64, 16
 
 
 @njit(forceinline=True)
@@ -54,31 +58,29 @@ def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
 
 
 @kernel
-def _count_classes(base_B, end_B, width, stride, bits_N, shift, mask, run, period, count_BC):
+def _count_classes(base_B, end_B, size_B, width, stride, bits_N, shift, mask, run, period, count_BC):
     for b in prange(base_B.size):
-        left, begin = 0, base_B[b]  # elements to skip, and where a run of the block begins
-        while begin < end_B[b]:
-            end = min(end_B[b], begin + width)
-            start = begin + left
-            while start < end:
-                for i in range(start, min(start + run, end)):
-                    count_BC[b, (bits_N[i] >> shift) & mask] += 1
-                start += period
-            left = start - end
-            begin += stride
+        count_C = count_BC[b]
+        for offset in range(0, size_B[b], period):
+            ahead = offset + _SAMPLES_AHEAD * period
+            if ahead < size_B[b]:
+                prefetch(bits_N, base_B[b] + ahead // width * stride + ahead % width)
+            row = base_B[b] + offset // width * stride
+            start = row + offset % width
+            for i in range(np.uint64(start), np.uint64(min(start + run, row + width, end_B[b]))):
+                count_C[(bits_N[i] >> shift) & mask] += 1
 
 
 @kernel
-def _count_steps(part_P, new_N, index_K, step_K, shift, mask, top, class_K, step_PCS):
+def _count_steps(part_P, new_N, index_K, step_K, shift, mask, top, step_PCS):
     for p in prange(part_P.size - 1):
-        # Nothing but loads first: many of them miss the cache, and so they wait together.
-        for k in range(part_P[p], part_P[p + 1]):
-            old = new_N[index_K[k]]
-            old -= step_K[k]
-            class_K[k] = (old >> shift) & mask
-        for k in range(part_P[p], part_P[p + 1]):
-            step, _ = bucket(zigzag(step_K[k], top))
-            step_PCS[p, class_K[k], step] += 1
+        index_C, step_C, count_CS = index_K[part_P[p] : part_P[p + 1]], step_K[part_P[p] : part_P[p + 1]], step_PCS[p]
+        for k in range(index_C.size):
+            if k + _AHEAD < index_C.size:
+                prefetch(new_N, np.uint64(index_C[k + _AHEAD]))
+            old = new_N[np.uint64(index_C[k])] - step_C[k]
+            step, _ = bucket(zigzag(step_C[k], top))
+            count_CS[(old >> shift) & mask, step] += 1
 
 
 @kernel
@@ -129,7 +131,7 @@ def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int
     """Elements of each class in the first `run` of every `period` elements, int64[B, C]."""
     count_BC = np.zeros((blocks.base_B.size, int(classes.mask) + 1), np.int64)
     with threads(blocks.base_B.size):
-        _count_classes(blocks.base_B, blocks.end_B, blocks.width, blocks.stride, bits_N, *classes, run, period, count_BC)
+        _count_classes(*blocks[:2], blocks.size_B, blocks.width, blocks.stride, bits_N, *classes, run, period, count_BC)
     return count_BC
 
 
@@ -137,10 +139,9 @@ def count_steps(new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, clas
     """How often each bucket occurs among the steps of elements whose old value had a class, int64[C, 256]."""
     part_count = max(1, min(_PARTS, index_K.size // _PART))
     part_P = np.linspace(0, index_K.size, part_count + 1).astype(np.int64)
-    class_K = np.empty(index_K.size, np.uint8)
     step_PCS = np.zeros((part_count, int(classes.mask) + 1, 256), np.uint32)
     with threads(part_count):
-        _count_steps(part_P, new_N, index_K, step_K, *classes, top_of(step_K), class_K, step_PCS)
+        _count_steps(part_P, new_N, index_K, step_K, *classes, top_of(step_K), step_PCS)
     return step_PCS.sum(axis=0, dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of `cpu` need that numba has no word for, as LLVM's instructions."""
+"""Instructions that the kernels need and numba does not offer, as LLVM names them."""
 
 from __future__ import annotations
 
@@ -49,3 +49,65 @@ def differing_lanes(_context, _left, _right, _at):
         return builder.bitcast(builder.icmp_unsigned("!=", *lanes), ir.IntType(64))
 
     return types.uint64(_left, _right, types.int64), generate
+
+
+LANES = 16
+"""Elements that `lanes_time` looks up at once."""
+
+WINDOW = 32
+"""Classes, one after the other, whose hazards it has in registers."""
+
+
+@intrinsic
+def lanes_time(_context, bits, at, count, shift, mask, first, hazard_W):
+    """Sum the hazards of `count` elements, at most `LANES`, from `at` on; their classes are (bits >> shift) & mask.
+
+    -1 if registers do not do: a class is none of those from `first` on, whose hazards, int32, `hazard_W` has; fewer than
+    `LANES` elements are left; or this CPU has no AVX-512.
+    """
+    i32, i64, flags = ir.IntType(32), ir.IntType(64), ir.IntType(LANES)
+    lanes = ir.VectorType(i32, LANES)
+
+    def constant(values):
+        return ir.Constant(ir.VectorType(i32, len(values)), list(values))
+
+    def generate(context, builder, signature, arguments):
+        if "+avx512f" not in context.codegen().magic_tuple()[2].split(","):
+            return i64(-1)
+        bits, at, count, shift, mask, first, hazard_W = arguments
+        bits, hazard_W = (context.make_array(signature.args[n])(context, builder, arguments[n]) for n in (0, 6))
+        time = cgutils.alloca_once_value(builder, i64(-1))
+
+        def load(pointer, kind):
+            loaded = builder.load(builder.bitcast(pointer, kind.as_pointer()))
+            loaded.align = kind.element.width // 8
+            return loaded
+
+        def all_lanes(value):
+            lane = builder.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, i32(0))
+            return builder.shuffle_vector(lane, lane, constant([0] * LANES))
+
+        def call(name, kind, *operands):
+            function = ir.FunctionType(kind, [operand.type for operand in operands])
+            return builder.call(cgutils.get_or_insert_function(builder.module, function, name), operands)
+
+        size = cgutils.unpack_tuple(builder, bits.shape)[0]
+        with builder.if_then(builder.icmp_unsigned("<=", builder.add(at, i64(LANES)), size), likely=True):
+            pattern = load(builder.gep(bits.data, [at]), ir.VectorType(shift.type, LANES))
+            found = builder.and_(builder.lshr(pattern, all_lanes(shift)), all_lanes(mask))
+            if shift.type.width != 32:
+                found = (builder.zext if shift.type.width < 32 else builder.trunc)(found, lanes)
+            place = builder.sub(found, all_lanes(builder.trunc(first, i32)))
+            wanted = builder.icmp_signed("<", constant(range(LANES)), all_lanes(builder.trunc(count, i32)))
+            outside = builder.and_(wanted, builder.icmp_unsigned(">=", place, constant([WINDOW] * LANES)))
+            with builder.if_then(builder.icmp_unsigned("==", builder.bitcast(outside, flags), flags(0)), likely=True):
+                window = load(hazard_W.data, ir.VectorType(i32, WINDOW))
+                low, high = (
+                    builder.shuffle_vector(window, window, constant(range(begin, begin + LANES))) for begin in (0, LANES)
+                )
+                hazard = call("llvm.x86.avx512.vpermi2var.d.512", lanes, low, place, high)
+                hazard = builder.select(wanted, hazard, constant([0] * LANES))
+                builder.store(builder.zext(call("llvm.vector.reduce.add.v16i32", i32, hazard), i64), time)
+        return builder.load(time)
+
+    return types.int64(bits, types.int64, types.int64, bits.dtype, bits.dtype, types.int64, hazard_W), generate

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync import codec
 from deltasync.codec import tables
 from deltasync.errors import CorruptDataError
 from deltasync.kernels import rans
+from deltasync.tensors import TensorSpec
 from tests import coder_reference
 from tests import strategies as our
 
@@ -57,3 +64,35 @@ def test_tables_round_trip(counts: list[int]) -> None:
 def test_malformed_tables_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptDataError):
         tables.Cursor(data).table()
+
+
+def _weights_by_context() -> bytes:
+    """A payload of weights of which some have rare exponents; decoded again, the bits are equal."""
+    rng = np.random.default_rng(0)
+    old = (rng.standard_normal((300, 256)) * 0.02).astype(np.float32)
+    old[rng.random(old.shape) < 0.01], old[7, 9], old[8, :100] = 0, 3e38, 1e-30
+    old_N = (old.reshape(-1).view(np.uint32) >> 16).astype(np.uint16)
+    index_K = np.flatnonzero(rng.random(old_N.size) < 0.02)
+    new_N, step_K = old_N.copy(), np.where(rng.random(index_K.size) < 0.5, 1, -1).astype(np.int16).view(np.uint16)
+    new_N[index_K] += step_K
+    spec, context = TensorSpec("w", "bfloat16", old.shape), codec.get("context")
+    encoder = context.encoder(old_N.size)
+    encoder.add(spec, index_K.astype(np.int32), step_K, new_N, "0" * 16)
+    data = encoder.finish(2, 1).to_bytes()
+    (patch,) = context.decode(codec.open_payload(data), {"w": spec}, lambda _: old_N)
+    np.testing.assert_array_equal(patch.index_K, index_K)
+    np.testing.assert_array_equal(patch.data, step_K)
+    return data
+
+
+@pytest.mark.slow
+def test_a_cpu_without_wide_registers_gives_the_same_bytes(tmp_path: Path) -> None:
+    code = (
+        "import sys; from numba.core import registry; from tests.property.test_coder import _weights_by_context as of;"
+        "assert 'avx512' not in registry.cpu_target.target_context.codegen().magic_tuple()[2].replace('-avx512', '');"
+        "sys.stdout.buffer.write(of())"
+    )
+    other = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | other | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert found.stdout == _weights_by_context()
