@@ -21,19 +21,19 @@ class LogLine(TypedDict):
     """A version, or a fold or an announced anchor that leads to one.
 
     Attributes:
-        version: The one that it is or leads to.
-        sha256: Digest of its record; null as long as nothing names it.
-        key: Of the object.
+        version: The version itself, or the one that the fold or anchor leads to.
+        sha256: Digest of the record; null as long as nothing names it.
+        key: The object's key.
         kind: `delta`, `anchor`, `fold` or `announced`.
         reference: The checkpoint that it refers to instead of holding weights.
         base_version: Where a delta or fold begins.
-        step: The trainer's.
+        step: The trainer's step.
         created_at: When it was encoded, by the writer's clock.
-        changed_fraction: Of all elements.
+        changed_fraction: Changed elements divided by all elements.
         delta_bytes, anchor_bytes: Size of the payload.
-        bits_per_changed: Of a delta or fold.
+        bits_per_changed: Payload bits per changed element of a delta or fold.
         coalesced: Publishes that it covers.
-        fingerprint: The model's.
+        fingerprint: The model's fingerprint.
     """
 
     version: int
@@ -57,8 +57,8 @@ class Shown(TypedDict):
     """A record or fold.
 
     Attributes:
-        bytes: Of the object.
-        document: As [the format](../format.md) has it.
+        bytes: The object's size.
+        document: As [the format](../format.md) defines it.
     """
 
     key: str
@@ -68,11 +68,11 @@ class Shown(TypedDict):
 
 
 class Problem(TypedDict):
-    """What is wrong.
+    """A problem of the channel.
 
     Attributes:
         error: The kind of error.
-        exit_code: What the command would exit with for it alone.
+        exit_code: The command's exit code for this problem alone.
     """
 
     error: str
@@ -86,12 +86,13 @@ class Checked(TypedDict):
     Attributes:
         newest: The newest version, if it is known.
         versions, anchors, folds: How many there are, damaged ones included.
-        data_bytes: Of all records, folds, parts and anchors.
+        data_bytes: Size of all records, folds, parts and anchors.
         publishing: Files that nothing names yet.
-        garbage_objects, garbage_bytes: Files that nothing names.
+        garbage_objects: Number of files that nothing names.
+        garbage_bytes: Their size.
         unreachable: Versions that no way leads to.
         proven: Versions whose bits were proven; null if data was not read.
-        unproven: The others, if data was read.
+        unproven: The other versions, if data was read.
     """
 
     problems: list[Problem]
@@ -109,11 +110,11 @@ class Checked(TypedDict):
 
 
 class RepairDone(TypedDict):
-    """What was done.
+    """What a repair did.
 
     Attributes:
         lost: Versions that cannot be reached afterwards.
-        exit_code: The command's.
+        exit_code: The command's exit code.
     """
 
     objects: list[Repaired]
@@ -122,13 +123,14 @@ class RepairDone(TypedDict):
 
 
 class Forgot(TypedDict):
-    """Versions, by number, and their records, by key.
+    """Numbers of versions, and keys of their records.
 
     Attributes:
         asked: Records that an option keeps.
-        leading: Records that are kept because they lead to others.
-        recent: Records that are kept because they were needed within the grace.
-        deleted, folds: Records and folds that were deleted, or would be.
+        leading: Records kept because they lead to others.
+        recent: Records kept because they were needed within the grace.
+        deleted: Keys of all objects that were deleted, or would be.
+        folds: The folds among them.
     """
 
     kept: list[int]
@@ -147,9 +149,9 @@ class Pruned(TypedDict):
     Attributes:
         objects: Their keys.
         heartbeats: Keys of replicas that have not been heard of for a week.
-        bytes: Of the objects.
-        waiting_objects, waiting_bytes: Spared, because they may be about to be published.
-        young_objects: Not looked at, because they are newer than the grace.
+        bytes: Size of the objects.
+        waiting_objects, waiting_bytes: Kept, because they may be about to be published.
+        young_objects: Kept without a look, because they are newer than the grace.
     """
 
     objects: list[str]
@@ -173,13 +175,13 @@ class ExportedFiles(Version):
 
 
 class CopiedObjects(TypedDict):
-    """What was copied.
+    """What a copy stored.
 
     Attributes:
-        version: The newest one that was listed.
-        objects, bytes: Stored in the target; head not counted.
+        version: The newest version that was listed.
+        objects, bytes: Stored in the target, without head.
         skipped: Objects that were there already.
-        problems: What is damaged or missing in the source, and was left out.
+        problems: Damaged or missing objects of the source, which were left out.
     """
 
     version: Version | None
@@ -194,8 +196,8 @@ class Followed(Version):
     """A version whose bits are in host memory.
 
     Attributes:
-        sync_s: Seconds that it took.
-        fingerprint: The model's.
+        sync_s: Seconds that fetching and applying it took.
+        fingerprint: The model's fingerprint.
     """
 
     sync_s: float
@@ -206,7 +208,7 @@ class Served(TypedDict):
     """What a server serves now.
 
     Attributes:
-        waited_s: Seconds until it did.
+        waited_s: Seconds until it served this version.
     """
 
     version: int
@@ -225,7 +227,7 @@ class VersionSeen(VersionRow):
     """A version.
 
     Attributes:
-        changed_fraction: Of all elements; null without a delta.
+        changed_fraction: Changed elements divided by all elements; null without a delta.
     """
 
     event: Literal["version"]
@@ -233,7 +235,7 @@ class VersionSeen(VersionRow):
 
 
 class AnchorSeen(TypedDict):
-    """An anchor that was announced beside a version which was told before."""
+    """An anchor, announced beside a version that was printed before."""
 
     event: Literal["anchor"]
     version: int
@@ -259,7 +261,7 @@ class Forgotten(TypedDict):
     """Versions that were forgotten.
 
     Attributes:
-        left: How many are still shown.
+        left: How many versions are still shown.
     """
 
     event: Literal["forgotten"]
