@@ -24,7 +24,7 @@ from deltasync.channel import keys, signing
 from deltasync.codec import blocks
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
 from deltasync.publish import encode
-from deltasync.publish.sharded import TensorRange
+from deltasync.publish.stream import TensorRange
 from tests.faults import FaultyStore
 from tests.traffic import Traffic
 
