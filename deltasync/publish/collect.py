@@ -59,9 +59,8 @@ def collect_weights(
         return peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
 
     if peers.rank:
-        for names in anchors.shards(specs, settings.shard_bytes).values():
-            for name in names:
-                collect(name)
+        for name in specs:
+            collect(name)
         peers.agree(None)
         return None
     folder = tempfile.TemporaryDirectory(prefix="deltasync-")

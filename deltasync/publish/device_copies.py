@@ -14,7 +14,7 @@ from deltasync.tensors.bits import bits_of, cast, int_view, served_dtype, signed
 logger = logging.getLogger(__name__)
 
 LEFT_FREE = 0.1
-"""Fraction of a device's memory that `auto` leaves free when it takes copies. With less than half of it, they are given up."""
+"""Fraction of a device's memory that `auto` leaves free when it takes copies. It drops them when half of that is in use."""
 
 HELD_BYTES = 512 << 20
 """Most bytes of converted tensors that wait for a comparison. Tensors that need no conversion take no memory."""

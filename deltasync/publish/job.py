@@ -203,9 +203,7 @@ class Receipt:
 
     @property
     def encode_s(self) -> float:
-        """Seconds from the first tensor of the stream to the finished payload, without waits for the store. Waits and raises
-        as `payload_bytes`.
-        """
+        """Seconds from the first tensor to the finished payload, without waits for the store; waits as `payload_bytes`."""
         return self.held_s + self._encoded.result()[1]
 
     @property

@@ -26,7 +26,7 @@ _LEAST_BETWEEN = 16
 """Versions from one sweep to the next, which reads all records."""
 
 _STORED_AT_ONCE = 2
-"""Weight files, so that the disk or the line is never idle while one begins or ends."""
+"""Weight files that are stored at once, so that the disk or the line is never idle while one begins or ends."""
 
 _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""

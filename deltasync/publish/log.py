@@ -84,6 +84,7 @@ class Log:
     Attributes:
         store: The channel's store, which measures how long puts take.
         epoch: This writer's epoch, which is part of all keys.
+        fencing: As in channel.json.
         channel: The channel's description; None until it is stored.
         tip: The newest version that is stored, None before the first.
         pending: A record that was put and not answered yet; its number is taken.
@@ -105,6 +106,7 @@ class Log:
     ) -> None:
         self.channel = channel
         self.epoch = epoch
+        self.fencing = "seal" if lease is None else "lease"
         self.run_id = run_id
         self.tip = tip
         self.pending: Stored | None = None
@@ -161,8 +163,7 @@ class Log:
         """
         self._check()
         if self._new_channel is None:
-            fencing = "seal" if self._lease is None else "lease"
-            filled = dataclasses.replace(channel, run_id=self.run_id, epoch=self.epoch, fencing=fencing)
+            filled = dataclasses.replace(channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing)
             data = documents.encode(filled)
             if self._signer is not None:
                 data = self._signer.seal(keys.CHANNEL, data)

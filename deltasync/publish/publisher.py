@@ -114,7 +114,7 @@ class Publisher:
         for name in files:
             check_key(name)
         self._peers = Peers(group, given.peer_timeout_s)
-        start = self._peers.first(lambda: self._open(given, resume))
+        start = self._peers.first(lambda: self._open(given, resume, files))
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
         self._run_id, self._version, self._channel = start.run_id, start.number, start.channel
@@ -131,9 +131,8 @@ class Publisher:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
         self._first = FirstStream(self._peers, reader, start, initial, shadow)
         if start.channel is not None and group is None:
-            self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
-            self._shadow = self._first.resumed(self._held[0])
-            if self._shadow is not None and not start.has_other_adapter(files):
+            self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
+            if self._shadow is not None:
                 self._uploader.resume(start.end)
 
     @property
@@ -284,8 +283,8 @@ class Publisher:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
 
-    def _open(self, settings: PublisherSettings, resume: bool) -> Start:
-        start, self._log = open_first(self.store, settings, resume)
+    def _open(self, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> Start:
+        start, self._log = open_first(self.store, settings, resume, files)
         return start
 
     def _agree_on_base(self) -> _Base:
@@ -350,12 +349,12 @@ class Publisher:
 
         Raises:
             BaseException: `problem`, or a `DeltaSyncError` with the message of another rank's.
-            OSError: full weights of a sharded trainer found no room.
+            OSError: the disk is full, with the full weights of a sharded trainer.
         """
         shadow, waiting = self._shadow, base.waiting
         assert shadow is not None
         patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
-        # Without other ranks the uploader computes those of full weights, so that the trainer does not wait for that.
+        # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
         names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
         digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
         changed, *digests = self._peers.agree(problem, sum(patch.changed for patch in patches.values()), *digests)
@@ -367,7 +366,7 @@ class Publisher:
             if not changed:
                 return jobs
             base = base._replace(version=2, full=False, collects=False)
-        weights: Weights | None = None
+        weights = None
         if base.collects:
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
         job = live or waiting or self._job(base)

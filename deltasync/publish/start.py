@@ -39,12 +39,12 @@ class Start(NamedTuple):
     channel: Channel | None
     run_id: str
     number: int  # of the newest version, readable or not; 0 if there is none
-    way: Sequence[Stored]  # the records that lead to it from nothing, without their bytes; empty if it cannot be read
+    way: Sequence[Stored]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
     trusted: list[str] | None  # keys of writers, None if everything is taken
 
     @property
     def end(self) -> Version:
-        """The newest version, if it can be read."""
+        """The newest version, which the next one builds on."""
         return self.way[-1].version
 
     @property
@@ -56,15 +56,12 @@ class Start(NamedTuple):
         by_reference = first.record.reference is not None
         return Since(first.version.version, by_reference, sum(stored.payload_bytes for stored in others))
 
-    def has_other_adapter(self, files: Mapping[str, bytes]) -> bool:
-        """Whether these files change what an adapter's weights mean, which replicas learn from full weights only."""
-        anchor = self.way[0].record.anchor if self.way and ADAPTER_CONFIG in files else None
-        known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.companions}
-        return ADAPTER_CONFIG in known and known[ADAPTER_CONFIG] != documents.sha256_hex(files[ADAPTER_CONFIG])
 
+def open_first(store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> tuple[Start, Log]:
+    """Open a channel to write to it, and find the way to its newest version. Raises as `open_channel`.
 
-def open_first(store: Store, settings: PublisherSettings, resume: bool) -> tuple[Start, Log]:
-    """Open a channel to write to it, and find the way to its newest version. Raises as `open_channel`."""
+    The next version has full weights if `files`, beside them, change what an adapter's weights mean.
+    """
     signer = signing.signer_of(settings)
     reader = ChannelReader(store, None if signer is None else signer.trusted)
     log = open_channel(reader, settings, resume, signer)
@@ -73,10 +70,23 @@ def open_first(store: Store, settings: PublisherSettings, resume: bool) -> tuple
         try:
             put.reread(settings, lambda: reader.record(tip))
             way = [dataclasses.replace(stored, data=None) for stored in plan.find_way(reader, None, tip)]
+            if _has_other_adapter(way[0], files):
+                logger.info(
+                    "%s is another one than that of version %s. The next version has full weights.", ADAPTER_CONFIG, tip
+                )
+                way = []
         except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
     return Start(settings, log.channel, log.run_id, number, way, None if signer is None else signer.trusted.names), log
+
+
+def _has_other_adapter(stored: Stored, files: Mapping[str, bytes]) -> bool:
+    """Whether these files change the config of an adapter, which replicas learn with full weights only."""
+    anchor = stored.record.anchor
+    known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.companions}
+    both = ADAPTER_CONFIG in known and ADAPTER_CONFIG in files
+    return both and known[ADAPTER_CONFIG] != documents.sha256_hex(files[ADAPTER_CONFIG])
 
 
 class Begun(NamedTuple):
