@@ -20,7 +20,7 @@ from transformers.modeling_utils import unwrap_model
 from deltasync.channel import anchors
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import QUANTIZATION
-from deltasync.publish.sharded import TensorRange
+from deltasync.publish.stream import TensorRange
 from trl_callback import adapter
 from trl_callback.saved_form import as_saved, on_meta, shards_as_saved
 

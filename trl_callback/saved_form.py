@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import unwrap_model
 
 from deltasync.errors import ConfigError
-from deltasync.publish.sharded import TensorRange, range_of
+from deltasync.publish.stream import TensorRange, range_of
 
 
 def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

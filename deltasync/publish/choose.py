@@ -1,4 +1,4 @@
-"""CHOOSE: the codec by which a delta is served sooner, where the settings leave that to the publisher (`auto`).
+"""CHOOSE: pick the codec by which a delta is served sooner, where the settings leave that to the publisher (`auto`).
 
 All numbers are by-products of publishing: the link is timed while objects are stored, codecs while groups are encoded and
 proved. A codec that is not in use encodes one group now and then, whose payload is thrown away.
@@ -19,12 +19,12 @@ from deltasync.stores.base import Store
 from deltasync.stores.wrapper import WrappedStore
 
 _DEFAULT, _SMALLER = "packed", "context"
-_PROBES, _PROBE_EVERY = 3, 50  # the first versions of a publisher, and then one in so many
-_SMALL_BYTES = 4096  # an object that takes as long as any would
+_PROBES, _PROBE_EVERY = 3, 50  # other codecs are tried in the first 3 versions, and in every 50th
+_SMALL_BYTES = 4096  # a put of up to this size takes only the time that any put takes
 
 
 class MeteredStore(WrappedStore):
-    """A store that is timed while objects are put."""
+    """A store that measures how long puts take."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -46,7 +46,7 @@ class MeteredStore(WrappedStore):
 
     @property
     def byte_s(self) -> float | None:
-        """Seconds that the link takes for a byte, beside what it takes for any object; None while no large one was put."""
+        """Seconds per byte, beside the time that any put takes; None until a large object was put."""
         with self._lock:
             any_s = min(self._small_s, default=0.0)
             rates = [max(seconds - any_s, 0.0) / size for size, seconds in self._large]
@@ -54,7 +54,7 @@ class MeteredStore(WrappedStore):
 
     @contextlib.contextmanager
     def _timed(self, size: int) -> Iterator[None]:
-        """Objects that are put at the same time share the link, so they are timed together; not if one of them failed."""
+        """Time a put. Puts at the same time share the link, so they are timed together; if one fails, none counts."""
         with self._lock:
             if not self._under_way:
                 self._began_s, self._bytes, self._whole = time.perf_counter(), 0, True
@@ -76,24 +76,24 @@ class MeteredStore(WrappedStore):
 
 
 class Cost(NamedTuple):
-    """What one group took."""
+    """What encoding one group cost."""
 
     changed: int
     bytes: int
     encode_s: float
-    prove_s: float  # as long as a replica takes to decode it
+    prove_s: float  # a replica takes as long to decode it
 
 
 class Choice:
-    """Names the codec of each delta.
+    """Chooses the codec of each delta.
 
     Args:
-        codec: What the settings say.
-        store: Where deltas go; None if `auto` is to mean `packed`, as it does where several ranks would have to agree.
+        codec: The setting.
+        store: Where deltas go. None makes `auto` mean `packed`, for ranks that would have to agree.
 
     Attributes:
-        codecs: Those that may be named.
-        groups: How many groups the last delta had.
+        codecs: The codecs to choose from.
+        groups: Number of groups of the last delta.
     """
 
     def __init__(self, codec: str, store: MeteredStore | None) -> None:
@@ -104,31 +104,32 @@ class Choice:
         self._costs: dict[str, deque[Cost]] = {name: deque(maxlen=_PROBES) for name in self.codecs}
 
     def best(self) -> str:
-        """The codec by which the next delta is served soonest, as far as is known."""
+        """Return the codec by which the next delta is served soonest, as far as is known."""
         byte_s = None if self._store is None else self._store.byte_s
         if byte_s is None or not all(self._costs.values()):
             return self.codecs[0]
         return min(self.codecs, key=lambda name: self._served_s(name, byte_s))
 
     def probes(self, version: int) -> list[str]:
-        """The other codecs, if it is time to try them."""
+        """Return the other codecs, if it is time to try them."""
         best, is_due = self.best(), version % _PROBE_EVERY == 0
         return [name for name, costs in self._costs.items() if name != best and (is_due or len(costs) < _PROBES)]
 
     def took(self, codec: str, cost: Cost) -> None:
-        """Note what a group took, unless nothing changed in it."""
+        """Note what a group cost, unless nothing changed in it."""
         if cost.changed:
             self._costs[codec].append(cost)
 
     def _served_s(self, codec: str, byte_s: float) -> float:
-        """Seconds for each changed element until a replica has decoded it.
+        """Estimate the seconds per changed element until a replica has decoded it.
 
-        Groups are stored while others are encoded, and fetched while others are stored; only those at both ends wait. A
-        replica is taken to have the publisher's link and its speed.
+        Groups are stored while others are encoded, and fetched while others are stored; only the first and the last wait. A
+        replica is assumed to have the publisher's link and speed.
         """
         costs = self._costs[codec]
-        # The least: others were measured while a kernel was being compiled, or the machine had other things to do.
-        encode_s, prove_s = (min(cost[at] / cost.changed for cost in costs) for at in (2, 3))
+        # The least: others were measured while a kernel was being compiled, or the machine was busy.
+        encode_s = min(cost.encode_s / cost.changed for cost in costs)
+        prove_s = min(cost.prove_s / cost.changed for cost in costs)
         link_s = byte_s * sum(cost.bytes for cost in costs) / sum(cost.changed for cost in costs)
         shorter_s, longer_s = sorted((encode_s + prove_s, link_s))
         return longer_s + (shorter_s + link_s) / self.groups + prove_s

@@ -1,4 +1,4 @@
-"""The shadow's second copies, in the memory of accelerators: where they may be, and what differs from them."""
+"""Second copies of the shadow in the memory of accelerators: where they go, and what differs from them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from deltasync.tensors.bits import bits_of, cast, int_view, served_dtype, signed
 logger = logging.getLogger(__name__)
 
 LEFT_FREE = 0.1
-"""Part of a device's memory that `auto` leaves free when it takes copies. With less than half of it, it gives them up."""
+"""Fraction of a device's memory that `auto` leaves free when it takes copies. It drops them when half of that is in use."""
 
 HELD_BYTES = 512 << 20
-"""Bytes of converted tensors that wait for a comparison. Tensors that are compared as they are take no memory."""
+"""Most bytes of converted tensors that wait for a comparison. Tensors that need no conversion take no memory."""
 
 FIRST_GUESS = 1 / 32
-"""Part of a tensor that may have changed, before anything is known."""
+"""Fraction of a tensor that is expected to change, before anything is known."""
 
 Difference = tuple[str, np.ndarray | None, np.ndarray]
-"""A tensor's name, where its range differs, and by which steps; None and the new bits for one to compare on the host."""
+"""A tensor's name, where its range differs, and by which steps; or None and the new bits, to compare on the host."""
 
 
 class DeviceCopies:
-    """Copies of the shadow's ranges, which are only read, on the devices that their tensors come from.
+    """Copies of the shadow's ranges on the devices that their tensors come from.
 
-    A tensor that has a copy is compared there, and only what changed crosses to the host; `DeviceDiff` says how. Copies are
-    taken as long as there is room. They are given up, for good, when the device runs out of memory in a comparison, and with
-    `auto` also where PyTorch's allocator has had to free what it kept, or others took the memory.
+    A tensor that has a copy is compared there (`DeviceDiff`), and only what changed crosses to the host. Copies are taken as
+    long as there is room. A device's copies are given up for good when a comparison runs out of memory, and with `auto` also
+    when PyTorch's allocator had to free its cache or others took the memory.
     """
 
     def __init__(self, bits: dict[str, np.ndarray]) -> None:
         self._bits = bits
-        self._held: dict[str, torch.Tensor] = {}  # signed views
+        self._held: dict[str, torch.Tensor] = {}  # the copies, signed
         self._diffs: dict[torch.device, DeviceDiff] = {}
         self._retries: dict[torch.device, int] = {}  # of the allocator, when the last copy had been taken
         self._full: set[torch.device] = set()
-        self._room: dict[torch.device, int] = {}  # of this publish
+        self._room: dict[torch.device, int] = {}  # bytes left in this publish
         self._expected: dict[str, int] = {}
         self._waiting: dict[str, tuple[torch.Tensor, str]] = {}  # with its served dtype
         self._waiting_bytes = 0
@@ -51,7 +51,7 @@ class DeviceCopies:
         return sum(copy.nbytes for copy in self._held.values())
 
     def begin(self, placement: str) -> None:
-        """Before each stream: with `auto`, look at the memory of the devices again."""
+        """Begin a stream: with `auto`, give up the copies of devices whose memory is short."""
         self._room = {}
         if placement == "auto":
             for device in {copy.device for copy in self._held.values()}:
@@ -59,7 +59,7 @@ class DeviceCopies:
                     self._give_up(device, "its memory is short")
 
     def clear(self) -> None:
-        """Drop all copies, because they may hold other bits than the host; they are made again."""
+        """Drop all copies, because they may hold other bits than the host. They are made again."""
         self._held.clear()
         self._waiting.clear()
         self._waiting_bytes = 0
@@ -67,9 +67,9 @@ class DeviceCopies:
             diff.drop()
 
     def differences(self, name: str, held: torch.Tensor, dtype: str, placement: str, lasting: bool) -> Iterator[Difference]:
-        """What differs in this tensor's range, and in others that waited for it; not in all that wait still.
+        """Take a tensor's range; yield what differs in the tensors that have been compared by now.
 
-        It is compared at once unless it is `lasting`: then it keeps its memory and bits until `rest` was called.
+        A `lasting` tensor keeps its memory and bits until `rest` is called, so it may wait; others are compared at once.
         """
         copy = self._held.get(name)
         if copy is None and held.numel():
@@ -95,7 +95,7 @@ class DeviceCopies:
             yield from self.rest()
 
     def rest(self) -> Iterator[Difference]:
-        """What differs, of all tensors that still wait."""
+        """Compare all tensors that wait, and yield what differs."""
         for device, diff in self._diffs.items():
             try:
                 found = diff.finish()
@@ -114,7 +114,7 @@ class DeviceCopies:
                 self._retries[device] = _alloc_retries(device)
 
     def _on_host(self, device: torch.device) -> Iterator[Difference]:
-        """As `rest`, on the host, for a device that has no memory left; what is under way there is forgotten."""
+        """Yield the waiting tensors of a device that has no memory left, to be compared on the host."""
         self._give_up(device, "it ran out of memory")
         if device in self._diffs:
             self._diffs[device].drop()
@@ -122,7 +122,7 @@ class DeviceCopies:
             yield name, None, bits_of(cast(*self._waiting.pop(name)))
 
     def _copy_to(self, device: torch.device, name: str, placement: str) -> torch.Tensor | None:
-        """A new copy on a device, if it goes there. Asked for each tensor, so that what fits goes there."""
+        """Return a new copy on a device, or None if it may not go there or does not fit."""
         if placement == "host" or device in self._full or (placement == "auto" and device.type not in ACCELERATORS):
             return None
         bits = self._bits[name]
@@ -152,10 +152,10 @@ class DeviceCopies:
 
 
 def room_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device's memory that copies may take.
+    """Return the bytes of a CUDA device's memory that copies may take.
 
-    What is free, and what PyTorch's allocator keeps but this process did not even need at its peak: what it needs between
-    two publishes, for activations, is free while a publish looks, and has to be there again afterwards. Less `LEFT_FREE`.
+    They are the free bytes and those in the allocator's cache, less what this process needed at its peak, less `LEFT_FREE`.
+    What training needs between two publishes, for activations, is free during a publish and is needed again afterwards.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed_bytes = max(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
@@ -163,12 +163,12 @@ def room_bytes(device: torch.device) -> int:
 
 
 def _alloc_retries(device: torch.device) -> int:
-    """How often PyTorch's allocator found the device full and freed what it kept."""
+    """Return how often PyTorch's allocator found the device full and freed its cache."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def _as_compared(held: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A tensor as `DeviceDiff.add` takes it: float32 that is served in bfloat16 is rounded there, without a copy."""
+    """Return a tensor as `DeviceDiff.add` takes it. It rounds float32 to bfloat16 itself, without a copy."""
     if held.dtype == torch.float32 and served_dtype(held, dtype) == torch.bfloat16:
         return held.detach().contiguous().reshape(-1)
     return int_view(cast(held, dtype))

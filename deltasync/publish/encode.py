@@ -1,8 +1,7 @@
-"""ENCODE: groups of changed tensors to payloads, each proved by the reader's code."""
+"""ENCODE: turn groups of changed tensors into payloads, each proved by the reader's code."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -27,8 +26,8 @@ class Payloads(NamedTuple):
     """What one rank encoded of a version."""
 
     files: list[Future[File]]  # parts, which are being stored
-    inline: Encoded | None  # what goes into the record
-    bytes: int  # size of all payloads
+    inline: Encoded | None  # the payload that goes into the record
+    bytes: int  # of all payloads
     patches: dict[str, Patch]  # all steps, if they were asked for
     codec: str
 
@@ -36,10 +35,10 @@ class Payloads(NamedTuple):
 def encode_groups(
     job: Job, choice: Choice, put: Callable[[int, bytes], Future[File]], *, inline: bool = True, keep: bool = False
 ) -> Payloads:
-    """Encode and prove a delta group by group; its parts are stored meanwhile.
+    """Encode and prove a delta group by group, while its parts are stored.
 
-    The job's shadow does not change meanwhile but by the tensors that come later. `put` begins to store a part, by its
-    number from 1 on. With `inline` the last group may go into the record, with `keep` the patches are returned.
+    Of the job's shadow only tensors that come later may change meanwhile. `put` begins to store a part, by its number from 1
+    on. With `inline` the last group may go into the record; with `keep` the patches are returned.
 
     Raises:
         AbortedError: the stream failed.
@@ -49,45 +48,42 @@ def encode_groups(
     kept: dict[str, Patch] = {}
     in_record: Encoded | None = None
     payload_bytes, codec_name = 0, ""
-
-    def send(may_be_inline: bool, encoded: Encoded, data: bytes) -> None:
-        nonlocal in_record
-        if may_be_inline and len(data) <= INLINE_BYTES:
-            in_record = encoded
-        else:
-            files.append(put(len(files) + 1, data))
-
     for group, last in job.groups():
         if not group:
             continue
         if not codec_name:
             for name in choice.probes(job.version):
-                _encode_and_prove(job, choice, name, group)
+                _, data, encode_s = _timed_encode(job, name, group)
+                _timed_prove(job, name, group, data, encode_s, choice)
             codec_name = choice.best()
-        payload_bytes += _encode_and_prove(job, choice, codec_name, group, functools.partial(send, inline and last))
+        encoded, data, encode_s = _timed_encode(job, codec_name, group)
+        if inline and last and len(data) <= INLINE_BYTES:
+            in_record = encoded
+        else:
+            files.append(put(len(files) + 1, data))
+        _timed_prove(job, codec_name, group, data, encode_s, choice)  # while it is on its way, which takes longer
+        payload_bytes += len(data)
         kept |= {patch.name: patch for patch in group} if keep else {}
     choice.groups = len(files) + (in_record is not None) or 1
     return Payloads(files, in_record, payload_bytes, kept, codec_name or choice.best())
 
 
-def _encode_and_prove(
-    job: Job, choice: Choice, codec_name: str, group: Group, send: Callable[[Encoded, bytes], None] = lambda *_: None
-) -> int:
-    """Bytes of a group's payload, which is proved while it is on its way: that takes longer."""
+def _timed_encode(job: Job, codec_name: str, group: Group) -> tuple[Encoded, bytes, float]:
     began_s = time.perf_counter()
     encoded = encode(job, codec_name, group, job.version - 1)
     data = encoded.to_bytes()
-    encoded_s = time.perf_counter()
-    send(encoded, data)
-    sent_s = time.perf_counter()
+    return encoded, data, time.perf_counter() - began_s
+
+
+def _timed_prove(job: Job, codec_name: str, group: Group, data: bytes, encode_s: float, choice: Choice) -> None:
+    began_s = time.perf_counter()
     prove(job, codec_name, group, data)
     changed = sum(patch.changed for patch in group)
-    choice.took(codec_name, Cost(changed, len(data), encoded_s - began_s, time.perf_counter() - sent_s))
-    return len(data)
+    choice.took(codec_name, Cost(changed, len(data), encode_s, time.perf_counter() - began_s))
 
 
 def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
-    """The payload of these steps, which lead from a version to the job's, whose bits its shadow holds."""
+    """Return the payload of steps that lead from a base version to the job's version, whose bits its shadow holds."""
     shadow = job.shadow
     encoder = codec.get(codec_name).encoder(shadow.element_count)
     for patch in patches:
@@ -99,11 +95,12 @@ def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Enco
 
 
 def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
-    """Compare, encode and prove a change for each dtype of a job's channel, so that no real one waits for a compiler."""
-    zeros = {}
-    for dtype in {spec.dtype for spec in job.channel.specs.values()}:
-        for shape in ((256, 256), (1024,)):  # the first so large that `context` has tiles of it
-            zeros[f"{dtype}{shape}"] = torch.zeros(shape, dtype=getattr(torch, dtype))
+    """Compare, encode and prove a change for each dtype of a job's channel, so that no real change waits for a compiler."""
+    zeros = {
+        f"{dtype}{shape}": torch.zeros(shape, dtype=getattr(torch, dtype))
+        for dtype in {spec.dtype for spec in job.shadow.specs.values()}
+        for shape in ((256, 256), (1024,))  # the first so large that `context` has tiles of it
+    }
     shadow = Shadow.whole(zeros)
     new = [(name, (torch.arange(zero.numel()) % 64 == 1).reshape(zero.shape).to(zero.dtype)) for name, zero in zeros.items()]
     steps = shadow.advance(new, "keep", 0)
@@ -114,10 +111,10 @@ def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
 
 
 def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
-    """Decode a payload as a reader does, and hold it to what was encoded.
+    """Decode a payload as a reader does and compare it with what was encoded.
 
     Raises:
-        CorruptDataError: it is anything else.
+        CorruptDataError: they differ.
     """
     left, shadow = {patch.name: patch for patch in patches}, job.shadow
     record = Record(

@@ -1,4 +1,4 @@
-"""One version on its way to the store, and the receipt for it."""
+"""A version on its way to the store, and the receipt for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GROUP_CHANGED = 1 << 20
 """Changed elements that make a group, which is encoded, and stored as a part, by itself."""
 
 GROUPS_AHEAD = 8
-"""So many are encoded at once, while later tensors are still compared: that takes cores from comparing, which the trainer
-waits for. What is left follows when all tensors are.
+"""How many groups are encoded together while later tensors are still compared. Encoding takes cores from comparing, which
+the trainer waits for, so fewer groups wait until all tensors are compared.
 """
 
 Group = list[Patch]
@@ -33,25 +33,25 @@ class AbortedError(DeltaSyncError):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """One version. Its changes come group by group: as the stream is read, or all at once when the uploader is free.
+    """A version to encode and upload. Its changes come in groups: as the stream is read, or all at once afterwards.
 
     Attributes:
         serial: Number of the job, the same on all ranks.
-        channel: May not be stored yet.
-        shadow: Holds what is published, until the job is `released`.
-        full: Whether it is full weights, and its changes do not matter.
+        channel: The channel's description, which may not be stored yet.
+        shadow: Holds the bits to publish until the job is `released`.
+        full: Whether it has full weights, so that its changes do not matter.
         live: Whether its changes come while the stream is read; otherwise they are `patches`.
-        coalesced: Publishes that it covers.
+        coalesced: Number of publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
-        patches: Steps against the version before, which later ones are folded into while it waits.
-        fingerprints: Those of the whole tensors at this version; complete once all groups are there. Empty where the
-            uploader is to work them out.
-        reference: What it refers to instead of holding the weights.
-        weights: A sharded trainer's full weights, for its record or for an anchor beside it.
-        ended_s: When its stream had been read, or it began if that was later, by `time.perf_counter`.
+        patches: Steps from the version before. Later ones are folded into them while the job waits.
+        fingerprints: Those of the whole tensors at this version; complete once all groups have come. Empty if the uploader
+            has to compute them.
+        reference: The checkpoint that it refers to instead of holding weights.
+        weights: A sharded trainer's full weights, for the version's record or for an anchor beside it.
+        ended_s: When its stream had been read, or when the job was made if that was later, by `time.perf_counter`.
         released: Set once it does not need the shadow any more.
         encoded: Bytes of its payloads, and the seconds since `ended_s`.
-        uploaded: The digest of its record, once it is visible; or what went wrong.
+        uploaded: Digest of its record once that is visible, or the error.
     """
 
     serial: int
@@ -83,7 +83,7 @@ class Job:
         return "anchor" if self.full else "delta"
 
     def add(self, patch: Patch) -> None:
-        """One more changed tensor."""
+        """Add a changed tensor."""
         self._group.append(patch)
         self._group_changed += patch.changed
         if self._group_changed >= GROUP_CHANGED:
@@ -93,7 +93,7 @@ class Job:
                 self._hand_over()
 
     def end(self) -> None:
-        """There are no more."""
+        """Hand over the last group: the stream has been read."""
         self.ended_s = time.perf_counter()
         self._hand_over()
         self._groups.put((self._group, True))
@@ -104,14 +104,14 @@ class Job:
         self._compared = []
 
     def abort(self) -> None:
-        """There will be no version."""
+        """Let `groups` raise: the stream failed."""
         self._groups.put(None)
 
     def groups(self) -> Iterator[tuple[Group, bool]]:
-        """The groups, which may be empty, each with whether it is the last; waits for them.
+        """Wait for the groups; yield each, which may be empty, with whether it is the last.
 
         Raises:
-            AbortedError: see `abort`.
+            AbortedError: the stream failed.
         """
         if not self.live:
             for patch in self.patches.values():
@@ -119,37 +119,37 @@ class Job:
             self.end()
         last = False
         while not last:
-            found = self._groups.get()
-            if found is None:
+            item = self._groups.get()
+            if item is None:
                 raise AbortedError(f"The stream of version {self.version} failed.")
-            group, last = found
+            group, last = item
             yield group, last
 
     def take_back(self) -> None:
-        """Before any of it was encoded, and with its stream ended: the groups become its `patches`."""
+        """Turn the groups into `patches`. The stream has been read, and nothing was encoded yet."""
         if self.live:
             self.patches = {patch.name: patch for group, _ in self.groups() for patch in group}
             self.live, self._group, self._group_changed = False, [], 0
 
     def drop_weights(self) -> None:
-        """Give back what lies on the local disk for it."""
+        """Free the local disk of its weights."""
         if self.weights is not None:
             self.weights.close()
             self.weights = None
 
     def end_encoding(self, payload_bytes: int) -> None:
-        """The size of its payloads is known."""
+        """Tell the receipts the size of the payloads, unless they know it."""
         if not self.encoded.done():
             self.encoded.set_result((payload_bytes, time.perf_counter() - self.ended_s))
 
     def succeed(self, digest: str, payload_bytes: int) -> None:
-        """Tell its receipts that it is visible."""
+        """Tell the receipts that the version is visible."""
         self.drop_weights()
         self.end_encoding(payload_bytes)
         self.uploaded.set_result(digest)
 
     def fail(self, error: BaseException) -> None:
-        """Tell its receipts what went wrong."""
+        """Tell the receipts what went wrong."""
         self.drop_weights()
         self.released.set()
         for future in (self.encoded, self.uploaded):
@@ -158,20 +158,20 @@ class Job:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """An error as receipts keep it, perhaps for long: without the frames that it went through, which hold payloads."""
-    at: BaseException | None = error
-    while at is not None:
-        at.__traceback__ = None
-        at = at.__cause__ or at.__context__
+    """Drop the tracebacks of an error that receipts keep, perhaps for long: their frames hold payloads."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
     return error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What `publish` did, and a handle on what goes on in the background. All numbers but seconds are of all ranks together.
+    """What `publish` did, and how its upload goes on. Counts and bytes are of all ranks together.
 
     Attributes:
-        version: The version that carries these weights. A later publish joins it if its upload has not begun by then.
+        version: The version that carries these weights. A later publish may join it before its upload begins.
         kind: `anchor` if the version's record has full weights, else `delta`.
         step: The trainer's step, as given.
         changed: Elements whose bits differ from the version before; all of them in full weights.
@@ -192,7 +192,7 @@ class Receipt:
     def payload_bytes(self) -> int:
         """Bytes of the version's delta, or of its weights before compression; 0 for a reference.
 
-        Waits until it is encoded; raises `PublishError` if it was lost before, as `encode_s` does.
+        Waits until the version is encoded; raises `PublishError` if it is lost before.
         """
         return self._encoded.result()[0]
 
@@ -203,7 +203,7 @@ class Receipt:
 
     @property
     def encode_s(self) -> float:
-        """Seconds from the first tensor of the stream to the finished payload, less those that it waited for the store."""
+        """Seconds from the first tensor to the finished payload, without waits for the store; waits as `payload_bytes`."""
         return self.held_s + self._encoded.result()[1]
 
     @property
@@ -218,12 +218,12 @@ class Receipt:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether `payload_bytes` and `encode_s` are known, so that asking for them does not wait."""
+        """Whether `payload_bytes` and `encode_s` are known."""
         return self._encoded.done()
 
     @property
     def digest(self) -> str:
-        """Digest of the version's record; waits until it is visible, and raises as `wait`."""
+        """Digest of the version's record. Waits until the version is visible; raises as `wait`."""
         return self._uploaded.result()
 
     @property
@@ -251,7 +251,7 @@ class Receipt:
 
     @classmethod
     def of(cls, job: Job, held_s: float) -> Self:
-        """What is told of a job."""
+        """Return the receipt of a job."""
         total = job.shadow.element_count
         return cls(
             version=job.version,

@@ -1,16 +1,16 @@
-"""After PUBLISH: announce anchors, write folds, forget and prune, in a thread that neither training nor uploads wait for.
+"""KEEP: store and announce anchors, write folds, forget and prune, in a thread that neither training nor uploads wait for.
 
-Nothing here is needed for a version to be right. What fails is logged, and tried again with a later version.
+No version depends on this thread. What fails is logged, and tried again with a later version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltasync import housekeeping
-from deltasync.channel import keys
-from deltasync.channel.documents import Anchor, Delta, Version
+from deltasync.channel import anchors, keys
+from deltasync.channel.documents import Anchor, Delta, File, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.codec.base import Encoded
@@ -22,15 +22,22 @@ from deltasync.publish.log import Log
 
 logger = get_logger(__name__)
 
-_LEAST_BETWEEN = 16  # versions between two times of forgetting: each reads the records that there are
+_LEAST_BETWEEN = 16
+"""Versions from one sweep to the next, which reads all records."""
+
+_STORED_AT_ONCE = 2
+"""Weight files that are stored at once, so that the disk or the line is never idle while one begins or ends."""
+
+_MOST_BESIDE_BYTES = 1 << 27
+"""A larger weight file is stored before the next one is made."""
 
 
 class Keeper:
-    """Looks after one channel as `retention` says; `model_files`, by name, lie beside the weights of an anchor.
+    """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
 
     Attributes:
-        announcing: Whether an anchor is under way.
-        failed: Whether the last one could not be announced.
+        announcing: Whether an anchor is being stored and announced.
+        failed: Whether that failed for the last one.
     """
 
     def __init__(self, reader: ChannelReader, log: Log, retention: Retention, model_files: Mapping[str, bytes]) -> None:
@@ -43,17 +50,35 @@ class Keeper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-keep")
 
     def store(self, weights: Weights, version: int) -> Anchor:
-        """Store the files of an anchor; raises as `Weights.put` and `Log.put_file`."""
-        folder = keys.anchor_folder(version, self._log.epoch, self._log.attempt(version))
-        return weights.put(self._log.put_file, folder, self._model_files)
+        """Store the files of an anchor, two at a time, while the next one is made.
+
+        Raises:
+            CorruptDataError: the weights in memory are damaged.
+            FencedError, StoreError, OSError: as `Log.put_file`, or the local disk failed.
+        """
+        log, stored = self._log, list[Future[File]]()
+        folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
+        companions = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
+        with ThreadPoolExecutor(_STORED_AT_ONCE, thread_name_prefix="deltasync-anchor") as pool:
+            for name, data in weights.files:
+                if len(stored) >= _STORED_AT_ONCE:
+                    stored[-_STORED_AT_ONCE].result()  # so that no more are in memory
+                stored.append(pool.submit(log.put_file, folder, name, data))
+                if len(data) > _MOST_BESIDE_BYTES:
+                    stored[-1].result()
+                del data  # before the next one is made
+        files = [future.result() for future in stored]
+        if files[-1].key.endswith(anchors.INDEX):
+            companions.append(files.pop())
+        return Anchor(directory=folder, files=files, companions=companions)
 
     def announce(self, stored: Stored, weights: Weights, requires: list[str]) -> None:
-        """Store the weights of a version, and announce them as another way to it."""
+        """Store the weights of a version and announce them as another way to it; returns at once."""
         self.announcing = True
         self._pool.submit(self._announce, stored.version, str(stored.record.fingerprint), weights, requires)
 
     def fold(self, base: Version, stored: Stored, delta: Delta, payload: Encoded | None) -> None:
-        """Store a fold from a version to another one."""
+        """Store a fold from one version to another; returns at once."""
         digest = str(stored.record.fingerprint)
         self._pool.submit(self._guarded, lambda: self._log.fold(stored.version, digest, payload, base=base, delta=delta))
 
@@ -66,7 +91,7 @@ class Keeper:
             self._pool.submit(self._guarded, self._sweep)
 
     def close(self) -> None:
-        """Finish what is under way, and end the thread."""
+        """Finish what is under way and end the thread."""
         self._pool.shutdown(wait=True)
 
     def _announce(self, version: Version, digest: str, weights: Weights, requires: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The log of one epoch: how a version becomes visible, and how a writer finds out that another one has succeeded it.
+"""The log of one epoch: make versions visible, and notice that another writer has taken over.
 
 Crash points of `Log.append`, for version v + 1:
 
@@ -42,20 +42,20 @@ _MOST_PUBLISHED = 1 << 16
 
 
 def boot_s() -> float:
-    """Seconds by a clock that counts suspension too; by the wall clock where there is none."""
+    """Return seconds by a clock that counts suspension too; by the wall clock where there is none."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """How writers succeed each other on a store that cannot decide which of them may write.
+    """How one writer takes over from another on a store that cannot decide which of them may write.
 
-    It is assumed that a request does not take effect later than `settle_s - look_s` after it was sent.
+    A request is assumed to take effect within `settle_s - look_s` after it was sent, or never.
 
     Attributes:
-        settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is less than it takes.
-        look_s: How long a writer may rely on a look at the epochs.
-        request_s: When the store gives up the request that follows a look.
+        settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is too short.
+        look_s: How long a writer may rely on its last look at the epochs.
+        request_s: After how long the store gives up the request that follows a look.
     """
 
     settle_s: float = 30.0
@@ -78,13 +78,14 @@ class Log:
     """Puts records, files, folds and head as `docs/format.md` says. One thread appends; other methods may run in several.
 
     Args:
-        lease: How writers succeed each other; None where the store decides.
+        lease: How this writer takes over, and notices that another one does; None where the store decides.
         claimed_s: When the epoch was claimed, by `boot_s`.
 
     Attributes:
-        store: The channel's, timed while objects are put.
-        epoch: The epoch, which is in force or claimed; also the author of all keys.
-        channel: None until it is stored.
+        store: The channel's store, which measures how long puts take.
+        epoch: This writer's epoch, which is part of all keys.
+        fencing: As in channel.json.
+        channel: The channel's description; None until it is stored.
         tip: The newest version that is stored, None before the first.
         pending: A record that was put and not answered yet; its number is taken.
         published: Digests of the records that this log stored, by number; the newest 65,536.
@@ -105,6 +106,7 @@ class Log:
     ) -> None:
         self.channel = channel
         self.epoch = epoch
+        self.fencing = "seal" if lease is None else "lease"
         self.run_id = run_id
         self.tip = tip
         self.pending: Stored | None = None
@@ -125,22 +127,17 @@ class Log:
         self._head_pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-head")
 
     @property
-    def fencing(self) -> str:
-        """As in channel.json."""
-        return "seal" if self._lease is None else "lease"
-
-    @property
     def next_version(self) -> int:
         """Number of the next record to append: after the pending one, if there is one."""
         newest = self.tip if self.pending is None else self.pending.version
         return 1 if newest is None else newest.version + 1
 
     def attempt(self, version: int) -> int:
-        """The attempt for folders of files of a version (`keys.parts_folder`, `keys.anchor_folder`)."""
+        """Return the number of attempts at a version that were given up; part of the names of its folders (`keys`)."""
         return self._attempts.get(version, 0)
 
     def give_up(self, version: int) -> None:
-        """Note that files of a version were given up: whatever is put for it from now on has other keys."""
+        """Give up the files of a version. Whatever is put for it from now on has other keys."""
         self._attempts[version] = self.attempt(version) + 1
 
     def put_file(self, folder: str, name: str, data: bytes | memoryview) -> File:
@@ -148,7 +145,7 @@ class Log:
 
         Raises:
             FencedError: another publisher has opened the channel.
-            StoreError: it may be stored, or may be later. Who does not put the same bytes again calls `give_up`.
+            StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
         return put.put_file(self.store, self._settings, f"{folder}/{name}", data)
@@ -156,7 +153,8 @@ class Log:
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
 
-        `run_id`, `epoch` and `fencing` are filled in. Returned is what is stored: that of the first call, always.
+        Returns:
+            What is stored, always that of the first call, with `run_id`, `epoch` and `fencing` filled in.
 
         Raises:
             FencedError: another publisher created it.
@@ -180,14 +178,14 @@ class Log:
         """Make a version visible, after the pending one if there is one. After return: visible as a whole, and the tip.
 
         Args:
-            document: Its run, version, epoch and base are filled in. All files that it names are stored.
-            payload: What goes into the record, of `next_version`; decoded by the caller.
+            document: The version; its run, number, epoch and base are filled in. All files that it names are stored.
+            payload: The payload of `next_version` that goes into the record; the caller has proved it.
 
         Raises:
             FencedError: another publisher has opened the channel. Every later call raises it too.
             PublishPendingError: no answer. If `pending` is this version, its bytes are put again by the next call.
-            StoreError: the store refused; again, `pending` tells whether the version was sent and keeps its number.
-            ConfigError, CorruptDataError: it is larger than it may be, or readers could not read it; nothing was sent.
+            StoreError: the store refused. If `pending` is this version, it was sent and keeps its number.
+            ConfigError, CorruptDataError: it is too large, or readers could not read it; nothing was sent.
         """
         self.settle()
         self._store_channel()
@@ -205,8 +203,7 @@ class Log:
             FencedError, PublishPendingError, StoreError: as `append`.
         """
         self._check()
-        stored = self.pending
-        if stored is None:
+        if (stored := self.pending) is None:
             return
         assert stored.data is not None
         self._put(stored.key, stored.data, f"version {stored.record.version}")
@@ -216,10 +213,10 @@ class Log:
         self._follow_with_head()
 
     def announce(self, version: Version, fingerprint: str, anchor: Anchor, requires: list[str]) -> Stored:
-        """Announce an anchor, whose files are stored, of a stored version of any epoch.
+        """Announce an anchor of a stored version of any epoch. The anchor's files are stored.
 
-        If this gets no answer, the next call for it puts the same bytes again. `requires` are features that it takes to read
-        the anchor.
+        If this gets no answer, the next call for it puts the same bytes again. `requires` are the features that a reader of
+        the anchor needs.
 
         Raises:
             FencedError, StoreError, ConfigError, CorruptDataError: as `append`.
@@ -231,7 +228,7 @@ class Log:
         return stored
 
     def fold(self, version: Version, fingerprint: str, payload: Encoded | None, **fields: Any) -> Stored:
-        """Store another way to a version: `base` and `delta` of a record are given, or as by `announce`; raises as that."""
+        """Store another way to a version, from `base` by `delta`, which are fields of its record. Raises as `announce`."""
         self._check()
         document = Record(
             run_id=self.run_id,
@@ -255,7 +252,7 @@ class Log:
         return stored
 
     def close(self) -> None:
-        """Bring head up to date and end the thread that does. What is pending stays so: see `settle`."""
+        """Bring head up to date and end its thread. A pending record stays pending: see `settle`."""
         if self._fenced is None:
             self._follow_with_head()
         self._head_pool.shutdown(wait=True)
@@ -269,7 +266,7 @@ class Log:
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> Stored:
-        """A record, within its bounds and read back from its bytes."""
+        """Return the stored form of a record, held to its bounds and read back from its bytes."""
         stored = record.encode(document, key, payload, self._signer)
         assert stored.data is not None
         files_bytes = sum(file.bytes for file in stored.record.payload_files)
@@ -279,7 +276,7 @@ class Log:
         ):
             if size > most:
                 raise ConfigError(f"{what} has {size:,} bytes, more than the {most:,} that the channel's tensors take.")
-        return record.decode(stored.data, key, None if self._signer is None else self._signer.trusted)
+        return record.decode(stored.data, key, self._reader.trusted)
 
     def _store_channel(self) -> None:
         if self.channel is not None:
@@ -290,24 +287,24 @@ class Log:
         self.channel, self._specs = channel, channel.specs
 
     def _put(self, key: str, data: bytes, what: str) -> None:
-        """Put what only one writer may put, until it is answered."""
+        """Put an object that only one writer may put, until the store answers."""
+        is_ours = True
         try:
             if self._lease is None:
-                ours = put.retried(self._settings, lambda: put.create(self.store, key, data))
+                is_ours = put.retried(self._settings, lambda: put.create(self.store, key, data))
             else:
                 self._lease.wait(self._claimed_s)
                 guard = self._look if key != keys.CHANNEL else self._look_for_channel
                 put.retried(self._settings, lambda: self.store.put(key, data, guard=guard))
-                ours = True
         except TransientStoreError as error:
             raise PublishPendingError(
                 f"The store has not said whether it has {what}; the next publish puts the same bytes again. {error}"
             ) from error
-        if not ours:
+        if not is_ours:
             raise self._fence(f"Another publisher opened the channel in the place of {what}")
 
     def _look(self) -> None:
-        """Raise if this epoch is not the newest, or may not be by the time a record is put next."""
+        """Raise if this epoch is not the newest, or may no longer be when the next record is put."""
         assert self._lease is not None
         began_s = boot_s()
         newest = max(self._reader.epochs(), default="")
@@ -318,7 +315,7 @@ class Log:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
 
     def _is_there(self, version: Version) -> bool:
-        """Whether there is such a version. Head is not believed: a damaged byte of it must stop nobody."""
+        """Whether a version that head names exists: a damaged byte of head must stop nobody."""
         try:
             put.retried(self._settings, lambda: self._reader.record(version))
         except (MissingVersionError, FormatError):
@@ -339,18 +336,18 @@ class Log:
         self._head_pool.submit(self._move_head)
 
     def _move_head(self) -> None:
-        """Let head name the newest version. What fails is tried again with the next one."""
+        """Let head name the newest version. A failure is logged; the next version moves head again."""
         with self._lock:
             self._head_waits = False
             tip, anchor = self.tip, self._anchor
         assert tip is not None
         try:
-            found = put.retried(self._settings, self._reader.head)
-            if found is not None and found.epoch > self.epoch and self._is_there(found.newest):
+            before = put.retried(self._settings, self._reader.head)
+            if before is not None and before.epoch > self.epoch and self._is_there(before.newest):
                 raise self._fence(
-                    f"head names epoch {found.epoch}, after {self.epoch}: another publisher opened the channel"
+                    f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
                 )
-            known = None if found is None else found.anchor
+            known = None if before is None else before.anchor
             head = Head(
                 run_id=self.run_id,
                 version=tip.version,
@@ -358,7 +355,7 @@ class Log:
                 sha256=tip.sha256,
                 anchor=known if anchor is None else anchor[1],
             )
-            if head != found:
+            if head != before:
                 put.retried(self._settings, lambda: self.store.put(keys.HEAD, documents.encode(head)))
         except FencedError as error:
             logger.error("%s", error)

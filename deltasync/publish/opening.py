@@ -1,6 +1,6 @@
-"""One writer after another: find the end of the log, end it, and begin an epoch that goes on from there.
+"""Open a channel to write to it: find the end of the log, end it, and begin an epoch that goes on from there.
 
-Crash points where the store decides (`seal`), for a log that ends with version v in epoch e:
+Crash points where the store decides which writer wins (`seal`), for a log that ends with version v in epoch e:
 
     after the probe              nothing has changed
     after the seal               the log of e has ended; replicas poll the new epoch, and so does whoever opens next
@@ -11,6 +11,7 @@ Where it does not (`lease`), the old writer stops once the new epoch's document,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -30,10 +31,8 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     FencedError,
-    FormatError,
     NotPublishedError,
     TransientStoreError,
-    UnsupportedFormatError,
     printable,
 )
 from deltasync.publish import put
@@ -47,7 +46,7 @@ _Result = TypeVar("_Result")
 
 
 class _End(NamedTuple):
-    """The newest version, readable or not, None for nothing, and the epoch whose log goes on from it."""
+    """The newest version, readable or not, None if there is none, and the epoch whose log goes on from it."""
 
     version: Version | None
     epoch: str
@@ -58,7 +57,7 @@ class _End(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """What two listings tell: all slots, and the epochs that have a document."""
+    """All slots, and the epochs that have a document."""
 
     slots: list[tuple[Slot, ObjectInfo]]
     documents: list[str]
@@ -77,13 +76,13 @@ class _Listed(NamedTuple):
 def open_channel(
     reader: ChannelReader, settings: PublisherSettings, resume: bool, signer: Signer | None, lease: Lease | None = None
 ) -> Log:
-    """Open a channel to write to it: its log, which goes on from the newest version. Whoever wrote to it before is fenced.
+    """Open a channel to write to it. Return its log, which goes on from the newest version; the writer before is fenced.
 
     Where the store does not decide, this waits for the `lease` to settle, by default as the settings say; if there is no
     channel yet, the log does.
 
     Raises:
-        ChannelInUseError: it holds a run, and is not to be continued, or is of another dtype.
+        ChannelInUseError: the channel holds a run, and `resume` is False or the run has another dtype.
         ConfigError: it is signed, and there is no `signer`; or `settle_s` is too small.
         FencedError: another publisher opens it too.
         StoreError: the store failed, or cannot hold the channel. A seal may be stored; whoever opens next goes on from it.
@@ -102,7 +101,7 @@ class _Opener:
         channel = self._retried(self._channel)
         if channel is not None:
             self._check(channel, resume)
-        listed = self._retried(self._list)
+        listed = self._list()
         seals = self._seals(channel, listed)
         run_id = uuid.uuid4().hex if channel is None else channel.run_id
         epoch, tip, claimed_s = listed.next_epoch(), None, 0.0
@@ -111,7 +110,7 @@ class _Opener:
             claimed_s = boot_s()
             if channel is not None:
                 self._lease.wait(claimed_s)
-                tip = self._end(channel, self._retried(self._list), below=epoch).version
+                tip = self._end(channel, self._list(), below=epoch).version
         elif channel is not None:
             tip, epoch = self._seal(channel, listed)
             self._put_opening(run_id, epoch, tip)
@@ -129,16 +128,15 @@ class _Opener:
         )
 
     def _retried(self, action: Callable[[], _Result]) -> _Result:
-        return put.looked(self._settings, action)
+        return put.reread(self._settings, action)
 
     def _channel(self) -> Channel | None:
-        try:
+        with contextlib.suppress(NotPublishedError):
             return self._reader.channel()
-        except NotPublishedError:
-            return None
+        return None
 
     def _list(self) -> _Listed:
-        return _Listed(self._reader.slots(), self._reader.epochs())
+        return self._retried(lambda: _Listed(self._reader.slots(), self._reader.epochs()))
 
     def _check(self, channel: Channel, resume: bool) -> None:
         if not resume:
@@ -153,20 +151,19 @@ class _Opener:
         """Whether the store decides which writer wins."""
         if channel is not None and channel.fencing == "lease":
             return False
-        found = self._retried(lambda: decides(self._store, keys.probe(listed.next_epoch())))
-        if not found and channel is not None:
+        if self._retried(lambda: decides(self._store, keys.probe(listed.next_epoch()))):
+            return True
+        if channel is not None:
             raise ConfigError(
                 f"{self._store.url} was begun where the store decides which publisher may write, and here it does not, so "
                 "nothing may be written. Publish by the URL and through the servers that were used before."
             )
-        if not found:
-            logger.warning(
-                "%s does not decide which of two publishers may write, so this one waits %g s when it opens the channel and "
-                "looks for others before each version.",
-                self._store.url,
-                self._lease.settle_s,
-            )
-        return found
+        logger.warning(
+            "%s does not decide which of two publishers may write, so this one waits %g s when it opens the channel and "
+            "looks for others before each version.",
+            *(self._store.url, self._lease.settle_s),
+        )
+        return False
 
     def _put_opening(self, run_id: str, epoch: str, continues: Version | None) -> None:
         document = Opening(
@@ -181,7 +178,7 @@ class _Opener:
         self._retried(lambda: self._store.put(key, data))
 
     def _seal(self, channel: Channel, listed: _Listed) -> tuple[Version | None, str]:
-        """End the log; the version it ended with, and the epoch that goes on."""
+        """End the log. Return the version it ended with, and the epoch that goes on."""
         while True:
             end = self._end(channel, listed)
             epoch = listed.next_epoch(end.epoch)
@@ -192,13 +189,13 @@ class _Opener:
                         f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of the two."
                     )
                 end = taken
-            listed = self._retried(self._list)
+            listed = self._list()
             if not any(slot > end.next_slot for slot, _ in listed.log(end.epoch)):
                 return end.version, epoch
             logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
 
     def _put_seal(self, channel: Channel, end: _End, epoch: str) -> _End | None:
-        """Put a seal after the end; where the log ends if something else is there."""
+        """Put a seal after the end. Return None, or where the log ends if its slot holds something else."""
         slot = end.next_slot
         seal = Record(
             run_id=channel.run_id,
@@ -211,13 +208,12 @@ class _Opener:
         )
         data = record.encode(seal, slot.key, None, self._signer).data
         assert data is not None
-        record.decode(data, slot.key, None if self._signer is None else self._signer.trusted)
-        if self._retried(lambda: put.create(self._store, slot.key, data)):
-            return None
-        return self._read(slot)
+        record.decode(data, slot.key, self._reader.trusted)
+        created = self._retried(lambda: put.create(self._store, slot.key, data))
+        return None if created else self._read(slot)
 
     def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:
-        """The end of the log, of all epochs, or of those before one."""
+        """Return the end of the log, of all epochs or of those before `below`."""
         for epoch in sorted({*listed.epochs, channel.epoch}, reverse=True):
             if below is not None and epoch >= below:
                 continue
@@ -229,27 +225,25 @@ class _Opener:
         return _End(None, channel.epoch)
 
     def _read(self, slot: Slot, known: ObjectInfo | None = None) -> _End:
-        """Where a log ends, by its last slot."""
+        """Return the end of the log whose last slot this is."""
 
         def read() -> Stored:
-            found = self._reader.slot(slot, known)
-            if found is None:
+            stored = self._reader.slot(slot, known)
+            if stored is None:
                 raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
-            return found
+            return stored
 
         try:
-            found = self._retried(read)
-        except UnsupportedFormatError:
-            raise
-        except FormatError:
+            last = self._retried(read)
+        except CorruptDataError:
             version = Version(slot.version, slot.epoch, self._retried(lambda: self._digest(slot)))
             logger.warning("Version %s cannot be read. The next version has full weights.", version)
             return _End(version, slot.epoch)
-        following = found.record.next_epoch
-        return _End(found.version, slot.epoch) if following is None else _End(found.record.base, following)
+        following = last.record.next_epoch
+        return _End(last.version, slot.epoch) if following is None else _End(last.record.base, following)
 
     def _digest(self, slot: Slot) -> str:
-        """The digest that names what cannot be read; of an object that is too large, that of its beginning."""
+        """Return the digest of a record that cannot be read; if it is too large, the digest of its beginning."""
         most = record.most_bytes(slot.key, self._reader.specs)
         try:
             return sha256_hex(self._store.read(slot.key, most))

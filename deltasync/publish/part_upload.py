@@ -1,13 +1,13 @@
-"""PUBLISH, on all ranks but the first: encode and store this rank's parts of a version once the first rank has begun it.
+"""PUBLISH, on all ranks but the first: encode and store this rank's parts of a version once the first rank begins it.
 
-What becomes of a version is decided by the first rank alone (`upload`); here one thread follows what it says.
+The first rank alone decides what becomes of a version (`upload`); here one thread follows its log.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class PartUploader:
     """As `Uploader`, for this rank's parts."""
 
     idle = False
-    """Nothing begins before the first rank says so."""
+    """No job begins before the first rank says so."""
 
     def __init__(self, store: Store, settings: PublisherSettings, signals: Signals) -> None:
         self._store = store
@@ -52,14 +52,14 @@ class PartUploader:
             return self._pending.popitem()[1]
 
     def wait_released(self) -> None:
-        """As `Uploader.wait_released`; raises `PublishError` if the first rank does not say what becomes of a job."""
+        """As `Uploader.wait_released`; raises PublishError if the first rank does not say in time what becomes of a job."""
         with self._changed:
             jobs = list(self._pending.values())
         if not all(job.released.wait(self._signals.timeout_s) for job in jobs):
             raise PublishError(f"Rank 0 did not say within {self._signals.timeout_s:g} s what becomes of a version.")
 
     def resume(self, tip: Version) -> None:
-        """What the next version builds on is the first rank's business."""
+        """Do nothing: the first rank decides what the next version builds on."""
 
     def submit(self, job: Job) -> None:
         """Upload this rank's parts when the first rank begins the job."""
@@ -70,7 +70,7 @@ class PartUploader:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all that was submitted has ended, but not for a first rank that says nothing."""
+        """Wait until all submitted jobs have ended, but not for a first rank that says nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -91,25 +91,27 @@ class PartUploader:
                     self._end(line["end"], line)
             except dist.DistNetworkError as error:
                 self._give_up(error)
-            except RuntimeError as error:  # nothing was said for a while: it may be trying again
+            except RuntimeError as error:  # the first rank has said nothing for a while: it may be retrying
                 if self._closing:
                     self._give_up(error)
 
     def _upload(self, serial: int, folder: str) -> None:
         files: list[File] = []
         problem = None
+
+        def store(number: int, data: bytes) -> Future[File]:
+            key = f"{folder}/{keys.part(self._signals.rank, number)}"
+            return self._puts.submit(put.put_file, self._store, self.settings, key, data)
+
         try:
             job = self._submitted(serial)
-            found = encode_groups(job, self._choice, lambda *part: self._puts.submit(self._put, folder, *part), inline=False)
+            encoded = encode_groups(job, self._choice, store, inline=False)
             job.released.set()
-            files = [future.result() for future in found.files]
+            files = [future.result() for future in encoded.files]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
             problem = error
             logger.error("A part was not stored: %s", error)
         self._signals.answer(serial, files, problem)
-
-    def _put(self, folder: str, number: int, data: bytes) -> File:
-        return put.put_file(self._store, self.settings, f"{folder}/{keys.part(self._signals.rank, number)}", data)
 
     def _end(self, serial: int, line: dict[str, Any]) -> None:
         job = self._submitted(serial)
@@ -123,7 +125,7 @@ class PartUploader:
         self._signals.seen(serial)
 
     def _submitted(self, serial: int) -> Job:
-        """A job, which the first rank may have submitted earlier than this one."""
+        """Wait for a job, which the first rank may have submitted earlier than this one."""
         with self._changed:
             if not self._changed.wait_for(lambda: serial in self._pending, self._signals.timeout_s):
                 raise PublishError("This rank has given the version up.")
@@ -134,5 +136,6 @@ class PartUploader:
             jobs = list(self._pending.values())
             self._pending.clear()
         for job in jobs:
-            logger.error("The first rank does not say what became of version %d: %s", job.version, error)
-            job.fail(PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}"))
+            lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
+            logger.error("%s", lost)
+            job.fail(lost)

@@ -1,10 +1,10 @@
-"""From a stream of tensors to the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH (`upload`).
+"""Publish a stream of tensors as the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH (`upload`).
 
-`publish` reads the stream and diffs it against the shadow, in the caller's thread. Meanwhile, if the uploader is idle, it
-encodes and stores what changed, group by group. If it falls behind, the changes wait, and later ones are folded into them:
+`publish` reads the stream and compares it with the shadow, in the caller's thread. Meanwhile an idle uploader encodes and
+stores what changed, group by group. If the uploader falls behind, the changes wait and later ones are folded into them:
 memory stays bounded, and the trainer never waits for the network.
 
-The ranks of a sharded trainer publish together, each what it holds; they agree on every step, so that all take it or none.
+The ranks of a sharded trainer publish together, each what it holds. They agree on each publish: all take it, or none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deltasync.publish.keep import Keeper
 from deltasync.publish.log import Log
 from deltasync.publish.part_upload import PartUploader
 from deltasync.publish.shadow import Shadow, fold_changes
-from deltasync.publish.start import FirstStream, Start, check_sharded, open_first
+from deltasync.publish.start import FirstStream, Start, open_first
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Uploader
 from deltasync.ranks.peers import Peers, Range, attempt
@@ -45,31 +45,31 @@ _Value = TypeVar("_Value")
 
 
 class _Base(NamedTuple):
-    """What the next version builds on; the same at all ranks."""
+    """What the next version is and builds on; the same at all ranks."""
 
-    version: int  # its own number
+    version: int  # its number
     full: bool  # whether it has full weights
     collects: bool  # whether the ranks collect full weights for it, or for an anchor beside it
-    waiting: Job | None  # that it joins
+    waiting: Job | None  # the job that it joins
 
 
 class Publisher:
     """Writes one channel. Call `publish` from one thread.
 
     A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks. Each rank
-    compares, encodes and uploads what it holds; the version appears when all parts are stored. If one raises, all do. Only
-    the first rank needs the keys.
+    compares, encodes and uploads what it holds; the version appears when all parts are stored. If one rank raises, all do.
+    Only the first rank needs the keys.
 
     Args:
         channel: URL of the channel, or an opened store.
-        model_files: What makes an anchor a checkpoint: a directory with config.json, tokenizer and so on, or those files'
-            bytes by name. Without it anchors hold weights only.
+        model_files: The files beside the weights that make an anchor a checkpoint: a directory with config.json, tokenizer
+            and so on, or the bytes by name. Without them anchors hold weights only.
         initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
-            `namespace/name@revision`. The first version of a new channel then is a reference to it, and uploads no weights;
-            if the first stream has other bits, these are the second version, a delta. Each rank of a `group` reads it.
+            `namespace/name@revision`. The first version of a new channel then is a reference to it and uploads no weights;
+            if the first stream has other bits, these follow as a delta, the second version. Each rank of a `group` reads it.
         resume: Continue the run that the channel holds; without it a used channel is refused.
-        shadow: A directory that `save_shadow` wrote, to resume with fewer downloads; held to its fingerprint, not needed.
-            Not with a `group`.
+        shadow: A directory that `save_shadow` wrote, to resume with fewer downloads. It is checked, and optional. Not with a
+            `group`.
         retention: How to look after the channel in the background; from the environment if None.
         group: The ranks of a sharded trainer; None if this process has the whole model.
         **options: See `PublisherSettings`.
@@ -85,7 +85,7 @@ class Publisher:
         1
     """
 
-    _log: Log | None = None  # of the first rank
+    _log: Log | None = None  # at the first rank only
 
     def __init__(
         self,
@@ -103,8 +103,10 @@ class Publisher:
         retention = Retention.from_env() if retention is None else retention
         if not isinstance(retention, Retention):
             raise ConfigError(f"retention must be a Retention, not {retention!r}.")
-        if group is not None:
-            check_sharded(retention, shadow)
+        if group is not None and shadow is not None:
+            raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
+        if group is not None and retention.fold_every:
+            raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
         self.store = open_store(channel)
         if isinstance(model_files, str | Path):
             model_files = anchors.companion_files(Path(model_files))
@@ -112,7 +114,7 @@ class Publisher:
         for name in files:
             check_key(name)
         self._peers = Peers(group, given.peer_timeout_s)
-        start = self._peers.first(lambda: self._open(given, resume))
+        start = self._peers.first(lambda: self._open(given, resume, files))
         reader = ChannelReader(self.store, None if start.trusted is None else Trusted(start.trusted))
         self.settings = start.settings
         self._run_id, self._version, self._channel = start.run_id, start.number, start.channel
@@ -129,48 +131,44 @@ class Publisher:
             self._uploader = PartUploader(self.store, start.settings, self._peers.signals)
         self._first = FirstStream(self._peers, reader, start, initial, shadow)
         if start.channel is not None and group is None:
-            self._held = [{name: (0, spec.element_count) for name, spec in self._specs.items()}]
-            self._shadow = self._first.resumed(self._held[0])
-            if self._shadow is not None and not start.reads_otherwise(files):
+            self._shadow = self._first.resumed({name: (0, spec.element_count) for name, spec in self._specs.items()})
+            if self._shadow is not None:
                 self._uploader.resume(start.end)
 
     @property
     def run_id(self) -> str | None:
-        """The run that this channel holds; None before the first publish to a new one."""
+        """The run that the channel holds; None before the first publish to a new channel."""
         return None if self._channel is None else self._run_id
 
     @property
     def version(self) -> int:
-        """The newest version handed to the uploader, 0 before the first."""
+        """The newest version handed to the uploader; 0 before the first."""
         return self._version
 
     @property
     def digest(self) -> str | None:
-        """Digest of the newest version that is visible; None before the first, and at all ranks but the first one."""
+        """Digest of the newest visible version; None before the first, and at all ranks but the first."""
         return None if self._log is None or self._log.tip is None else self._log.tip.sha256
 
     @property
     def published(self) -> Mapping[int, str]:
-        """Digests of the versions that this publisher stored, by number; at the first rank."""
+        """Digests of the versions that this publisher stored, by number; empty at all ranks but the first."""
         return {} if self._log is None else self._log.published
 
     @property
     def shadow_bytes(self) -> dict[str, int]:
-        """Memory that the shadow takes in this process: on the `host`, and on a `device`."""
-        if self._shadow is None:
-            return {"host": 0, "device": 0}
-        return {"host": sum(bits.nbytes for bits in self._shadow.bits.values()), "device": self._shadow.device_bytes}
+        """Memory that the shadow takes in this process, on the `host` and on the `device`."""
+        return {"host": 0, "device": 0} if self._shadow is None else self._shadow.size_bytes
 
     def publish(self, named_tensors: Stream, step: int | None = None, token_lag: TokenLag | None = None) -> Receipt:
         """Publish the weights as the next version; the upload goes on in the background.
 
         Args:
             named_tensors: A module (its `state_dict()`), a mapping, or pairs of name and tensor: every tensor of the model,
-                each once, of any dtype, device and stride; floating ones are cast to the served dtype. Read completely and
-                not kept: the tensors may change as soon as this returns. With a `group` also the shards that this rank
-                holds, as `DTensor` or `TensorRange`; of tensors that are whole on all ranks those of the first are
-                published. On a GPU a mapping or a list is compared fastest: its tensors stay, so that all of them are
-                compared at once; those of a generator are compared one by one.
+                each once, of any dtype, device and stride; floating ones are cast to the served dtype. All are read before
+                this returns, and may change afterwards. With a `group` also the shards that this rank holds, as `DTensor` or
+                `TensorRange`; of tensors that are whole on all ranks the first rank's are published. On a GPU a mapping or a
+                list is fastest: all its tensors are compared at once, those of a generator one by one.
             step: The trainer's step, a whole number, stored as metadata.
             token_lag: Mean, 95th percentile and maximum age, in versions, of tokens trained since the last call; metadata.
 
@@ -190,6 +188,7 @@ class Publisher:
         before_s = time.perf_counter()
         base = self._agree_on_base()
         live: Job | None = None
+        changes: dict[str, Patch] | None
         reference: Reference | None = None
         problem: BaseException | None = None
         try:
@@ -200,15 +199,14 @@ class Publisher:
                     if base.waiting is None and not base.full and self._uploader.idle:
                         live = self._job(base, live=True, fingerprints=self._shadow.fingerprints)
                         self._uploader.submit(live)
-                    taken, problem = attempt(lambda: self._take(named_tensors, live))
-                    changes = taken or {}
-            jobs = self._jobs(base, live, changes, reference, problem, step)
-            jobs[-1].token_lag = token_lag
+                    changes, problem = attempt(lambda: self._take(named_tensors, live))
+            jobs = self._jobs(base, live, changes or {}, reference, problem)
         except BaseException:
             self._undo(base, live, reference)
             raise
         assert self._shadow is not None
         self._shadow.keep()
+        jobs[-1].step, jobs[-1].token_lag = step, token_lag
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else self._weight_bytes)
@@ -218,11 +216,11 @@ class Publisher:
                 self._uploader.submit(job)
         self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
-        self._shadow.tell_of_nan(self._version)
+        self._shadow.warn_of_nan(self._version)
         return self._last
 
     def first(self, action: Callable[[], _Value]) -> _Value:
-        """What the first rank gets by an action, at all ranks of a sharded trainer: whether to publish now, say.
+        """Run an action on the first rank of a sharded trainer and return its result at all ranks.
 
         Raises:
             BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
@@ -243,7 +241,7 @@ class Publisher:
                     self._peers.signals.wait_until_seen()
 
     def close(self) -> None:
-        """Finish the uploads and end; further calls of `publish` are refused.
+        """Finish the uploads and end. Later calls of `publish` are refused.
 
         Raises:
             PublishError: the last version did not become visible.
@@ -267,7 +265,7 @@ class Publisher:
     def save_shadow(self, directory: str | Path) -> None:
         """Write the bits published last to a directory, as safetensors, to resume from (`shadow`).
 
-        If this is cut short, resuming finds out and reads the channel instead.
+        If this is cut short, resuming notices and reads the channel instead.
 
         Raises:
             ConfigError: nothing was published yet, this rank has no whole weights, or the directory cannot be written.
@@ -285,38 +283,39 @@ class Publisher:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}.") from error
 
-    def _open(self, settings: PublisherSettings, resume: bool) -> Start:
-        start, self._log = open_first(self.store, settings, resume)
+    def _open(self, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> Start:
+        start, self._log = open_first(self.store, settings, resume, files)
         return start
 
     def _agree_on_base(self) -> _Base:
-        """What the next version builds on, as the first rank says: it alone knows what became of the versions before."""
-        waiting: Job | None = None
-        problem: BaseException | None = None
-        said: list[int] = [0, 0, 0, 0]
+        """Return what the next version builds on. The first rank decides: it knows what became of the versions before."""
         uploader = self._uploader
-        if isinstance(uploader, Uploader):
-            waiting, problem = attempt(uploader.take)
-            if problem is None:
-                number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
-                collects = self._peers.size > 1 and (full or uploader.is_due(number, 0, self._weight_bytes))
-                said = [number, full, collects, waiting is not None]
-                uploader.warm_up()
+        waiting: Job | None = None
+
+        def decide() -> tuple[int, bool, bool, bool]:
+            nonlocal waiting
+            assert isinstance(uploader, Uploader)
+            waiting = uploader.take()
+            number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
+            uploader.warm_up()
+            collects = self._peers.size > 1 and (full or uploader.is_due(number, 0, self._weight_bytes))
+            return number, full, collects, waiting is not None
+
         try:
-            number, whole, collect, joins = self._peers.agree(problem, *said)
+            number, full, collects, joins = self._peers.first(decide)
             if joins and isinstance(uploader, PartUploader):
                 waiting = uploader.take()
         except BaseException:
             if waiting is not None:
                 uploader.submit(waiting)
             raise
-        if whole and number == 1 and self._first.initial is not None and self._peers.size == 1:
+        if full and number == 1 and self._first.initial is not None and self._peers.size == 1:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
-        return _Base(number, bool(whole), bool(collect), waiting)
+        return _Base(number, full, collects, waiting)
 
     def _begin(self, base: _Base, named_tensors: Stream) -> tuple[_Base, dict[str, Patch], Reference | None]:
-        """Learn from the first stream who holds what: what the version builds on, the steps from there, the reference."""
-        begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, refers=base.version == 1)
+        """Take the first stream. Return what its version builds on, the steps from there, and the reference if it is one."""
+        begun = self._first.compare(named_tensors, self._channel, self.settings.dtype, may_refer=base.version == 1)
         if begun.resumed:
             self._uploader.resume(self._first.start.end)
             base = base._replace(full=False, collects=False)
@@ -324,7 +323,7 @@ class Publisher:
         return base, begun.changes, begun.reference
 
     def _take(self, named_tensors: Stream, live: Job | None) -> dict[str, Patch]:
-        """Take the stream into the shadow; the steps."""
+        """Take the stream into the shadow and return the steps."""
         assert self._shadow is not None
         if live is None:
             self._uploader.wait_released()
@@ -345,18 +344,17 @@ class Publisher:
         changes: dict[str, Patch],
         reference: Reference | None,
         problem: BaseException | None,
-        step: int | None,
     ) -> list[Job]:
-        """The version, complete: agreed on by all ranks. Before it, if there is one, the reference that it builds on.
+        """Agree with all ranks on the version. Return its job, and before it that of the reference that it builds on.
 
         Raises:
             BaseException: `problem`, or a `DeltaSyncError` with the message of another rank's.
-            OSError: full weights of a sharded trainer found no room.
+            OSError: the disk is full, with the full weights of a sharded trainer.
         """
         shadow, waiting = self._shadow, base.waiting
         assert shadow is not None
         patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
-        # Of full weights that nobody else publishes the uploader works them out, so that the trainer does not wait for it.
+        # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
         names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
         digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
         changed, *digests = self._peers.agree(problem, sum(patch.changed for patch in patches.values()), *digests)
@@ -364,23 +362,23 @@ class Publisher:
         jobs: list[Job] = []
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
-            jobs = [self._job(base, reference=reference, fingerprints=known, step=None if changed else step)]
+            jobs = [self._job(base, reference=reference, fingerprints=known)]
             if not changed:
                 return jobs
             base = base._replace(version=2, full=False, collects=False)
-        weights: Weights | None = None
+        weights = None
         if base.collects:
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
         job = live or waiting or self._job(base)
         job.drop_weights()
-        job.weights, job.step, job.fingerprints = weights, step, fingerprints
+        job.weights, job.fingerprints = weights, fingerprints
         job.coalesced += job is waiting
         job.changed = 0 if base.full else changed
         job.patches = {} if base.full or live else patches
         return [*jobs, job]
 
     def _undo(self, base: _Base, live: Job | None, reference: Reference | None) -> None:
-        """Nothing is published: the shadow is as before, and what waited goes on."""
+        """Publish nothing: restore the shadow, and let the waiting job go on."""
         if live is not None:
             live.abort()
             live.released.wait()

@@ -1,4 +1,4 @@
-"""Objects on their way to a store: each key gets one content, which is put again after errors that may pass."""
+"""Requests of a publisher, repeated after errors that may pass. Each key gets one content, however often it is put."""
 
 from __future__ import annotations
 
@@ -8,41 +8,27 @@ from typing import TypeVar
 
 from deltasync.channel.documents import File, sha256_hex
 from deltasync.config import PublisherSettings
-from deltasync.errors import (
-    CorruptDataError,
-    FormatError,
-    ObjectExistsError,
-    ObjectMissingError,
-    TransientStoreError,
-    UnsupportedFormatError,
-    get_logger,
-)
+from deltasync.errors import CorruptDataError, ObjectExistsError, ObjectMissingError, TransientStoreError
 from deltasync.stores import retries
 from deltasync.stores.base import Store
 
-logger = get_logger(__name__)
+_READS = 3
+"""How often bytes that look damaged are read: they may be so on the way only."""
 
-_LOOKS = 3
-_LARGE_BYTES = 4 << 20  # hashed while they are stored
+_LARGE_BYTES = 4 << 20
+"""Files from this size on are hashed while they are stored."""
 
 _Result = TypeVar("_Result")
 
 
 def retried(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
-    """The result of `action`, which is run again after transient store errors."""
+    """Return the result of `action`, which is run again after transient store errors."""
     return retries.retried(action, settings.retries, settings.retry_delay_s)
 
 
-def looked(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
-    """As `retried`, and again if what `action` reads is damaged, which it may be on the way only."""
-    for _ in range(_LOOKS - 1):
-        try:
-            return retried(settings, action)
-        except UnsupportedFormatError:
-            raise
-        except FormatError as error:
-            logger.warning("%s", error)
-    return retried(settings, action)
+def reread(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
+    """As `retried`; `action` is also run again if what it reads is damaged."""
+    return retries.retried(lambda: retried(settings, action), _READS - 1, passing=(CorruptDataError,))
 
 
 def put_file(store: Store, settings: PublisherSettings, key: str, data: bytes | memoryview) -> File:
@@ -61,7 +47,7 @@ def put_file(store: Store, settings: PublisherSettings, key: str, data: bytes | 
 
 
 def create(store: Store, key: str, data: bytes) -> bool:
-    """Create an object, or find it created by an earlier request whose reply got lost.
+    """Create an object. It may also have been created by an earlier request whose reply got lost.
 
     Returns:
         Whether the key holds these bytes. If not, it holds other ones, for good.
@@ -72,19 +58,19 @@ def create(store: Store, key: str, data: bytes) -> bool:
     try:
         store.create(key, data)
     except ObjectExistsError as error:
-        found = holds(store, key, data)
-        if found is None:
+        is_ours = holds(store, key, data)
+        if is_ours is None:
             raise TransientStoreError(f"{error} But it cannot be read back.") from error
-        return found
+        return is_ours
     return True
 
 
 def holds(store: Store, key: str, data: bytes) -> bool | None:
     """Whether a key holds these bytes and not other ones; None if it holds nothing.
 
-    Other bytes are read again before they are taken for another publisher's: an answer may be damaged on the way.
+    Other bytes are read again before they are taken for another publisher's.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_READS):
         try:
             if store.read(key, len(data)) == data:
                 return True

@@ -1,9 +1,9 @@
-"""FP8 weights with a scale for each block, quantized before they are compared: far fewer bits change than in bfloat16.
+"""Quantize weights to FP8 with a scale for each block, before they are compared: far fewer bits change than in bfloat16.
 
 The layout is that of DeepSeek-V3's checkpoints, which vLLM and transformers load by `QUANTIZATION` in config.json: a matrix
-`name` becomes `name` in float8_e4m3fn and `name + "_scale_inv"` in float32, one number for each block of 128 by 128 weights,
-by which its values are to be multiplied. Scales are powers of two: one that followed the largest weight of its block
-exactly would change at every step, and with it many values that are close to a rounding boundary.
+`name` becomes `name` in float8_e4m3fn and `name + "_scale_inv"` in float32, one factor for each block of 128 by 128 weights.
+Scales are powers of two: one that followed the largest weight of its block exactly would change at every step, and with it
+many values that are close to a rounding boundary.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from deltasync.errors import ConfigError
-from deltasync.publish.sharded import TensorRange
+from deltasync.publish.stream import Tensor, TensorRange
 from deltasync.tensors.bits import cast
 
 BLOCK = 128
@@ -35,17 +34,17 @@ _LARGEST = 448.0  # of float8_e4m3fn
 _KEPT = re.compile(r"(^|\.)(embed_tokens|wte|lm_head|gate|router)\.weight$")  # and all that are no matrices
 
 
-def fp8_blocks(named_tensors: Iterable[tuple[str, torch.Tensor | TensorRange]]) -> Iterator[tuple[str, torch.Tensor]]:
+def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize the weights of linear layers; embeddings, the output layer, routers and norms become bfloat16.
 
     Args:
-        named_tensors: Tensors of a checkpoint, whole ones; experts one by one.
+        named_tensors: Whole tensors of a checkpoint; experts one by one.
 
     Raises:
         ConfigError: a tensor is a shard.
     """
     for name, tensor in named_tensors:
-        if isinstance(tensor, TensorRange | DTensor):
+        if isinstance(tensor, TensorRange) or hasattr(tensor, "placements"):  # a DTensor, whose import takes seconds
             raise ConfigError(f"{name} is a shard, which cannot be quantized by blocks; train with DDP, or serve bfloat16.")
         if tensor.ndim != 2 or not tensor.is_floating_point() or not name.endswith(".weight") or _KEPT.search(name):
             yield name, cast(tensor, "bfloat16")
@@ -56,7 +55,7 @@ def fp8_blocks(named_tensors: Iterable[tuple[str, torch.Tensor | TensorRange]]) 
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values, float8_e4m3fn of the same shape, and scales, float32[ceil(rows / 128), ceil(columns / 128)]."""
+    """Return values, float8_e4m3fn of the same shape, and scales, float32[ceil(rows / 128), ceil(columns / 128)]."""
     rows, columns = weight.shape
     padded = functional.pad(weight.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)

@@ -1,4 +1,4 @@
-"""DETECT: the bits last handed to the uploader, and what differs from them now. A rank keeps the ranges that it holds."""
+"""DETECT: keep the bits last handed to the uploader, of the ranges that this rank holds, and find what differs from them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError, 
 from deltasync.live import LiveMemory, Segment
 from deltasync.publish.device_copies import DeviceCopies, Difference
 from deltasync.publish.quantize import fp8_blocks
-from deltasync.publish.sharded import TensorRange, range_of
-from deltasync.publish.stream import Stream, Tensors, pair_of, tensors_of
+from deltasync.publish.stream import Stream, TensorRange, Tensors, pair_of, range_of, tensors_of
 from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint, index_dtype, weight_elements
 from deltasync.tensors.bits import (
     bits_of,
@@ -40,22 +39,23 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_MOST_LATER = 8  # steps of one tensor that a snapshot keeps one by one; they are folded then
+_MOST_LATER = 8
+"""Steps of one tensor that a snapshot keeps one by one; more are folded."""
 
 
 class Shadow:
     """Published bits of the ranges that this rank holds, in host memory.
 
-    Tensors that come from an accelerator may have a second copy in its memory (`DeviceCopies`); they are compared there, so
+    Tensors that come from an accelerator may have a second copy in its memory (`DeviceCopies`). They are compared there, so
     that only what changed crosses to the host. One thread advances and retreats; snapshots may be read in others meanwhile.
 
     Attributes:
         specs: The whole tensors.
         element_count: Elements of all of them.
-        ranges: What is held of each.
+        ranges: The range that is held of each.
         bits: Unsigned bit patterns of each range.
-        lock: Held while they change.
-        with_nan: Tensors with a NaN among what was taken last, until `tell_of_nan`.
+        lock: Held while the bits change.
+        with_nan: Tensors with a NaN in what was taken last, until `warn_of_nan`.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], ranges: Mapping[str, Range], bits: Mapping[str, np.ndarray]) -> None:
@@ -72,14 +72,14 @@ class Shadow:
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, int]:
-        """What each range adds to the fingerprint of its tensor; worked out when it is first asked for."""
+        """The share of each range in the fingerprint of its tensor; computed when it is first asked for."""
         self.with_nan = [name for name, held in self.bits.items() if has_nan(held, self.specs[name])]
         return {
             name: kernels.cpu.fingerprint(fingerprint.tensor_key(name), held, self.ranges[name][0])
             for name, held in self.bits.items()
         }
 
-    def tell_of_nan(self, version: int) -> None:
+    def warn_of_nan(self, version: int) -> None:
         """Warn of NaN in what was taken last, once."""
         nan, self.with_nan = self.with_nan, []
         if nan:
@@ -90,10 +90,10 @@ class Shadow:
 
     @classmethod
     def of(cls, stream: Stream, dtype: str, rank: int) -> Shadow:
-        """A copy of the first stream, in the served dtype.
+        """Copy the first stream, in the served dtype.
 
         Raises:
-            ModelMismatchError: it holds nothing, a tensor twice, or one that no channel carries.
+            ModelMismatchError: the stream is empty, or holds a tensor twice, or one that no channel carries.
         """
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
@@ -102,9 +102,8 @@ class Shadow:
         for name, part in _parts(tensors, dtype, rank, specs):
             held[name], ranges[name] = np.empty(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
             copy = TensorSpec(name, specs[name].dtype, tuple(part.held.shape))
-            source = (
-                part.held.detach() if part.held.is_cpu else cast(part.held, copy.dtype)
-            )  # casts where it is, in all threads
+            # The copy casts host tensors, in all threads; others are cast where they are.
+            source = part.held.detach() if part.held.is_cpu else cast(part.held, copy.dtype)
             tensor_of(held[name], copy).copy_(source)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
@@ -112,14 +111,14 @@ class Shadow:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> Shadow:
-        """Over the memory of these whole tensors, on the host."""
+        """Return a shadow over the memory of these whole tensors, on the host."""
         specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
         ranges = {name: (0, spec.element_count) for name, spec in specs.items()}
         return cls(specs, ranges, {name: bits_of(tensor) for name, tensor in tensors.items()})
 
     @classmethod
     def read(cls, reader: ChannelReader, way: Sequence[Stored], ranges: Mapping[str, Range]) -> Shadow:
-        """These ranges as a channel has them at the end of a way; the fingerprint over all ranks tells if they are right.
+        """Read these ranges from a channel, along a way of records. The caller checks the fingerprint over all ranks.
 
         Raises:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
@@ -134,7 +133,7 @@ class Shadow:
         return cls(specs, ranges, bits)
 
     def stream(self) -> Iterator[tuple[str, TensorRange]]:
-        """The bits as a stream."""
+        """Yield the bits as a stream of ranges."""
         for name, bits in self.bits.items():
             spec = self.specs[name]
             held = tensor_of(bits, TensorSpec(name, spec.dtype, (bits.size,)))
@@ -148,12 +147,12 @@ class Shadow:
         placement: str = "host",
         on_change: Callable[[Patch], None] | None = None,
     ) -> dict[str, Patch]:
-        """Take the stream: the steps, in flat indices of the whole tensors. If it raises, `retreat` undoes what was taken.
+        """Take the stream and return the steps, in flat indices of the whole tensors. If this raises, call `retreat`.
 
-        `on_change` is told of each changed tensor, whose bits stay the new ones for the rest of the stream.
+        `on_change` is called for each changed tensor, whose bits stay the new ones for the rest of the stream.
 
         Raises:
-            ModelMismatchError: it holds other tensors, or other ranges of them.
+            ModelMismatchError: the stream holds other tensors, or other ranges of them.
         """
         self._before, self._taken = dict(self.fingerprints), {}
         seen: dict[str, TensorSpec] = {}
@@ -185,7 +184,7 @@ class Shadow:
     def _differences(
         self, stream: Stream, dtype: str, rank: int, placement: str, seen: dict[str, TensorSpec]
     ) -> Iterator[Difference]:
-        """What differs, tensor by tensor; fills `seen`."""
+        """Yield what differs, tensor by tensor; fill `seen` with the stream's specs."""
         tensors, dtype = _tensors(stream, dtype)
         lasting = isinstance(tensors, ItemsView | Sequence)
         self._copies.begin(placement)
@@ -201,7 +200,7 @@ class Shadow:
         yield from self._copies.rest()
 
     def retreat(self) -> None:
-        """Undo `advance`, whether it ended well or not."""
+        """Undo the last `advance`, whether it raised or not."""
         with self.lock:
             for name, patch in self._taken.items():
                 assert patch.index_K is not None
@@ -214,27 +213,27 @@ class Shadow:
         self._copies.clear()
 
     def keep(self) -> None:
-        """What `advance` took stays."""
+        """Make the last `advance` final."""
         self._taken, self._before = {}, None
 
     def snapshot(self) -> Snapshot:
-        """The bits as they are now, of a process that has the whole model."""
+        """Return the bits of now, in a process that has the whole model."""
         snapshot = Snapshot(self)
         with self.lock:
             self._snapshots = [*(other for other in self._snapshots if other.is_open), snapshot]
         return snapshot
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of the copies on accelerators."""
-        return self._copies.size_bytes
+    def size_bytes(self) -> dict[str, int]:
+        """Memory of the bits on the `host`, and of their copies on a `device`."""
+        return {"host": sum(bits.nbytes for bits in self.bits.values()), "device": self._copies.size_bytes}
 
 
 class Snapshot:
-    """The bits of a shadow at one moment, while it advances: those of now, less the steps taken since.
+    """The bits that a shadow had at one moment, while it advances: its bits less the steps taken since.
 
-    Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read that changed
-    meanwhile.
+    Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read again that changed
+    while it was being read.
     """
 
     def __init__(self, shadow: Shadow) -> None:
@@ -248,14 +247,14 @@ class Snapshot:
         return bool(self._later)
 
     def note(self, patch: Patch) -> None:
-        """The shadow takes a step, and holds the lock."""
+        """Note a step of the shadow, which holds the lock."""
         later = self._later.get(patch.name)
         if later is not None:
             later = [*later, patch]
             self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
 
     def take(self, name: str, out_N: np.ndarray) -> None:
-        """Write a tensor's bits into `out_N`, unsigned and flat; CorruptDataError if they are not what they were."""
+        """Write a tensor's bits into `out_N`, unsigned and flat; raise CorruptDataError if memory has damaged them."""
         key, bits_N = fingerprint.tensor_key(name), self._bits[name]
         with self._lock:
             before = self._later[name]
@@ -275,19 +274,19 @@ class Snapshot:
             raise CorruptDataError(f"The bits of {name} in memory are not those that were published.")
 
     def close(self) -> None:
-        """Read no more, and drop what was kept."""
+        """Drop the steps of tensors that were not read."""
         with self._lock:
             self._later.clear()
 
 
 def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
-    """The stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
+    """Return the stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
     tensors = tensors_of(stream)
     return (fp8_blocks(map(pair_of, tensors)), "keep") if dtype == "fp8" else (tensors, dtype)
 
 
 def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, TensorRange]]:
-    """The stream's ranges; fills `specs` with what they are in the served dtype."""
+    """Yield the ranges that a rank publishes of a stream; fill `specs` with the whole tensors in the served dtype."""
     for name, tensor in map(pair_of, stream):
         if name in specs:
             raise ModelMismatchError(f"The stream held {name} twice; nothing was published.")
@@ -302,7 +301,7 @@ def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec])
 
 
 def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, Range]]) -> None:
-    """Check that the ranks, each with its ranges, hold every element of a model once.
+    """Check that the ranges of all ranks hold every element of a model once.
 
     Raises:
         ConfigError: one rank publishes alone, and does not hold all of a tensor.

@@ -1,4 +1,4 @@
-"""How a publisher starts: what it finds in a channel, and what it compares its first stream with."""
+"""Start a publisher: read what a channel holds, and compare the first stream with that or with a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from deltasync.channel.checkpoint import Checkpoint
 from deltasync.channel.documents import Channel, Reference, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.config import PublisherSettings, Retention
-from deltasync.errors import (
-    ApplyError,
-    ChainError,
-    ConfigError,
-    FormatError,
-    ModelMismatchError,
-    UnsupportedFormatError,
-)
+from deltasync.config import PublisherSettings
+from deltasync.errors import ApplyError, ChainError, ConfigError, CorruptDataError, FormatError, ModelMismatchError
 from deltasync.publish import put
 from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel
@@ -36,22 +29,22 @@ from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
 logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's file; its scaling is no weight."""
+"""PEFT's file. It has the scaling of an adapter, which is in none of its weights."""
 
 
 class Start(NamedTuple):
-    """What the first rank found in a channel, for all."""
+    """What the first rank found in a channel, for all ranks."""
 
     settings: PublisherSettings
     channel: Channel | None
     run_id: str
     number: int  # of the newest version, readable or not; 0 if there is none
-    way: Sequence[Stored]  # what leads to it from nothing, without the bytes; empty if it cannot be read
+    way: Sequence[Stored]  # the records that lead to it from nothing, without bytes; empty if nothing can build on it
     trusted: list[str] | None  # keys of writers, None if everything is taken
 
     @property
     def end(self) -> Version:
-        """The newest version, which can be read."""
+        """The newest version, which the next one builds on."""
         return self.way[-1].version
 
     @property
@@ -63,59 +56,61 @@ class Start(NamedTuple):
         by_reference = first.record.reference is not None
         return Since(first.version.version, by_reference, sum(stored.payload_bytes for stored in others))
 
-    def reads_otherwise(self, files: Mapping[str, bytes]) -> bool:
-        """Whether these files change what an adapter's weights mean: replicas learn that from full weights only."""
-        anchor = self.way[0].record.anchor if self.way and ADAPTER_CONFIG in files else None
-        known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.companions}
-        return ADAPTER_CONFIG in known and known[ADAPTER_CONFIG] != documents.sha256_hex(files[ADAPTER_CONFIG])
 
+def open_first(store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> tuple[Start, Log]:
+    """Open a channel to write to it, and find the way to its newest version. Raises as `open_channel`.
 
-def open_first(store: Store, settings: PublisherSettings, resume: bool) -> tuple[Start, Log]:
-    """Open a channel to write to it, and find the way to its newest version; raises as `open_channel`."""
+    The next version has full weights if `files`, beside them, change what an adapter's weights mean.
+    """
     signer = signing.signer_of(settings)
-    trusted = None if signer is None else signer.trusted
-    reader = ChannelReader(store, trusted)
+    reader = ChannelReader(store, None if signer is None else signer.trusted)
     log = open_channel(reader, settings, resume, signer)
     way, tip = list[Stored](), log.tip
     if tip is not None:
         try:
-            put.looked(settings, lambda: reader.record(tip))
+            put.reread(settings, lambda: reader.record(tip))
             way = [dataclasses.replace(stored, data=None) for stored in plan.find_way(reader, None, tip)]
-        except UnsupportedFormatError:
-            raise
-        except (FormatError, ChainError) as error:
+            if _has_other_adapter(way[0], files):
+                logger.info(
+                    "%s is another one than that of version %s. The next version has full weights.", ADAPTER_CONFIG, tip
+                )
+                way = []
+        except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
-    return Start(settings, log.channel, log.run_id, number, way, None if trusted is None else trusted.names), log
+    return Start(settings, log.channel, log.run_id, number, way, None if signer is None else signer.trusted.names), log
 
 
-def check_sharded(retention: Retention, shadow: str | Path | None) -> None:
-    """Refuse what no rank of a sharded trainer can do, by a ConfigError."""
-    if shadow is not None:
-        raise ConfigError("A sharded trainer cannot resume from a saved shadow; without it each rank reads the channel.")
-    if retention.fold_every:
-        raise ConfigError("A sharded trainer writes no folds; leave fold_every at 0 and run `deltasync fold`.")
+def _has_other_adapter(stored: Stored, files: Mapping[str, bytes]) -> bool:
+    """Whether these files change the config of an adapter, which replicas learn with full weights only."""
+    anchor = stored.record.anchor
+    known = {} if anchor is None else {file.key.rpartition("/")[2]: file.sha256 for file in anchor.companions}
+    both = ADAPTER_CONFIG in known and ADAPTER_CONFIG in files
+    return both and known[ADAPTER_CONFIG] != documents.sha256_hex(files[ADAPTER_CONFIG])
 
 
 class Begun(NamedTuple):
-    """What the first stream told."""
+    """What the first stream holds."""
 
     channel: Channel
-    held: Sequence[Mapping[str, Range]]  # by each rank
+    held: Sequence[Mapping[str, Range]]  # the ranges of each rank
     shadow: Shadow  # the bits of the stream, of this rank's ranges
-    resumed: bool  # whether it goes on from the newest version
+    resumed: bool  # whether it continues from the newest version
     changes: dict[str, Patch]  # steps from that version, or from the reference, to the stream
     reference: Reference | None  # of version 1
 
 
 class FirstStream:
-    """Compares the first stream with what there is: the version that is resumed, or a checkpoint that everybody has.
+    """Compares the first stream with the version that is resumed, or with a checkpoint that everybody has.
 
-    Of a sharded trainer only that stream tells who holds what, so which parts of the version are to be read.
+    Only that stream tells which ranges each rank of a sharded trainer holds, and so has to read.
 
     Args:
-        initial: The checkpoint for a new channel, which every rank loads; the first one decides which commit it is.
-        saved: A directory with a shadow to start from, if it is of the model and a version that is still known.
+        peers: The ranks.
+        reader: The channel's.
+        start: What the channel holds.
+        initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
+        saved: A directory with a shadow to start from, if it is of this model and of a version that is still known.
 
     Raises:
         ConfigError, CorruptDataError: a rank cannot load the checkpoint; then all raise.
@@ -127,15 +122,15 @@ class FirstStream:
         self.start = start
         self.initial: Checkpoint | None = None
         if initial is not None and not start.number:
-            decided = peers.first(lambda: checkpoint.find(initial))
-            self.initial = peers.all(lambda: checkpoint.load(decided))
+            reference = peers.first(lambda: checkpoint.find(initial))
+            self.initial = peers.all(lambda: checkpoint.load(reference))
         self._peers = peers
         self._reader = reader
         self._saved = saved
         self._resumes = bool(start.way)
 
-    def compare(self, named_tensors: Stream, channel: Channel | None, dtype: str, refers: bool) -> Begun:
-        """Take the first stream, whose version may be a reference if it `refers`.
+    def compare(self, named_tensors: Stream, channel: Channel | None, dtype: str, may_refer: bool) -> Begun:
+        """Take the first stream. With `may_refer` its version may be a reference.
 
         Raises:
             ModelMismatchError, ConfigError: at all ranks. Nothing was taken.
@@ -158,7 +153,7 @@ class FirstStream:
         resumed = self.resumed(first.ranges)
         if resumed is not None:
             return Begun(channel, held, resumed, True, resumed.advance(first.stream(), "keep", peers.rank), None)
-        if self.initial is None or not refers:
+        if self.initial is None or not may_refer:
             return Begun(channel, held, first, False, {}, None)
         reference, changes = _refer(peers, self.initial, first)
         if changes:
@@ -166,7 +161,7 @@ class FirstStream:
         return Begun(channel, held, first, False, changes, reference)
 
     def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
-        """These ranges of the version that is resumed, once; None if there is none, or if it cannot be read."""
+        """Read these ranges of the version to resume, once. Return None if there is none, or if it cannot be read."""
         if not self._resumes:
             return None
         self._resumes, start = False, self.start
@@ -175,13 +170,13 @@ class FirstStream:
         added = 0 if shadow is None else sum(shadow.fingerprints.values())
         damaged, total = self._peers.agree(None if damage else problem, damage is not None, added)
         if damaged or fingerprint.to_hex(total) != start.way[-1].record.fingerprint:
-            why = damage or "on another rank, or it has other bits than it promises"
+            why = damage or "on another rank, or its bits do not have its fingerprint."
             logger.warning("Version %s cannot be read: %s The next version has full weights.", start.end, why)
             return None
         return shadow
 
     def _read(self, ranges: Mapping[str, Range]) -> Shadow:
-        """The newest version's bits. Whether they are right only the fingerprint over all ranks can tell."""
+        """Read the newest version's bits. The caller checks the fingerprint over all ranks."""
         if self._peers.size > 1:
             return Shadow.read(self._reader, self.start.way, ranges)
         replica = Replica(self._reader)
@@ -197,7 +192,7 @@ class FirstStream:
 
 
 def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
-    """A channel for this model; `Log.create_channel` fills in what is the log's business."""
+    """Return a channel for this model. `Log.create_channel` fills in the rest."""
     table = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
     return Channel(
         run_id="-",
@@ -211,7 +206,7 @@ def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
 
 
 def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference, dict[str, Patch]]:
-    """What it takes to refer to a checkpoint in the place of a model, and what leads from it to this rank's ranges.
+    """Return a reference to a checkpoint in the place of a model, and the steps from there to this rank's ranges.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`; then all ranks raise.
@@ -219,13 +214,13 @@ def _refer(peers: Peers, initial: Checkpoint, shadow: Shadow) -> tuple[Reference
     alike = peers.share(initial.alike(shadow.specs, shadow.bits))
     tied = {}
     for name, others in alike[0].items():
-        both = [other for other in others if all(other in found.get(name, ()) for found in alike)]
-        if both:
-            tied[name] = both[0]
+        on_all_ranks = [other for other in others if all(other in found.get(name, ()) for found in alike)]
+        if on_all_ranks:
+            tied[name] = on_all_ranks[0]
     reference = dataclasses.replace(initial.reference, tied=tied)
     source = Checkpoint(reference, initial.files)
-    found, problem = attempt(lambda: checkpoint.compare(source, shadow.specs, shadow.ranges, shadow.bits))
-    parts, changes = found or ({}, {})
+    compared, problem = attempt(lambda: checkpoint.compare(source, shadow.specs, shadow.ranges, shadow.bits))
+    parts, changes = compared or ({}, {})
     digests = peers.agree(problem, *(parts.get(name, 0) for name in shadow.specs))
     named = {name: fingerprint.to_hex(digest) for name, digest in zip(shadow.specs, digests, strict=True)}
     return dataclasses.replace(reference, fingerprints=named), changes

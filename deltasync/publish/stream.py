@@ -1,13 +1,36 @@
-"""What may be given to `publish`."""
+"""What `publish` reads: names and tensors, whole ones or the part of one that a rank of a sharded trainer holds."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any
 
 import torch
 
-from deltasync.errors import ModelMismatchError
-from deltasync.publish.sharded import TensorRange
+from deltasync.errors import ConfigError, ModelMismatchError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRange:
+    """A range of a checkpoint tensor, for trainers that shard in another way than FSDP2's `DTensor`, such as ZeRO.
+
+    Attributes:
+        held: The elements, row-major; any shape, device and floating dtype, may be empty.
+        start: Flat index of the first of them in the whole tensor.
+        shape: The whole tensor's shape.
+    """
+
+    held: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Flat index behind the last element."""
+        return self.start + self.held.numel()
+
 
 Tensor = torch.Tensor | TensorRange
 Tensors = Iterable[tuple[str, Tensor]]
@@ -21,28 +44,28 @@ as a generator, may free or overwrite a tensor as soon as the next one is asked 
 
 
 def tensors_of(stream: Stream) -> Tensors:
-    """Pairs of name and tensor, each to be held to `pair_of`; ModelMismatchError if it is something else, or empty."""
+    """Return the stream's pairs, not yet checked (`pair_of`); raise ModelMismatchError if it has none or is none."""
     if isinstance(stream, torch.nn.Module):
         stream = stream.state_dict()
     elif callable(stream):
         stream = stream()
-    found = stream.items() if isinstance(stream, Mapping) else stream
-    if isinstance(found, str | torch.Tensor) or not isinstance(found, Iterable):
+    pairs = stream.items() if isinstance(stream, Mapping) else stream
+    if isinstance(pairs, str | torch.Tensor) or not isinstance(pairs, Iterable):
         wanted = "a module, a mapping of names to tensors, or pairs of name and tensor"
         raise ModelMismatchError(f"publish() takes {wanted}, not {_shown(stream)}.")
-    if isinstance(found, Sized) and not len(found):
+    if isinstance(pairs, Sized) and not len(pairs):
         raise ModelMismatchError("There is no tensor to publish.")
-    return found
+    return pairs
 
 
 def pair_of(pair: object) -> tuple[str, Tensor]:
-    """What a stream gives, if it is a name and a tensor; else ModelMismatchError."""
+    """Return a pair that a stream gave; raise ModelMismatchError if it is not a name and a tensor."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ModelMismatchError(f"What publish() reads is a pair of name and tensor, not {_shown(pair)}.")
+        raise ModelMismatchError(f"publish() reads pairs of name and tensor, not {_shown(pair)}.")
     name, tensor = pair
     if not isinstance(name, str):
         raise ModelMismatchError(f"Names of tensors are strings, not {_shown(name)}.")
-    if not isinstance(tensor, torch.Tensor | TensorRange):
+    if not isinstance(tensor, Tensor):
         hint = "; torch.from_numpy makes one" if type(tensor).__module__ == "numpy" else ""
         raise ModelMismatchError(f"{name} is a {type(tensor).__name__}, not a torch.Tensor{hint}.")
     return name, tensor
@@ -50,3 +73,43 @@ def pair_of(pair: object) -> tuple[str, Tensor]:
 
 def _shown(given: object) -> str:
     return "a Tensor" if isinstance(given, torch.Tensor) else f"{given!r:.100}"
+
+
+def range_of(name: str, tensor: Tensor, rank: int) -> TensorRange:
+    """Return the range of a tensor that a rank publishes. Over all ranks each element is published once.
+
+    A whole tensor is published by the first rank; a `DTensor` has to be sharded by its first dimension, or replicated.
+
+    Raises:
+        ConfigError: a `DTensor` whose shard is no contiguous range.
+    """
+    if isinstance(tensor, TensorRange):
+        return tensor
+    if hasattr(tensor, "placements"):  # a DTensor, whose import takes seconds
+        return _range_of_dtensor(name, tensor)
+    return TensorRange(tensor if rank == 0 else tensor.new_empty(0), 0, tuple(tensor.shape))
+
+
+def _range_of_dtensor(name: str, tensor: Any) -> TensorRange:
+    from torch.distributed.tensor import Replicate, Shard
+
+    shape = tuple(tensor.shape)
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    coordinates = mesh.get_coordinate()
+    is_published, first_row, rows = True, 0, shape[0] if shape else 1
+    for dim, placement in enumerate(tensor.placements):
+        if type(placement) is Shard and placement.dim == 0:
+            chunk = -(-rows // mesh.size(dim))
+            begin = min(coordinates[dim] * chunk, rows)
+            first_row, rows = first_row + begin, min(chunk, rows - begin)
+        elif isinstance(placement, Replicate):
+            is_published = is_published and coordinates[dim] == 0
+        else:
+            raise ConfigError(
+                f"{name} is placed as {placement}; only tensors that are sharded by their first dimension, or replicated, "
+                "can be published without a gather. Publish tensor.full_tensor() from one rank instead."
+            )
+    if not is_published:
+        return TensorRange(local.new_empty(0), 0, shape)
+    assert local.numel() == rows * math.prod(shape[1:])
+    return TensorRange(local, first_row * math.prod(shape[1:]), shape)

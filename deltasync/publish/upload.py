@@ -1,4 +1,4 @@
-"""PUBLISH: one background thread that encodes versions and makes them visible, in order; `log` says when one is."""
+"""PUBLISH: encode versions and make them visible, in order, in one background thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -37,21 +38,18 @@ _IDLE_S = 5.0  # after which a connection is opened again before it is needed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Since:
-    """What a late joiner fetches: the newest full weights, of `version` (0 for none), and `bytes` of deltas after them.
+    """What a late joiner fetches: the newest full weights, and the deltas after them."""
 
-    `by_reference` says whether the weights are a checkpoint elsewhere.
-    """
-
-    version: int = 0
-    by_reference: bool = False
-    bytes: int = 0
+    version: int = 0  # of the full weights, 0 if there are none
+    by_reference: bool = False  # whether they are a checkpoint elsewhere
+    bytes: int = 0  # of the deltas
 
 
 class Uploader:
-    """Encodes and uploads jobs one after the other. At most one is under way and one waits, but for a reference before it.
+    """Encodes and uploads jobs one after the other. At most one runs and one waits, and a reference before that one.
 
     Attributes:
-        full: Whether the next version has full weights: there is no base whose bits are known.
+        full: Whether the next version needs full weights, because there is no base whose bits are known.
     """
 
     def __init__(self, log: Log, keeper: Keeper, settings: PublisherSettings, since: Since, signals: Signals) -> None:
@@ -73,21 +71,21 @@ class Uploader:
 
     @property
     def idle(self) -> bool:
-        """Whether a job that is submitted now begins at once, on what is known to be the tip, and without other ranks."""
+        """Whether a job submitted now begins at once, builds on a version known to be stored, and needs no other ranks."""
         with self._lock:
             return not self._signals.others and self._running is None and not self._waiting and self._log.pending is None
 
     def next(self) -> tuple[int, bool]:
-        """Number of the version after all that were submitted, and whether it has full weights."""
+        """Return the number of the version after all that were submitted, and whether it has full weights."""
         with self._lock:
             newest = self._waiting[-1] if self._waiting else self._running
             return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
 
     def take(self) -> Job | None:
-        """Take back the job that waits, to fold another publish into it; None if there is none.
+        """Take back the waiting job, if there is one, so that another publish can be folded into it.
 
         Raises:
-            FencedError: another publisher has opened the channel; this stays so.
+            FencedError: another publisher has opened the channel; every later call raises it too.
         """
         with self._lock:
             if self._fenced is not None:
@@ -99,40 +97,40 @@ class Uploader:
         return job
 
     def wait_released(self) -> None:
-        """Wait until no job needs the shadow as it is; the caller has taken the one that waits."""
+        """Wait until the running job does not need the shadow as it is. The caller has taken the waiting one."""
         with self._lock:
             running = self._running
         if running is not None:
             running.released.wait()
 
     def submit(self, job: Job) -> None:
-        """Upload a job after the others. The caller took the one that waited before."""
+        """Upload a job after the others. The caller has taken the one that waited."""
         with self._lock:
             self._waiting.append(job)
         self._pool.submit(self._run)
 
     def warm_up(self) -> None:
-        """Open connections, if they have been idle, so that no record waits for that."""
+        """Open connections again that have been idle, so that no record waits for that."""
         if time.monotonic() - self._used_s > _IDLE_S:
             self._used_s = time.monotonic()
             self._puts.submit(self._keeper.reader.head)
 
     def is_due(self, version: int, payload_bytes: int, full_bytes: int) -> bool:
-        """Whether an anchor is to be announced beside a version.
+        """Whether an anchor is to be stored beside a version.
 
-        By default never after a reference by the count of versions: a late joiner has that already, and pays for the deltas
-        alone. Once these are more bytes than the weights, an anchor is the cheaper way for it too.
+        By default no number of versions after a reference makes one due: a late joiner has the reference's weights already,
+        and fetches the deltas alone. Once these are more bytes than the weights, an anchor is cheaper for it too.
         """
         every = self.settings.anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
         due = version - self._since.version >= every or self._since.bytes + payload_bytes > full_bytes
         return (due or self._keeper.failed) and not self._keeper.announcing
 
     def resume(self, tip: Version) -> None:
-        """The next version builds on this one, whose bits are known."""
+        """Build the next version on this one, whose bits are known."""
         self.full, self._fold = False, (tip, {})
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads, those of the keeper and the log too."""
+        """Finish what was submitted; end the threads, also those of the keeper and the log."""
         self._pool.shutdown(wait=True)
         self._puts.shutdown(wait=True)
         self._keeper.close()
@@ -140,7 +138,7 @@ class Uploader:
 
     def _run(self) -> None:
         try:
-            self._log.settle()  # while the job waits, so that nobody waits for this
+            self._log.settle()  # while the job waits and may still be taken back
             problem: Exception | None = None
         except Exception as error:  # noqa: BLE001 - whatever ends the upload must reach the receipt
             problem = error
@@ -185,7 +183,7 @@ class Uploader:
             job.fail(error)
 
     def _keep(self, job: Job, error: PublishPendingError) -> None:
-        """The version before has no answer yet: this one waits for the next publish, which asks again."""
+        """Let a job wait for the next publish, which puts the version before it again: that has no answer yet."""
         receipts, job.encoded, job.uploaded = (job.encoded, job.uploaded), Future(), Future()
         with self._lock:
             self._running = None
@@ -194,7 +192,7 @@ class Uploader:
             future.set_exception(without_frames(error))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """What builds on a version that is lost is lost with it; one that is pending keeps its number and its bits."""
+        """End a job that failed, and those that build on it if it is lost. A pending version keeps its number and bits."""
         version, pending, lost, cause = job.version, self._log.pending, list[Job](), error
         if isinstance(error, FencedError):
             with self._lock:
@@ -217,7 +215,7 @@ class Uploader:
             self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
 
     def _builds_on(self, job: Job, version: Version) -> None:
-        """The next version builds on this one."""
+        """Build the next version on this one."""
         self.full = False
         if job.full:
             self._since = Since(job.version, job.reference is not None)
@@ -225,50 +223,50 @@ class Uploader:
             self._fold = (version, {})
 
     def _store_delta(self, job: Job) -> Stored:
-        """Parts, then the record. After return: visible as a whole.
+        """Store the parts, then the record. After return: visible as a whole.
 
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
             AbortedError: the stream failed.
         """
-        log, keeper, settings = self._log, self._keeper, self.settings
+        log, keeper = self._log, self._keeper
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
         self._signals.begin(job.serial, folder)
-        fold_every = keeper.retention.fold_every
-        found = encode_groups(
+        encoded = encode_groups(
             job,
             self._choice,
             lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data),
-            keep=bool(fold_every),
+            keep=keeper.retention.fold_every > 0,
         )
-        fold = self._folded(job, found, fold_every)
+        fold = self._folded(job, encoded)
         full_bytes = weight_bytes(job.shadow.specs.values())
-        if not self._signals.others and self.is_due(job.version, found.bytes, full_bytes):
-            job.weights = Weights.of(job.shadow, settings)
+        if not self._signals.others and self.is_due(job.version, encoded.bytes, full_bytes):
+            job.weights = Weights.of(job.shadow, self.settings)
         job.released.set()
-        parts = [future.result() for future in found.files] + self._signals.collect(job.serial)
-        payload_bytes = found.bytes + sum(file.bytes for file in parts[len(found.files) :])
+        others = self._signals.collect(job.serial)
+        payload_bytes = encoded.bytes + sum(file.bytes for file in others)
+        parts = [future.result() for future in encoded.files] + others
         job.end_encoding(payload_bytes)
-        delta = Delta(codec=found.codec, changed=job.changed, parts=parts)
-        stored = log.append(self._record(job, delta=delta), found.inline)
+        delta = Delta(codec=encoded.codec, changed=job.changed, parts=parts)
+        stored = log.append(self._record(job, delta=delta), encoded.inline)
         self._since = dataclasses.replace(self._since, bytes=self._since.bytes + payload_bytes)
         self._builds_on(job, stored.version)
         if job.weights is not None:
             weights, job.weights, self._since = job.weights, None, Since(job.version)
-            keeper.announce(stored, weights, requires_of(settings))
+            keeper.announce(stored, weights, requires_of(self.settings))
         if fold is not None and self._fold is not None:
             base, patches = self._fold
-            delta = Delta(codec=found.codec, changed=sum(patch.changed for patch in patches.values()))
+            delta = Delta(codec=encoded.codec, changed=sum(patch.changed for patch in patches.values()))
             keeper.fold(base, stored, delta, fold if patches else None)
             self._fold = (stored.version, {})
         return stored
 
     def _store_full(self, job: Job) -> Stored:
-        """Weight files, if it is no reference, then the record; otherwise as `_store_delta`."""
+        """Store the weight files, unless it is a reference, then the record. Raises as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
         if not job.fingerprints:
             job.fingerprints = dict(job.shadow.fingerprints)
-            job.shadow.tell_of_nan(job.version)
+            job.shadow.warn_of_nan(job.version)
         if job.reference is None:
             requires = requires_of(self.settings)
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
@@ -281,9 +279,8 @@ class Uploader:
         return stored
 
     def _record(
-        self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: list[str] | None = None
+        self, job: Job, *, delta: Delta | None = None, anchor: Anchor | None = None, requires: Sequence[str] = ()
     ) -> Record:
-        """A version; the log fills in where it goes."""
         return Record(
             run_id=self._log.run_id,
             kind=job.kind,
@@ -296,16 +293,16 @@ class Uploader:
             step=job.step,
             coalesced=job.coalesced,
             token_lag=msgspec.UNSET if job.token_lag is None else job.token_lag,
-            requires=requires or [],
+            requires=[*requires],
         )
 
-    def _folded(self, job: Job, found: Payloads, every: int) -> Encoded | None:
-        """The fold that is complete with this version."""
+    def _folded(self, job: Job, encoded: Payloads) -> Encoded | None:
+        """Add a delta to the fold; return the fold's payload if it is complete with this version."""
+        every = self._keeper.retention.fold_every
         if not every or self._fold is None:
             return None
         base, before = self._fold
-        folded = fold_changes(before, found.patches)
-        self._fold = (base, folded)
-        if job.version - base.version < every:
-            return None
-        return encode(job, found.codec, list(folded.values()), base.version)
+        patches = fold_changes(before, encoded.patches)
+        self._fold = (base, patches)
+        complete = job.version - base.version >= every
+        return encode(job, encoded.codec, list(patches.values()), base.version) if complete else None

@@ -1,3 +1,3 @@
-"""What the ranks of a sharded trainer tell each other."""
+"""Messages between the ranks of a sharded trainer."""
 
 __all__ = ["peers"]

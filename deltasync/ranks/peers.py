@@ -1,8 +1,8 @@
-"""The ranks of one sharded trainer: what they agree on within `publish`, and how they hear of uploads between.
+"""Messages between the ranks of one sharded trainer, within `publish` (`Peers`) and about uploads (`Signals`).
 
 `publish` runs on all ranks at the same time and uses collectives. They carry a few kilobytes; only the weights of an anchor
-are collected by the first rank, tensor by tensor. Uploads run in threads, where collectives would meet those of the trainer;
-there the ranks write to the key-value store of torch.distributed instead (`Signals`).
+are collected by the first rank, tensor by tensor. Uploads run in threads, whose collectives would mix with those of the
+trainer; there the ranks write to the key-value store of torch.distributed instead.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ logger = get_logger(__name__)
 _Value = TypeVar("_Value")
 
 Range = tuple[int, int]
-"""Elements of a flat checkpoint tensor that a rank holds: the first one, and the one behind the last."""
+"""The elements of a flat checkpoint tensor that a rank holds: index of the first one, and of the one behind the last."""
 
 
 class Peers:
-    """All ranks that publish together; methods are called on all of them, in the same order. One that is alone asks nobody.
+    """All ranks that publish together. Each method is called on all of them, in the same order; a single rank asks nobody.
 
-    All raise `PublishError` if a rank does not answer in time.
+    All methods raise PublishError if a rank does not answer in time.
 
     Args:
-        group: A process group of any backend, whose ranks all make one of these; their messages go through a gloo group.
+        group: A process group of any backend; all of its ranks make a `Peers`. Messages go through a gloo group.
         timeout_s: How long to wait for a rank that is behind, or dead.
 
     Attributes:
-        rank: This process's rank. The first, 0, writes records.
-        signals: Connects their uploads.
+        rank: This process's rank. Rank 0, the first, writes records.
+        signals: Connects the uploads of the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 0.0) -> None:
@@ -62,15 +62,15 @@ class Peers:
         self.signals = Signals(store, self.rank, self.size, timeout_s)
 
     def share(self, value: _Value) -> list[_Value]:
-        """What each rank gave, by rank."""
+        """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        self._together(lambda: dist.all_gather_object(found, value, group=self._group))
-        return found
+        values: list[Any] = [None] * self.size
+        self._together(lambda: dist.all_gather_object(values, value, group=self._group))
+        return values
 
     def first(self, action: Callable[[], _Value]) -> _Value:
-        """What the first rank gets by an action, which it alone takes.
+        """Run an action on the first rank and return its result at all ranks.
 
         Raises:
             BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
@@ -84,10 +84,10 @@ class Peers:
         return value  # type: ignore[return-value]
 
     def agree(self, error: BaseException | None, *numbers: int) -> list[int]:
-        """Sums of numbers over all ranks, modulo 2**64, unless one failed.
+        """Return the sums of numbers over all ranks, modulo 2**64, if no rank has an error.
 
         Raises:
-            BaseException: `error`, or a `DeltaSyncError` with the message of another rank's.
+            BaseException: `error`, or a `DeltaSyncError` with the message of another rank's error.
         """
         sums = [value & MASK for value in (error is not None, *numbers)]
         if self.size > 1:
@@ -103,13 +103,13 @@ class Peers:
         return sums[1:]
 
     def all(self, action: Callable[[], _Value]) -> _Value:
-        """What an action, which each rank takes, gives at this one; raises as `agree` if it fails at one."""
+        """Run an action on each rank and return its result at this one. Raises as `agree` if it fails at any rank."""
         value, problem = attempt(action)
         self.agree(problem)
         return value  # type: ignore[return-value]
 
     def collect(self, held: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
-        """One tensor's bit patterns, flat, at the first rank; nothing useful at the others. The ranges are of each rank."""
+        """Return one tensor's flat bit patterns at the first rank, by the ranges of all ranks; at the others `held`."""
         if self.rank:
             if held.size:
                 self._together(lambda: dist.send(_bytes_of(held), group_dst=0, group=self._group))
@@ -134,13 +134,15 @@ class Peers:
 
 
 class Signals:
-    """What the uploads of the ranks tell each other.
+    """Messages between the uploads of the ranks.
 
-    The first rank writes a log: a job has begun, a job has ended. The `others` follow it: they upload their part of a job
-    when it has begun, and answer with its files; so a job that still waits can be replaced on all ranks at once.
+    The first rank writes a log of jobs that begin and jobs that end. The `others` follow it: they upload their part of a job
+    when it begins, and answer with its files. So a job that still waits can be replaced on all ranks at once.
 
     Args:
-        store: Key-value store that all ranks share, on a connection that nobody else uses; None for one that is alone.
+        store: Key-value store that all ranks share, on a connection that nobody else uses; None for a single rank.
+        rank: This process's rank.
+        size: Number of ranks.
         timeout_s: How long to wait for an answer, or for the next line of the log.
     """
 
@@ -154,32 +156,31 @@ class Signals:
         self._spent: list[str] = []
 
     def begin(self, serial: int, folder: str) -> None:
-        """First rank: a job's upload begins; its parts go into this folder."""
+        """First rank: say that a job's upload begins, and into which folder its parts go."""
         self._say({"begin": serial, "folder": folder})
 
     def collect(self, serial: int) -> list[File]:
-        """First rank: the files that the other ranks stored for a job.
+        """First rank: wait for the files that the other ranks stored for a job.
 
         Raises:
             StoreError: a rank could not store its part, or did not answer in time.
         """
-        files = []
-        for rank in self.others:
+        files, keys = [], [f"part/{serial}/{rank}" for rank in self.others]
+        for rank, key in zip(self.others, keys, strict=True):
             try:
-                answer = json.loads(self._wait(f"part/{serial}/{rank}"))
+                answer = json.loads(self._wait(key))
             except RuntimeError as error:  # DistError, and of a FileStore just this
                 raise StoreError(f"Rank {rank} did not store its part within {self.timeout_s:g} s: {error}") from error
             if "error" in answer:
                 raise StoreError(f"Rank {rank} could not store its part: {answer['error']}")
             files += msgspec.convert(answer["files"], list[File])
-        answers = [f"part/{serial}/{rank}" for rank in self.others]
-        for key in self._spent + answers:  # all ranks have answered: what was said before is of no use any more
+        for key in self._spent + keys:  # all ranks have answered, so they have read what was said before
             self._store.delete_key(key)
         self._spent = [f"seen/{serial}/{rank}" for rank in self.others]
         return files
 
     def end(self, serial: int, error: Exception | None, digest: str, payload_bytes: int) -> None:
-        """First rank: a job has ended. Never raises; the other ranks give up waiting in the end."""
+        """First rank: say that a job has ended. Never raises; if this fails, the other ranks time out."""
         described = None if error is None else _described(error)
         try:
             self._say({"end": serial, "error": described, "digest": digest, "payload_bytes": payload_bytes})
@@ -188,7 +189,7 @@ class Signals:
             logger.exception("The other ranks could not be told how an upload ended.")
 
     def wait_until_seen(self) -> None:
-        """First rank: wait until the others have read the log, since the store may end with this process."""
+        """First rank: wait until the others have read the log, because the store may end with this process."""
         if self._ended is None:
             return
         try:
@@ -198,7 +199,7 @@ class Signals:
             logger.warning("Not all ranks say that they know how their uploads ended: %s", error)
 
     def next_line(self) -> dict[str, Any]:
-        """Other ranks: the next line of the log: `begin` or `end` with a job's serial, and what goes with them.
+        """Other ranks: wait for the next line of the log, `begin` or `end` with a job's serial and their arguments.
 
         Raises:
             torch.distributed.DistNetworkError: the store is gone.
@@ -209,12 +210,12 @@ class Signals:
         return line
 
     def answer(self, serial: int, files: Sequence[File], error: Exception | None) -> None:
-        """Other ranks: this rank's part of a job is stored, or not."""
-        told = {"files": msgspec.to_builtins(files)} if error is None else {"error": str(error)}
-        self._set(f"part/{serial}/{self.rank}", told)
+        """Other ranks: say that this rank's part of a job is stored, or why not."""
+        answer = {"files": msgspec.to_builtins(files)} if error is None else {"error": str(error)}
+        self._set(f"part/{serial}/{self.rank}", answer)
 
     def seen(self, serial: int) -> None:
-        """Other ranks: it is known here how a job ended."""
+        """Other ranks: confirm that this rank has read how a job ended."""
         self._set(f"seen/{serial}/{self.rank}", True)
 
     def _say(self, line: dict[str, Any]) -> None:
@@ -240,7 +241,7 @@ def _bytes_of(bits: np.ndarray) -> torch.Tensor:
 
 
 def attempt(action: Callable[[], _Value]) -> tuple[_Value | None, BaseException | None]:
-    """What it gives, or what it raises: for the other ranks to hear of it before this one leaves."""
+    """Return the result of an action or its exception, so that the other ranks hear of it before this one raises."""
     try:
         return action(), None
     except BaseException as error:  # noqa: BLE001 - raised by `Peers.agree`

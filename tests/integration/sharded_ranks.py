@@ -24,7 +24,7 @@ from deltasync.channel import keys, signing
 from deltasync.codec import blocks
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishError, PublishLostError, StoreError
 from deltasync.publish import encode
-from deltasync.publish.sharded import TensorRange
+from deltasync.publish.stream import TensorRange
 from tests.faults import FaultyStore
 from tests.traffic import Traffic
 
@@ -311,6 +311,19 @@ def free_start() -> None:
     same.end()
 
 
+def other_adapter() -> None:
+    """An adapter whose config has changed when its trainer resumes: replicas learn that from full weights only."""
+    _, step = trainer(world())
+    scenario = Scenario("adapter")
+    for config in (b'{"lora_alpha": 1}', b'{"lora_alpha": 2}'):
+        resumes = (scenario.folder / "channel/channel.json").exists()
+        dist.barrier()
+        with scenario.publisher(resume=resumes, model_files={"adapter_config.json": config}) as publisher:
+            scenario.publish(publisher, step())
+            scenario.publish(publisher, step())
+    scenario.end()
+
+
 def messages() -> None:
     """As many tensors, of the same names, as Qwen3-0.6B has; what ranks send each other depends on nothing else."""
     scenario = Scenario("messages")
@@ -348,6 +361,7 @@ if __name__ == "__main__":
     coalescing()
     other_shards()
     free_start()
+    other_adapter()
     messages()
     if len(sys.argv) > 2:
         resume_from(Path(sys.argv[2]))

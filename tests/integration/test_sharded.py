@@ -185,6 +185,15 @@ def test_the_first_version_may_be_a_checkpoint_that_all_ranks_read(ranks: tuple[
     assert records(ranks[1] / "free-same")[1].reference.tied == {"head.weight": "embed.weight"}  # type: ignore[union-attr]
 
 
+def test_ranks_that_resume_with_another_adapter_config_publish_full_weights_with_it(ranks: tuple[int, Path]) -> None:
+    size, folder = ranks[0], ranks[1] / "adapter"
+    rows = prove(folder, size)
+    assert [(row["version"], row["kind"]) for row in rows] == [(1, "anchor"), (2, "delta"), (3, "anchor"), (4, "delta")]
+    anchor = records(folder)[3].anchor
+    assert anchor is not None
+    assert (folder / "channel" / anchor.directory / "adapter_config.json").read_bytes() == b'{"lora_alpha": 2}'
+
+
 def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
     size, folder = ranks[0], ranks[1] / "messages"
     first, delta = prove(folder, size)

@@ -28,7 +28,7 @@ from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.demo import model as demo_model
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
-from deltasync.publish.sharded import TensorRange
+from deltasync.publish.stream import TensorRange
 from tests.conftest import assert_same_bits
 from tests.docs.pages import metrics
 from tests.http_faults import FaultProxy, status

@@ -15,7 +15,7 @@ from deltasync import codec
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import cpu
 from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
-from deltasync.publish.sharded import TensorRange, range_of
+from deltasync.publish.stream import TensorRange, range_of
 from deltasync.ranks.peers import Range
 from deltasync.tensors import TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of

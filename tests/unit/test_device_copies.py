@@ -116,10 +116,10 @@ def test_auto_takes_what_fits(driver: Driver) -> None:
     shadow = Shadow.of(weights.items(), "bfloat16", 0)
     driver.free = 10 * GIB + 2 * 33
     _advance(shadow, _trained(weights, 1))
-    assert shadow.device_bytes == 2 * 33  # the matrix came first, and did not fit; the scalar came last
+    assert shadow.size_bytes["device"] == 2 * 33  # the matrix came first, and did not fit; the scalar came last
     driver.free = 10 * GIB + 2 * (64 * 48 + 1)
     _advance(shadow, _trained(weights, 2))
-    assert shadow.device_bytes == 2 * (33 + 64 * 48 + 1)
+    assert shadow.size_bytes["device"] == 2 * (33 + 64 * 48 + 1)
 
 
 @pytest.mark.parametrize("pressure", ["the allocator had to retry", "others took the memory"])
@@ -130,22 +130,22 @@ def test_copies_are_given_up_under_pressure_and_stay_so(
     shadow = Shadow.of(weights.items(), "bfloat16", 0)
     driver.retries = 4  # before any copy was taken
     _advance(shadow, _trained(weights, 1))
-    taken = shadow.device_bytes
+    taken = shadow.size_bytes["device"]
     assert taken == sum(bits.nbytes for bits in shadow.bits.values())
     driver.free = 6 * GIB  # below a tenth, above half of that
     _advance(shadow, _trained(weights, 2))
-    assert shadow.device_bytes == taken
+    assert shadow.size_bytes["device"] == taken
     if pressure == "others took the memory":
         driver.free = 4 * GIB
     else:
         driver.retries += 1
     with caplog.at_level(logging.WARNING):
         _advance(shadow, _trained(weights, 3))
-    assert shadow.device_bytes == 0
+    assert shadow.size_bytes["device"] == 0
     assert f"freed_bytes={taken}" in caplog.text
     driver.free = 100 * GIB
     _advance(shadow, _trained(weights, 4))
-    assert shadow.device_bytes == 0
+    assert shadow.size_bytes["device"] == 0
 
 
 class NoMemory(torch_ops.Diff):
@@ -187,7 +187,7 @@ def test_a_device_without_memory_is_compared_on_the_host(
         for name, bits in fresh.bits.items():
             np.testing.assert_array_equal(shadow.bits[name], bits)
     assert NoMemory.calls >= at
-    assert shadow.device_bytes == 0
+    assert shadow.size_bytes["device"] == 0
 
 
 def test_a_copy_for_which_there_is_no_memory_is_not_taken(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_copy_for_which_there_is_no_memory_is_not_taken(driver: Driver, monkey
         patched.setattr(device_copies, "signed_view", lambda bits: type("Full", (), {"to": full})())
         _advance(shadow, _trained(weights, 1))
     _advance(shadow, _trained(weights, 2))
-    assert shadow.device_bytes == 0
+    assert shadow.size_bytes["device"] == 0
 
 
 def test_converted_tensors_do_not_all_wait_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
