@@ -45,11 +45,9 @@ def weight_files(
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """`taken_files` of contiguous tensors on the host."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-
-    def take(name: str, out_N: np.ndarray) -> None:
-        out_N[:] = bits_of(tensors[name])
-
-    return taken_files(specs, take, fingerprints, shard_bytes, compression)
+    return taken_files(
+        specs, lambda name, out_N: np.copyto(out_N, bits_of(tensors[name])), fingerprints, shard_bytes, compression
+    )
 
 
 def taken_files(

@@ -48,7 +48,7 @@ class Checkpoint:
         tied = self.reference.tied
         source = {name: name if name in self.files else tied.get(name, name) for name in specs}
         if missing := sorted(name for name in specs if source[name] not in self.files):
-            raise ModelMismatchError(f"{self.reference} lacks {some(missing)}, which the model has.")
+            raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
         names: dict[Path, list[str]] = {}
         for name in specs:
             names.setdefault(self.files[source[name]], []).append(name)
@@ -111,7 +111,7 @@ def load(reference: Reference) -> Checkpoint:
     else:
         raise ConfigError(f"{directory} holds neither {_WEIGHTS} nor {INDEX}.")
     if absent := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise ConfigError(f"{directory} lacks {some(absent)}.")
+        raise ConfigError(f"{directory} lacks {first_five(absent)}.")
     return Checkpoint(reference, files)
 
 
@@ -190,6 +190,6 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CorruptDataError(f"{path} is not a safetensors file with the tensors that it should have: {error}.") from error
 
 
-def some(names: Sequence[str]) -> str:
+def first_five(names: Sequence[str]) -> str:
     """The first five names as text."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

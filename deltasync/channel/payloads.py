@@ -11,7 +11,7 @@ import numpy as np
 from deltasync import codec
 from deltasync.channel import checkpoint
 from deltasync.channel.anchors import read_weights
-from deltasync.channel.documents import File, Reference
+from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
@@ -51,7 +51,8 @@ def patches(
         for name, bits_N, expected in weights(reader, stored):
             yield Patch(name, None, np.require(bits_N, requirements="W"), absolute=True), expected
     else:
-        yield from decode(stored, _payloads(reader, stored) if fetched is None else fetched, reader.specs, old, wanted)
+        payloads = _payloads(reader, stored) if fetched is None else fetched
+        yield from decode(stored.record, payloads, reader.specs, old, wanted)
 
 
 def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -76,14 +77,13 @@ def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.nda
 
 
 def decode(
-    stored: Stored,
+    record: Record,
     payloads: Iterable[tuple[str, bytes]],
     specs: Mapping[str, TensorSpec],
     old: codec.OldBits | None,
     wanted: codec.Wanted | None = None,
 ) -> Iterator[tuple[Patch, int]]:
     """`patches` of a delta or fold whose payloads, (key, bytes), were fetched."""
-    record = stored.record
     assert record.delta is not None and record.base is not None
     seen: dict[str, tuple[int, list[tuple[int, int]]]] = {}  # of each tensor: its fingerprint, and the ranges patched
     changed = 0
@@ -172,4 +172,4 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
-    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.some(names)}."
+    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.first_five(names)}."

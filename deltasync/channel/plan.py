@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from deltasync.channel import keys
@@ -50,14 +51,11 @@ def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
     It may also begin at 0, because full weights can be loaded at any time.
     """
     # Hops only lead forward, so in ascending order the cost of every base is known first.
-    cost: dict[int, int] = {0: 0, start: 0}
+    cost: dict[int, float] = {0: 0, start: 0}
     last: dict[int, Hop] = {}
     for hop in sorted((hop for hop in hops if hop.version <= target), key=lambda hop: (hop.version, hop.base)):
-        before = cost.get(hop.base)
-        if before is None:
-            continue
-        total = before + hop.bytes + HOP_BYTES
-        if hop.version not in cost or total < cost[hop.version]:
+        total = cost.get(hop.base, math.inf) + hop.bytes + HOP_BYTES
+        if total < cost.get(hop.version, math.inf):
             cost[hop.version], last[hop.version] = total, hop
     if target not in last:
         return [] if target == start else None
@@ -135,7 +133,7 @@ def goes_back(way: Sequence[Stored]) -> bool:
 
 def payload_bytes(way: Sequence[Stored]) -> int:
     """Bytes to download for a way: `Record.payload_bytes` of all but the record where a way back ends."""
-    return sum(stored.payload_bytes for stored in (way[:-1] if goes_back(way) else way))
+    return sum(stored.record.payload_bytes for stored in (way[:-1] if goes_back(way) else way))
 
 
 class _UnreadableError(MissingVersionError):
@@ -151,12 +149,12 @@ class _ForkedError(MissingVersionError):
 
 
 class _Search:
-    """The search for a way to one version; `left_out` is `avoid` of `find_way`."""
+    """The search for a way to one version; `avoid` is as in `find_way`."""
 
-    def __init__(self, reader: ChannelReader, target: Version, left_out: Mapping[str, str]) -> None:
+    def __init__(self, reader: ChannelReader, target: Version, avoid: Mapping[str, str]) -> None:
         self._reader = reader
         self._target = target
-        self._left_out = left_out
+        self._avoid = avoid
         self._epochs: dict[int, str] = {}  # of each listed version
         self._known: dict[str, ObjectInfo] = {}
 
@@ -165,7 +163,7 @@ class _Search:
         target = self._target
         hops, problem = self.listed(), ""
         if have is not None and have.version >= target.version:
-            _say_forked(have)
+            _log_fork(have)
             have = None
         for _ in range(MOST_DAMAGED + 1):
             found = cheapest(0 if have is None else have.version, target.version, hops)
@@ -177,7 +175,7 @@ class _Search:
                 return self.read(have, found)
             except _ForkedError:
                 assert have is not None
-                _say_forked(have)
+                _log_fork(have)
                 have = None
             except _UnreadableError as error:
                 hops.remove(error.hop)
@@ -198,7 +196,7 @@ class _Search:
                 hops.append(Hop(0, version, info.bytes + full_bytes))
         for span, info in self._reader.folds():
             self._known[info.key] = info
-            if info.key not in self._left_out:
+            if info.key not in self._avoid:
                 hops.append(Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
         return hops
 
@@ -209,14 +207,14 @@ class _Search:
         way: list[Stored] = []
         at: Version | None = target
         held_bytes = 0
-        with contextlib.closing(ahead(self._attempt, guesses, _AHEAD)) as reads:
+        with contextlib.closing(ahead(self._try_to_read, guesses, _AHEAD)) as reads:
             for hop, guess, read in zip(back, guesses, reads, strict=True):
                 assert at is not None
                 key = hop.key or at.key
-                found = read if key == guess else self._attempt(key)
+                found = read if key == guess else self._try_to_read(key)
                 if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
                     found = f"{key} does not lead to version {at}."
-                if not way and not isinstance(found, str) and found.is_fold and not self._is_borne_out(found):
+                if not way and not isinstance(found, str) and found.is_fold and not self._has_fingerprint_of_record(found):
                     found = f"{key} promises other bits than the record of version {at}."
                 if isinstance(found, str):
                     # The fold after it may name a base that does not exist.
@@ -232,20 +230,20 @@ class _Search:
                     raise _ForkedError(f"{have} is not on the way to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _is_borne_out(self, fold: Stored) -> bool:
+    def _has_fingerprint_of_record(self, fold: Stored) -> bool:
         """Whether a fold has the fingerprint of the record that it leads to, if that can be read. Nothing else checks it."""
-        found = self._attempt(fold.version.key)
+        found = self._try_to_read(fold.version.key)
         return isinstance(found, str) or found.version != fold.version or found.record.fingerprint == fold.record.fingerprint
 
-    def _attempt(self, key: str) -> Stored | str:
+    def _try_to_read(self, key: str) -> Stored | str:
         """The object, or why it cannot be used."""
-        if key in self._left_out:
-            return self._left_out[key] or f"{key} is left out."
+        if key in self._avoid:
+            return self._avoid[key] or f"{key} is left out."
         try:
             return self._reader.stored(key, known=self._known.get(key))
         except (MissingVersionError, FormatError) as error:
             return str(error)
 
 
-def _say_forked(have: Version) -> None:
+def _log_fork(have: Version) -> None:
     logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)

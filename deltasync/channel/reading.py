@@ -116,14 +116,14 @@ class ChannelReader:
 
     def head(self) -> Head | None:
         """head.json, None if it is missing, damaged or of another run: it is only a hint."""
-        found = self._small(keys.HEAD, Head)
+        found = self._read_small(keys.HEAD, Head)
         return found if found is not None and found.run_id == self.channel().run_id else None
 
     def opening(self, epoch: str) -> Opening | None:
         """The document of an epoch, None if it is missing or damaged."""
-        return self._small(keys.epoch_document(epoch), Opening)
+        return self._read_small(keys.epoch_document(epoch), Opening)
 
-    def _small(self, key: str, kind: type[_Document]) -> _Document | None:
+    def _read_small(self, key: str, kind: type[_Document]) -> _Document | None:
         try:
             return documents.decode(self.store.read(key, documents.SMALL_BYTES), kind, key)
         except (ObjectMissingError, FormatError):
@@ -164,7 +164,7 @@ class ChannelReader:
                 if known is not None and known.bytes > most:
                     self.document(known)
                     most = known.bytes
-            data = self.store.read(key, most, known) if sha256 is None else self._known(key, sha256, 0, most)
+            data = self.store.read(key, most, known) if sha256 is None else self._read_known(key, sha256, 0, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)
@@ -231,7 +231,7 @@ class ChannelReader:
         if held is not None and sha256_hex(data := held.result()) == file.sha256:
             return data
         try:
-            data = self._known(file.key, file.sha256, file.bytes, file.bytes)
+            data = self._read_known(file.key, file.sha256, file.bytes, file.bytes)
         except ObjectMissingError:
             raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
         if len(data) != file.bytes:
@@ -257,7 +257,7 @@ class ChannelReader:
             future.set_result(data)
         return len(data)
 
-    def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
+    def _read_known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
         """Read and check an object whose digest is known, from the node's cache if the store has one."""
         if isinstance(self.store, CachedStore):
             return self.store.read_known(key, sha256, size, lambda data: _check_digest(data, key, sha256), most_bytes)

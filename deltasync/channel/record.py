@@ -56,11 +56,6 @@ class Stored:
         """Whether it is a fold, which lies beside the log."""
         return self.record.kind == "fold"
 
-    @property
-    def payload_bytes(self) -> int:
-        """`Record.payload_bytes`."""
-        return self.record.payload_bytes
-
 
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> Stored:
     """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in here."""
@@ -101,16 +96,9 @@ def document_bytes(end: bytes, key: str) -> int:
 
 
 def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
-    """Parse and check the document of an object of `size` bytes. The body is not looked at.
+    """Parse and check the document at the end of an object of `size` bytes. Raises as `decode`; the body is not looked at.
 
-    Args:
-        end: The last bytes of the object, at least `document_bytes`.
-        size: Bytes of the object.
-        key: The object's key.
-        trusted: Keys one of which must have signed the document, None for no check.
-
-    Raises:
-        SignatureError, CorruptDataError, UnsupportedFormatError: as `decode`.
+    `end` is the last bytes of the object, at least `document_bytes`.
     """
     document = _document(end, key)
     if trusted is not None:

@@ -63,7 +63,7 @@ class Signer:
     def seal(self, key: str, data: bytes) -> bytes:
         """Return the document with a signature at its end, to be stored at `key`."""
         body = data.removesuffix(b"}\n")
-        signature = self._key.sign(_signed(key, body)).hex()
+        signature = self._key.sign(_signed_bytes(key, body)).hex()
         return body + f',"signature":{{"key":"{self.public}","ed25519":"{signature}"}}}}\n'.encode()
 
 
@@ -101,7 +101,7 @@ class Trusted:
             names = _read(self._path)
             if self._keys.keys() != set(names):
                 self._keys = _public_keys(names)
-        found = _end(data)
+        found = _signature_at_end(data)
         if found is None:
             raise SignatureError(f"{key} is not signed, and only what a trusted key has signed is taken here.")
         name, signature = found[1].decode(), bytes.fromhex(found[2].decode())
@@ -109,7 +109,7 @@ class Trusted:
         if trusted is None:
             raise SignatureError(f"{key} is signed with the key {name}, which is not trusted here.")
         try:
-            trusted.verify(signature, _signed(key, data[: found.start()]))
+            trusted.verify(signature, _signed_bytes(key, data[: found.start()]))
         except InvalidSignature:
             raise SignatureError(
                 f"{key} was altered, or put where it does not belong: the signature of the key {name} does not fit."
@@ -131,7 +131,7 @@ def signer_of(settings: PublisherSettings) -> Signer | None:
 
 def signed_by(data: bytes) -> str | None:
     """The public key that a document names in its signature, which is not checked. None without a signature."""
-    found = _end(data)
+    found = _signature_at_end(data)
     return None if found is None else found[1].decode()
 
 
@@ -172,11 +172,11 @@ def new_key(path: Path, name: str) -> str:
     return line
 
 
-def _end(data: bytes) -> re.Match[bytes] | None:
+def _signature_at_end(data: bytes) -> re.Match[bytes] | None:
     return _END.fullmatch(data, max(0, len(data) - _END_BYTES))
 
 
-def _signed(key: str, body: bytes) -> bytes:
+def _signed_bytes(key: str, body: bytes) -> bytes:
     return f"{FORMAT} {key}\n".encode() + body
 
 

@@ -61,7 +61,7 @@ class Start(NamedTuple):
             return Since()
         first, *others = self.way
         by_reference = first.record.reference is not None
-        return Since(first.version.version, by_reference, sum(stored.payload_bytes for stored in others))
+        return Since(first.version.version, by_reference, sum(stored.record.payload_bytes for stored in others))
 
     def reads_otherwise(self, files: Mapping[str, bytes]) -> bool:
         """Whether these files change what an adapter's weights mean: replicas learn that from full weights only."""
