@@ -163,7 +163,7 @@ def _download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the disk
-        # Unasked, the client does without the Hub only if it downloaded all files before; `load` looks which are there.
+        # By itself the client falls back to its cache only for whole snapshots; `load` checks which files are there.
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         reason = " ".join(str(error).split())

@@ -73,7 +73,7 @@ def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.nda
                     raise CorruptDataError(f"{name} occurs twice.")
                 yield name, bits_N, expected
     if missing:
-        raise CorruptDataError(f"The anchor of version {record.version} lacks {', '.join(sorted(missing)[:5])}.")
+        raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
 
 
 def decode(
