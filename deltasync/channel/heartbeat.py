@@ -182,13 +182,11 @@ def check_ack(ack: str | int) -> int | None:
     """
     if ack == "all":
         return None
-    try:
+    with contextlib.suppress(ValueError):
         needed = 1 if ack == "any" else int(ack)
-    except ValueError:
-        needed = 0
-    if needed < 1:
-        raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
-    return needed
+        if needed >= 1:
+            return needed
+    raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
 
 
 def wait_for(

@@ -72,7 +72,7 @@ def epoch_number(epoch: str) -> int:
 
 
 def folder(version: int) -> str:
-    """Prefix of the keys of all records with this number."""
+    """Folder of the records of a version; a thousand numbers share one."""
     return f"{VERSIONS}{version // 1000:07d}/"
 
 

@@ -38,7 +38,7 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
 
 
 def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
-    """Return the result of `action` for each item, None for those that are not done by the deadline (`time.monotonic`).
+    """Return the result of `action` for each item, None for those not done by the deadline (`time.monotonic`; None: wait).
 
     The threads are daemons, so that the process can end while a store or a server hangs.
 
