@@ -1,4 +1,4 @@
-"""The channel, `deltasync/2`: keys, documents, records, signatures; reading and planning; heartbeats. See docs/format.md."""
+"""The format `deltasync/2` (docs/format.md): keys, documents, records, signatures; reading and planning; heartbeats."""
 
 __all__ = [
     "anchors",

@@ -1,7 +1,7 @@
-"""Anchors: the full weights as an ordinary checkpoint directory that `from_pretrained` and `vllm serve` load.
+"""Anchors: full weights as an ordinary checkpoint directory that `from_pretrained` and `vllm serve` load.
 
-The metadata of each weight file hold the fingerprint of each tensor. Compressed files hold planes (`codec.dense`) of tensors
-that shrink, and are no checkpoint.
+The metadata of a weight file hold the fingerprints of its tensors. A compressed file holds tensors that shrink as planes
+(`codec.dense`); it is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
-"""Endings of files that hold weights, some of which run code when they are loaded."""
+"""Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
-    """Every small top-level file that is no weights, by name: config, tokenizer, templates.
+    """Read the files at the top of a checkpoint directory that are not weights, by name: config, tokenizer, templates.
 
     Raises:
-        ConfigError: no such directory.
+        ConfigError: there is no such directory.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory with a config and a tokenizer.")
@@ -43,13 +43,11 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 def weight_files(
     tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
 ) -> Iterator[tuple[str, bytes | memoryview]]:
-    """As `taken_files`, of contiguous host tensors."""
+    """`taken_files` of contiguous tensors on the host."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-
-    def take(name: str, out_N: np.ndarray) -> None:
-        out_N[:] = bits_of(tensors[name])
-
-    return taken_files(specs, take, fingerprints, shard_bytes, compression)
+    return taken_files(
+        specs, lambda name, out_N: np.copyto(out_N, bits_of(tensors[name])), fingerprints, shard_bytes, compression
+    )
 
 
 def taken_files(
@@ -59,15 +57,18 @@ def taken_files(
     shard_bytes: int,
     compression: str | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
-    """Weight files one after the other, (file name, bytes), then the index if there is more than one.
+    """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
     Args:
         specs: The tensors.
-        take: Writes a tensor's unsigned bit patterns into an array of shape N; called once for each, in the order of
-            `specs`, when its file is made.
+        take: Writes a tensor's unsigned bit patterns into an array of shape N. It is called once for each tensor, in the
+            order of `specs`, when the tensor's file is made.
         fingerprints: Fingerprint of each tensor.
-        shard_bytes: Largest file before it is compressed, unless a single tensor is larger.
+        shard_bytes: Most bytes of a file before compression; a larger tensor has a file of its own.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
+
+    Raises:
+        ConfigError: an unknown compression.
     """
     if compression not in (None, COMPRESSED):
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
@@ -84,7 +85,7 @@ def taken_files(
 
 
 def _plain(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], None], metadata: Mapping[str, str]) -> memoryview:
-    """A file whose tensors are taken to their places in it, so that there is no other copy of them."""
+    """A file whose tensors are written straight to their places in it, without another copy."""
     head, order = layout(specs, metadata)
     file_B = np.empty(len(head) + weight_bytes(specs), np.uint8)
     file_B[: len(head)] = np.frombuffer(head, np.uint8)
@@ -109,7 +110,7 @@ def _compressed(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], N
 
 
 def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[str]]:
-    """Names of the tensors of each weight file of up to `shard_bytes`, in order."""
+    """File name -> names of its tensors, in order, for weight files as `taken_files` makes them."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
@@ -122,13 +123,13 @@ def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[
 
 
 def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Tensors of a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not yet compared).
+    """Read a weight file, compressed or not: name, unsigned bit patterns of shape N, fingerprint (not compared here).
 
-    What is not compressed is a view of `data` where that is aligned, not to be written to. Besides no more than one tensor
-    is in memory, and none that `specs` does not have is decompressed.
+    Uncompressed bits are a read-only view of `data` where that is aligned. Otherwise one tensor at a time is in memory.
+    Nothing that `specs` lacks is decompressed.
 
     Raises:
-        CorruptDataError: it cannot be read, or holds anything else.
+        CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
     digests, planes, entries = fingerprints(data), _table(data, _PLANES, "{}"), views(data)
     if unknown := planes.keys() - entries.keys():
@@ -155,11 +156,11 @@ def fingerprints(data: bytes | memoryview) -> dict[str, int]:
 
 
 def _table(data: bytes | memoryview, key: str, default: str = "null") -> dict[str, Any]:
-    """A JSON object in the metadata of a weight file."""
+    """The JSON object under `key` in the metadata of a weight file."""
     try:
         table = json.loads(read_metadata(data).get(key, default))
+        if not isinstance(table, dict):
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error!r}.") from error
-    if not isinstance(table, dict):
-        raise CorruptDataError(f"The anchor's weight file has no table {key!r}.")
     return table

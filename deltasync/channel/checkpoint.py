@@ -1,7 +1,4 @@
-"""Checkpoints that trainer and replicas have anyway: a model on the Hugging Face Hub, or a directory.
-
-An anchor may refer to one. It is then held to the fingerprint of each of its tensors.
-"""
+"""Checkpoints outside the channel, to which an anchor may refer: a model on the Hugging Face Hub, or a directory."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
@@ -24,7 +22,6 @@ from deltasync.kernels import cpu
 from deltasync.tensors import Patch, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
 
-_INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>\S+))?")
@@ -34,15 +31,15 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on this machine, not read yet; `files` is the weight file of each tensor."""
+    """A checkpoint on this machine; `files` names the weight file of each of its tensors."""
 
     reference: Reference
     files: Mapping[str, Path]
 
     def read(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
-        """Bits of these tensors as they are served, flat, unsigned, one after the other, in the order of the files.
+        """Read these tensors file by file: name, unsigned bit patterns of shape N, as they are served.
 
-        Floating tensors are rounded to the dtype of their spec, to nearest even.
+        Floating-point tensors are rounded to the dtype of their spec, to nearest even.
 
         Raises:
             ModelMismatchError: a tensor is missing, or has another shape or dtype.
@@ -51,7 +48,7 @@ class Checkpoint:
         tied = self.reference.tied
         source = {name: name if name in self.files else tied.get(name, name) for name in specs}
         if missing := sorted(name for name in specs if source[name] not in self.files):
-            raise ModelMismatchError(f"{self.reference} lacks {some(missing)}, which the model has.")
+            raise ModelMismatchError(f"{self.reference} lacks {first_five(missing)}, which the model has.")
         names: dict[Path, list[str]] = {}
         for name in specs:
             names.setdefault(self.files[source[name]], []).append(name)
@@ -61,7 +58,7 @@ class Checkpoint:
                     yield name, bits_of(self._served(tensors.get_tensor(source[name]), specs[name]))
 
     def alike(self, specs: Mapping[str, TensorSpec], bits: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
-        """For each tensor that the checkpoint lacks, those it has whose bits are the same in the model."""
+        """For each tensor that the checkpoint lacks: the tensors it has that are the same bits in the model."""
         return {
             name: [
                 other
@@ -83,7 +80,7 @@ class Checkpoint:
 
 
 def find(where: str | Path) -> Reference:
-    """The directory, or the model on the Hub, `namespace/name` or `namespace/name@revision`, pinned to a commit.
+    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current commit.
 
     Raises:
         ConfigError: there is no such checkpoint, or it cannot be reached.
@@ -93,33 +90,33 @@ def find(where: str | Path) -> Reference:
     match = _REPO.fullmatch(where)
     if match is None:
         raise ConfigError(f"{where} is neither a directory nor a model on the Hub (namespace/name@revision).")
-    return Reference(repo=match["repo"], revision=_download(match["repo"], match["revision"], [_WEIGHTS, _INDEX]).name)
+    return Reference(repo=match["repo"], revision=_download(match["repo"], match["revision"], [_WEIGHTS, INDEX]).name)
 
 
 def load(reference: Reference) -> Checkpoint:
-    """The checkpoint on this machine, downloaded unless it is in the Hub's cache.
+    """Find a checkpoint on this machine; a model on the Hub is downloaded unless it is in the Hub's cache.
 
     Raises:
-        ConfigError: it is not there, or cannot be reached.
+        ConfigError: it does not exist, or cannot be reached.
         CorruptDataError: a file is damaged.
     """
-    directory = _directory(reference, [_WEIGHTS, _INDEX])
-    if (directory / _INDEX).is_file():
-        names = _weight_map(directory / _INDEX)
+    directory = _directory(reference, [_WEIGHTS, INDEX])
+    if (directory / INDEX).is_file():
+        names = _weight_map(directory / INDEX)
         directory = _directory(reference, sorted(set(names.values())))
         files = {name: directory / file for name, file in names.items()}
     elif (directory / _WEIGHTS).is_file():
         with _opened(directory / _WEIGHTS) as tensors:
             files = dict.fromkeys(tensors.keys(), directory / _WEIGHTS)
     else:
-        raise ConfigError(f"{directory} holds neither {_WEIGHTS} nor {_INDEX}.")
+        raise ConfigError(f"{directory} holds neither {_WEIGHTS} nor {INDEX}.")
     if absent := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise ConfigError(f"{directory} lacks {some(absent)}.")
+        raise ConfigError(f"{directory} lacks {first_five(absent)}.")
     return Checkpoint(reference, files)
 
 
 def small_files(reference: Reference) -> Path:
-    """A directory with the files beside the weights; raises as `load`."""
+    """A directory with the config, tokenizer and templates of a checkpoint. Raises as `load`."""
     return _directory(reference, _SMALL)
 
 
@@ -129,7 +126,10 @@ def compare(
     ranges: Mapping[str, tuple[int, int]],
     bits: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, int], dict[str, Patch]]:
-    """Fingerprints of ranges of a checkpoint's tensors, and patches from these to a model's bits, flat and unsigned.
+    """Compare ranges of a checkpoint's tensors with a model's bits, which are flat and unsigned.
+
+    Returns:
+        The fingerprint of each range in the checkpoint, and a patch that leads to the model for each that differs.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.read`.
@@ -156,25 +156,26 @@ def _directory(reference: Reference, patterns: Sequence[str]) -> Path:
 
 
 def _download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The snapshot folder of a model in the Hub's cache, which is named by its commit."""
+    """Download files of a model into the Hub's cache; returns its folder there, whose name is the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the disk
-        # The client does without the Hub only for what it downloaded as a whole; `load` looks which files are there.
+        # By itself the client falls back to its cache only for whole snapshots; `load` checks which files are there.
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             return Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {reason}") from error
 
 
 def _weight_map(path: Path) -> dict[str, str]:
+    """The weight file of each tensor, by the index of a checkpoint."""
     try:
         names = dict(json.loads(path.read_bytes())["weight_map"])
         if not all(isinstance(file, str) and _WEIGHT_FILE.fullmatch(file) for file in names.values()):
-            raise ValueError("a weight file's name is none")
+            raise ValueError("a weight file has another name than *.safetensors")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"{path} is not the index of a checkpoint: {error!r}.") from error
     return names
@@ -189,6 +190,6 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CorruptDataError(f"{path} is not a safetensors file with the tensors that it should have: {error}.") from error
 
 
-def some(names: Sequence[str]) -> str:
-    """The first five names."""
+def first_five(names: Sequence[str]) -> str:
+    """The first five names as text."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""The JSON documents of a channel, as `docs/format.md` defines them. Encoded, parsed and checked here and nowhere else."""
+"""The JSON documents of a channel, as `docs/format.md` defines them. They are encoded, parsed and checked here only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,14 +21,16 @@ from deltasync.tensors import ITEM_BYTES, TensorSpec
 
 REFERENCE = "reference"
 COMPRESSED = "zstd"
-"""The one way to compress weight files, and the feature that a record with such an anchor requires."""
+"""The compression of weight files, and the feature that a record with such an anchor requires."""
 
 FEATURES = frozenset({REFERENCE, COMPRESSED})
-"""What a document may require of its readers."""
+"""Features that this reader knows."""
 
 CHANNEL_BYTES = 32 << 20
+"""Most bytes of channel.json."""
+
 SMALL_BYTES = 4 << 10
-"""Most bytes of channel.json, and of head.json, of an epoch's document and of a heartbeat."""
+"""Most bytes of head.json, of an epoch's document, and of a heartbeat."""
 
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
@@ -49,18 +52,18 @@ _FILES, _COMPANIONS, _COMPANION_BYTES = 65_536, 1_024, 256 << 20
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
-    """sha256 of file bytes, 64 lower-case hexadecimal digits."""
+    """sha256 as 64 lower-case hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def now() -> str:
-    """The time as documents tell it: UTC, ISO 8601."""
+    """The current time in the form of documents: ISO 8601, UTC."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class File:
-    """One immutable object: where it is and what it must contain."""
+    """An immutable object, named by a document: its key, size and digest."""
 
     key: str
     bytes: Count
@@ -69,7 +72,7 @@ class File:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """The identity of a version: its number, the epoch that wrote it, and the digest of its record."""
+    """The identity of a version: its number, the epoch that wrote it, the digest of its record."""
 
     version: Number
     epoch: Epoch
@@ -77,7 +80,7 @@ class Version:
 
     @property
     def slot(self) -> Slot:
-        """Where its record lies."""
+        """Slot of its record."""
         return Slot(self.version, self.epoch)
 
     @property
@@ -91,7 +94,7 @@ class Version:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """How to get from the base to the version: the payload in the record, if it has one, and the parts."""
+    """The change from the base to the version: the payload in the record, if there is one, and the parts."""
 
     codec: str
     changed: Count
@@ -104,7 +107,7 @@ class Reference:
 
     Attributes:
         fingerprints: Fingerprint of every tensor of the channel, as it is served.
-        tied: Tensors of the channel that the checkpoint holds under the name of another one only.
+        tied: Tensors that the checkpoint holds only under the name of another one, and that name.
     """
 
     repo: str | None = None
@@ -119,11 +122,11 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """The full weights: files of an ordinary checkpoint directory, or a reference to a checkpoint elsewhere.
+    """Full weights: the files of a checkpoint directory, or a reference to a checkpoint elsewhere.
 
     Attributes:
-        directory: Where all of its files are; empty for a reference.
-        companions: What lies beside the weights: config, tokenizer, index.
+        directory: Folder of all its files; empty for a reference.
+        companions: The files beside the weights: config, tokenizer, index.
     """
 
     directory: str = ""
@@ -134,14 +137,14 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The document of a record; `docs/format.md` has each field.
+    """The document of a record; `docs/format.md` describes each field.
 
     Attributes:
-        kind: `delta` or `anchor`, a version; `seal`, the end of a log; `fold`, another way to a version.
-        version, epoch: The slot; in a fold, the version that it leads to.
-        base: What it follows; in a fold, where it starts. None in version 1 and in folds from nothing.
-        fingerprint: The model's, at `version`; None in a seal.
-        sha256: In a fold, the digest of the record of `version`.
+        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `fold` for another way to a version.
+        version, epoch: The slot; of a fold, that of the version it leads to.
+        base: The version that it follows; of a fold, where it starts. None in version 1 and in folds from nothing.
+        fingerprint: Fingerprint of the model at `version`; None in a seal.
+        sha256: Digest of the record of `version`; in folds only.
         token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
     """
 
@@ -166,44 +169,43 @@ class Record:
 
     @property
     def is_version(self) -> bool:
-        """Whether it makes a version exist."""
+        """Whether it is a version, not a seal or a fold."""
         return self.kind in ("delta", "anchor")
 
     @property
     def files(self) -> list[File]:
-        """All objects that it names."""
-        found = [] if self.delta is None else list(self.delta.parts)
-        return found if self.anchor is None else [*found, *self.anchor.files, *self.anchor.companions]
+        """All files that it names."""
+        return [*self.payload_files, *(() if self.anchor is None else self.anchor.companions)]
 
     @property
     def slot(self) -> Slot:
-        """The slot; in a fold, that of the version that it leads to."""
+        """The slot; of a fold, that of the version it leads to."""
         return Slot(self.version, self.epoch)
 
     @property
     def payload_files(self) -> list[File]:
-        """The parts, or the weights, beside what is in the object itself."""
+        """The parts or the weight files."""
         return self.anchor.files if self.anchor is not None else [] if self.delta is None else self.delta.parts
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes to download for its bits: of the body and the parts, or of the weights."""
+        """Bytes to download for its bits: the body, and the parts or weight files."""
         return self.body_bytes + sum(file.bytes for file in self.payload_files)
 
     @property
     def reference(self) -> Reference | None:
-        """The checkpoint elsewhere that its anchor is, if it is one."""
+        """The reference that its anchor is, if it is one."""
         return None if self.anchor is None else self.anchor.reference
 
     @property
     def created_s(self) -> float:
-        """When it was encoded, seconds since the epoch."""
+        """When it was encoded, in seconds since 1970."""
         return datetime.datetime.fromisoformat(self.created_at).timestamp()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """A hint where the newest version is, and the newest announced anchor. Nothing that it says is believed."""
+    """A hint where the newest version and the newest announced anchor are. Readers believe nothing that it says."""
 
     format: str = FORMAT
     run_id: _RunId
@@ -221,7 +223,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """Who opened the channel, in `epochs/`; `continues` is None for nothing, or while it is not known."""
+    """The document of an epoch: who opened the channel, and what it continues (None: nothing, or not known yet)."""
 
     format: str = FORMAT
     run_id: _RunId
@@ -234,12 +236,12 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """Written once: what the channel carries.
+    """channel.json, written once.
 
     Attributes:
         fencing: How writers succeed each other: `seal` or `lease`.
-        epoch: The first one, whose log begins with number 1.
-        tensors: Name -> [dtype, shape], in the publisher's order.
+        epoch: The first epoch, whose log begins with number 1.
+        tensors: Name -> (dtype, shape), in the publisher's order.
     """
 
     format: str = FORMAT
@@ -263,12 +265,12 @@ _Document = TypeVar("_Document", bound=Document)
 
 
 def table_sha256(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> str:
-    """Digest of a tensor table: sha256 of its canonical JSON with sorted names."""
+    """sha256 of the canonical JSON of a tensor table, names sorted."""
     return sha256_hex(msgspec.json.encode(tensors, order="deterministic"))
 
 
 def encode(document: Document) -> bytes:
-    """Canonical UTF-8 JSON, one line."""
+    """A document as canonical UTF-8 JSON in one line."""
     return msgspec.json.encode(document) + b"\n"
 
 
@@ -276,8 +278,8 @@ def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Docume
     """Parse and check the document of the object at `key`.
 
     Raises:
-        CorruptDataError: not valid JSON of this kind, or it contradicts itself or its key.
-        UnsupportedFormatError: another format, or a required feature this reader lacks.
+        CorruptDataError: it is not valid JSON of this kind, or contradicts itself or its key.
+        UnsupportedFormatError: it has another format, or requires a feature that this reader does not know.
     """
     try:
         header: dict[str, Any] = msgspec.json.decode(data, type=dict)
@@ -295,64 +297,66 @@ def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Docume
         document = msgspec.convert(header, type=kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptDataError(f"{key} is not valid: {error}.") from error
-    problem = None
-    if isinstance(document, Channel):
-        problem = _channel_problem(document)
-    elif isinstance(document, Record):
-        problem = _record_problem(document, key)
-    elif isinstance(document, Opening) and key != keys.epoch_document(document.epoch):
-        problem = f"it is of epoch {document.epoch}"
+    problem = next(_problems(document, key), None)
     if problem is not None:
         raise CorruptDataError(f"{key} contradicts itself: {problem}.")
     return document
 
 
-def _channel_problem(document: Channel) -> str | None:
-    unknown = {dtype for dtype, _ in document.tensors.values()} - ITEM_BYTES.keys()
-    if unknown:
-        return f"unknown dtype {', '.join(sorted(unknown))}"
+def _problems(document: Document, key: str) -> Iterator[str]:
+    """How a document contradicts itself or its key. Each check relies on the ones before it."""
+    if isinstance(document, Channel):
+        yield from _channel_problems(document)
+    elif isinstance(document, Record):
+        yield from _record_problems(document, key)
+    elif isinstance(document, Opening) and key != keys.epoch_document(document.epoch):
+        yield f"it is the document of epoch {document.epoch}"
+
+
+def _channel_problems(document: Channel) -> Iterator[str]:
+    if unknown := {dtype for dtype, _ in document.tensors.values()} - ITEM_BYTES.keys():
+        yield f"unknown dtype {', '.join(sorted(unknown))}"
     if document.fencing not in ("seal", "lease"):
-        return f"fencing is {document.fencing!r:.50}"
-    # Bytes of a tensor; of an empty one, of its strides.
+        yield f"fencing is {document.fencing!r:.50}"
+    # Bytes of each tensor; of an empty one, what its strides span.
     reach = (ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape) for dtype, shape in document.tensors.values())
     if sum(reach) > _LARGEST:
-        return "the tensor table is of more bytes than there can be"
+        yield "its tensors have 2^63 bytes or more"
     if document.tensors_sha256 != table_sha256(document.tensors):
-        return "the tensor table does not match its digest"
-    return None
+        yield "the tensor table does not match its digest"
 
 
-def _record_problem(document: Record, key: str) -> str | None:
-    base = document.base
+def _record_problems(document: Record, key: str) -> Iterator[str]:
+    base_number = 0 if document.base is None else document.base.version
     if document.kind == "fold":
         span = keys.fold_of(key)
-        if span is None or (span.base, span.version) != (0 if base is None else base.version, document.version):
-            return f"it is a fold to version {document.version}"
-        if base is not None and base.version >= document.version:
-            return f"base version {base.version} is not before version {document.version}"
-    elif keys.slot_of(key) != Slot(document.version, document.epoch):
-        return f"it is of version {document.version} in epoch {document.epoch}"
-    elif (0 if base is None else base.version) != document.version - 1:
-        return "it does not follow the version before"
-    if not _is_time(document.created_at):
-        return f"it was created at {document.created_at!r}, which is no time with an offset"
-    if (problem := _kind_problem(document)) is not None:
-        return problem
+        if span is None or (span.base, span.version) != (base_number, document.version):
+            yield f"it is a fold to version {document.version}"
+        if base_number >= document.version:
+            yield f"base version {base_number} is not before version {document.version}"
+    elif keys.slot_of(key) != document.slot:
+        yield f"it is the record of version {document.version} in epoch {document.epoch}"
+    elif base_number != document.version - 1:
+        yield "its base is not the version before it"
+    try:
+        zone = datetime.datetime.fromisoformat(document.created_at).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        yield f"created_at is {document.created_at!r}, which is not a time with an offset"
+    yield from _kind_problems(document)
     try:
         for file in document.files:
             check_key(file.key)
     except ConfigError as error:
-        return str(error)
-    return None if document.anchor is None else _anchor_problem(document.anchor, document.requires)
+        yield str(error)
+    if document.anchor is not None:
+        yield from _anchor_problems(document.anchor, document.requires)
 
 
-def _kind_problem(document: Record) -> str | None:
-    """Whether a record has what one of its kind has."""
-    has = {
-        name
-        for name in ("base", "fingerprint", "delta", "anchor", "next_epoch", "sha256")
-        if getattr(document, name) is not None
-    }
+def _kind_problems(document: Record) -> Iterator[str]:
+    fields = ("base", "fingerprint", "delta", "anchor", "next_epoch", "sha256")
+    has = {name for name in fields if getattr(document, name) is not None}
     base = {"base"} & has
     wanted = {
         "delta": {"base", "fingerprint", "delta"},
@@ -361,36 +365,30 @@ def _kind_problem(document: Record) -> str | None:
         "fold": {"fingerprint", "sha256", "delta" if base else "anchor"} | base,
     }
     if document.kind not in wanted:
-        return f"kind is {document.kind!r:.50}"
-    if has != wanted[document.kind]:
-        return f"a record of kind {document.kind} has not {', '.join(sorted(has ^ wanted[document.kind]))}, or must have it"
-    return None
+        yield f"kind is {document.kind!r:.50}"
+    elif has != wanted[document.kind]:
+        yield f"a {document.kind} must have {', '.join(sorted(wanted[document.kind]))}, and has {', '.join(sorted(has))}"
 
 
-def _is_time(text: str) -> bool:
-    try:
-        return datetime.datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False
-
-
-def _anchor_problem(anchor: Anchor, requires: list[str]) -> str | None:
+def _anchor_problems(anchor: Anchor, requires: list[str]) -> Iterator[str]:
     reference, folder = anchor.reference, anchor.directory
     files = [*anchor.files, *anchor.companions]
     if sum(file.bytes for file in anchor.companions) > _COMPANION_BYTES:
-        return "the files beside its weights are too large"
+        yield "the files beside its weights have more than 256 MiB"
     if reference is None:
         if not folder.startswith(keys.ANCHORS):
-            return f"the anchor's folder is {folder!r:.100}"
-        outside = [file.key for file in files if not file.key.startswith(f"{folder}/")]
-        return f"the anchor's folder {folder!r} does not hold {outside[0]!r}" if outside else None
+            yield f"the anchor's folder is {folder!r:.100}"
+        if outside := [file.key for file in files if not file.key.startswith(f"{folder}/")]:
+            yield f"the anchor's folder {folder!r} does not hold {outside[0]!r}"
+        return
     if files or folder or REFERENCE not in requires:
-        return "its anchor is a reference and something else"
+        yield "its anchor is a reference, and has files too or is not required as one"
     by_repo = reference.repo is not None and reference.revision is not None
     if by_repo == (reference.path is not None):
-        return "its reference names no checkpoint, or two"
+        yield "its reference must name a model on the Hub or a path, and not both"
     if reference.path is not None:
-        return None if reference.path.startswith("/") else f"its reference's path {reference.path!r} is not absolute"
-    # They become parts of paths and URLs.
-    named = _REPO.fullmatch(reference.repo or "") and _REVISION.fullmatch(reference.revision or "")
-    return None if named else f"{reference} is not a model on the Hub"
+        if not reference.path.startswith("/"):
+            yield f"its reference's path {reference.path!r} is not absolute"
+    # Both become parts of paths and URLs.
+    elif not (_REPO.fullmatch(reference.repo or "") and _REVISION.fullmatch(reference.revision or "")):
+        yield f"{reference} is not a model on the Hub"

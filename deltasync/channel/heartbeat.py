@@ -1,18 +1,19 @@
-"""Heartbeats: small objects by which people and the publisher see replicas; servers whose URL is known can be asked instead.
+"""What replicas say of themselves: heartbeats in the channel, or the answers of servers whose URLs are known.
 
-Never needed for correctness: a lost or stale heartbeat only makes a replica look late.
+Correctness never depends on them: a lost or stale heartbeat only makes a replica look late.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import http.client
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,22 +33,23 @@ from deltasync.errors import (
 from deltasync.stores.base import ObjectInfo, Store
 
 LIVE_S = 60.0
-"""A replica whose heartbeat is older than this no longer counts as live."""
+"""A replica counts as live until its heartbeat is this old."""
 
 EXPIRED_S = 3600.0
-"""A heartbeat that was stored longer ago than this is not read: it neither counts nor is shown any more."""
+"""A heartbeat that was stored longer ago than this is not read."""
 
 STOPPED = "stopped"
-"""State of the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
+"""State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
 
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
-_LOOK_S = 1.0  # at least for each look, also for the one at the end
+_LOOK_S = 1.0  # least time for one look at all replicas, also for the last one
 
 _MOST_BYTES = 1 << 20  # of a server's answer
-_ERROR = 500  # characters
+_MOST_ERROR_CHARACTERS = 500
 _MOST_HEARTBEATS = 4096
+_STATUS = "deltasync/status?commits=0"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +57,12 @@ class Heartbeat:
     """What a replica says of itself.
 
     Attributes:
-        run_id: The run it follows, None before it knows.
+        run_id: The run that it follows, None while it does not know.
         version, epoch, sha256: Identity of the version that it serves, None before the first.
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
-        newest_version: Newest version it has seen.
-        pin: Which versions it takes, None for the newest. Nobody waits for a replica that is pinned.
-        time_s: Seconds since the epoch, by the replica's clock.
+        newest_version: The newest version that it has seen.
+        pin: Which versions it takes, None for the newest. Nobody waits for a pinned replica.
+        time_s: When it said so: seconds since 1970, by the replica's clock.
     """
 
     replica_id: str
@@ -76,26 +78,26 @@ class Heartbeat:
 
     @property
     def serving(self) -> Version | None:
-        """The version that it serves; None before the first, and where it does not say which of that number."""
+        """Identity of the version that it serves, None if it serves none or gives only a number."""
         if self.version is None or self.epoch is None or self.sha256 is None:
             return None
         return Version(self.version, self.epoch, self.sha256)
 
 
 def write(store: Store, heartbeat: Heartbeat) -> None:
-    """Overwrite the replica's heartbeat."""
-    if heartbeat.error is not None and len(heartbeat.error) > _ERROR:
-        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: _ERROR - 4]} ...")
+    """Replace the replica's heartbeat in the store."""
+    if heartbeat.error is not None and len(heartbeat.error) > _MOST_ERROR_CHARACTERS:
+        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: _MOST_ERROR_CHARACTERS - 4]} ...")
     store.put(keys.replica(heartbeat.replica_id), msgspec.json.encode(heartbeat))
 
 
 def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[Heartbeat]:
-    """Heartbeats of the replicas of one run, by replica id: at most the newest 4,096, without unreadable and expired ones.
+    """Read the heartbeats of one run's replicas, sorted by replica id: the newest 4,096 that are readable and not expired.
 
-    What was not read by the deadline, by `time.monotonic`, has state `unread`.
+    Those not read by the deadline (`time.monotonic`) have the state `unread`.
 
     Raises:
-        TransientStoreError: not even the names of the heartbeats are known at the deadline.
+        TransientStoreError: the heartbeats could not even be listed by the deadline.
         StoreError: the heartbeats cannot be read.
     """
     (listed,) = each([keys.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
@@ -103,25 +105,20 @@ def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[H
         raise TransientStoreError(f"The heartbeats in {store.url} could not be listed in time.")
     expired_s = time.time() - EXPIRED_S
     recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store does not tell
-    recent = sorted(recent, key=lambda info: info.modified_s, reverse=True)[:_MOST_HEARTBEATS]
-    recent.sort(key=lambda info: info.key)
-    read = each(recent, lambda info: (_read_one(store, info),), deadline)
-    found = []
-    for info, result in zip(recent, read, strict=True):
-        heartbeat = _unread(info, run_id) if result is None else result[0]
-        if heartbeat is not None and heartbeat.run_id == run_id:
-            found.append(heartbeat)
-    return found
+    recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
+    read = each(recent, lambda info: _read_one(store, info.key), deadline)
+    found = (_unread(info, run_id) if beat is None else beat for info, beat in zip(recent, read, strict=True))
+    return [beat for beat in found if isinstance(beat, Heartbeat) and beat.run_id == run_id]
 
 
-def _read_one(store: Store, info: ObjectInfo) -> Heartbeat | None:
+def _read_one(store: Store, key: str) -> Heartbeat | Literal["unreadable"]:
     with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-        return msgspec.json.decode(store.read(info.key, SMALL_BYTES), type=Heartbeat)
-    return None
+        return msgspec.json.decode(store.read(key, SMALL_BYTES), type=Heartbeat)
+    return "unreadable"
 
 
 def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
-    """In the place of a heartbeat that may be of this run and may not serve the version: nobody is taken to serve it."""
+    """Stands for a heartbeat that was not read in time: it may be of this run, and serves nothing."""
     name = info.key.removeprefix(keys.REPLICAS).removesuffix(".json")
     error = "its heartbeat could not be read in time"
     time_s = info.modified_s or time.time()
@@ -129,72 +126,67 @@ def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
 
 
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
-    """What servers say of themselves at `GET /deltasync/status`. One out of reach, or with another run, serves nothing.
+    """Ask servers for their heartbeats (`GET /deltasync/status`). One out of reach, or of another run, serves nothing.
 
-    Who has not answered by the deadline, by `time.monotonic`, counts as out of reach; None for a few seconds.
+    A server that has not answered by the deadline (`time.monotonic`; by default ten seconds from now) is out of reach.
     """
 
     def ask_one(url: str) -> Heartbeat:
-        answer, error, _ = _call(f"{url}/deltasync/status?commits=0")
+        answer, error, _ = _call(f"{url}/{_STATUS}")
         return heartbeat_of(url, answer, run_id) if error is None else _unreachable(url, error)
 
     answers = each(urls, ask_one, time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline)
-    late = "does not answer in time"
-    return [_unreachable(url, f"{url} {late}") if found is None else found for url, found in zip(urls, answers, strict=True)]
+    return [found or _unreachable(url, f"{url} does not answer in time") for url, found in zip(urls, answers, strict=True)]
 
 
 def ask_status(url: str) -> dict[str, Any] | None:
-    """A server's status as it tells it to who has `DELTASYNC_HTTP_TOKEN`, without its commits.
+    """Ask a server for its status without the commits; `DELTASYNC_HTTP_TOKEN` is sent.
 
-    Empty if it has none for us; None if it does not answer, or is not up.
+    Empty if the answer is not a JSON object; None if the server does not answer, or with an error of its own (5xx).
     """
-    answer, _, code = _call(f"{url}/deltasync/status?commits=0")
-    if code is None or code >= 500:
-        return None
-    return _object(answer)
+    answer, _, code = _call(f"{url}/{_STATUS}")
+    return None if code is None or code >= 500 else _json_object(answer)
 
 
 def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-    """Have a server go to a version, and wait until it serves that.
+    """Post `body` to a server's route `sync` or `pin`, and wait until it serves the version that is asked for.
 
-    The route, `sync` or `pin`, takes `body`. Returns what the server answers, with the `version` that it serves.
+    Returns the server's answer, which has the `version` that it serves.
 
     Raises:
-        AckTimeoutError: it does not serve it in time.
-        DeltaSyncError: it does not answer, or refuses, and why.
+        AckTimeoutError: it does not serve the version in time.
+        DeltaSyncError: it does not answer, or refuses.
     """
     url = url.rstrip("/")
-    whole = msgspec.json.encode({**body, "timeout_s": timeout_s})
-    answer, error, code = _call(f"{url}/deltasync/{route}", whole, timeout_s + _ANSWER_S)
-    found = _object(answer)
+    request = msgspec.json.encode({**body, "timeout_s": timeout_s})
+    answer, error, code = _call(f"{url}/deltasync/{route}", request, timeout_s + _ANSWER_S)
+    found = _json_object(answer)
     if error is None and "version" in found:
         return found
-    said = f"{found.get('error', '')} {found.get('cause') or ''}".strip() or error or "the answer is not deltasync's."
-    raise (AckTimeoutError if code == 504 else DeltaSyncError)(f"{url}: {said}")
+    reason = f"{found.get('error', '')} {found.get('cause') or ''}".strip() or error or "the answer is not deltasync's."
+    raise (AckTimeoutError if code == 504 else DeltaSyncError)(f"{url}: {reason}")
 
 
 def wake(urls: Sequence[str], version: int) -> None:
-    """Have servers look for a version now instead of at their next poll; one that does not answer is left alone."""
-    # Too short to wait for anything: a server looks as soon as it is asked for a version.
+    """Tell servers to look for a version now instead of at their next poll. One that does not answer is ignored."""
+    # The time-out is too short for a wait: a server looks as soon as it is asked for a version.
     body = msgspec.json.encode({"version": version, "timeout_s": 0.001})
     each(urls, lambda url: _call(f"{url}/deltasync/sync", body), time.monotonic() + _ANSWER_S)
 
 
 def check_ack(ack: str | int) -> int | None:
-    """How many replicas `any` or a number asks for, None for `all`.
+    """Number of replicas that `ack` asks for: 1 for `any`, None for `all`.
 
     Raises:
-        ConfigError: it is neither of these, or a number below 1.
+        ConfigError: it is not `any`, `all` or a number from 1 on.
     """
     if ack == "all":
         return None
-    try:
+    with contextlib.suppress(ValueError):
         needed = 1 if ack == "any" else int(ack)
-    except ValueError:
-        needed = 0
-    if needed < 1:
-        raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
-    return needed
+        if needed >= 1:
+            return needed
+    raise ConfigError(f"ack must be any, all or a number of replicas from 1 on, not {ack!r}.")
 
 
 def wait_for(
@@ -209,22 +201,22 @@ def wait_for(
     """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
 
     Args:
-        store: The channel's.
+        store: The channel's store.
         run_id: The run whose replicas count.
-        version: Its number; a replica that serves a later one counts too.
-        published: Digests of the records that the caller published, by number; later ones may come in meanwhile. A replica
-            counts by its version's digest, never by the number alone.
-        ack: `any`: at least one live replica serves it. A number: at least so many do. `all`: at least one replica is live
+        version: The version's number; a replica that serves a later one counts too.
+        published: Digests of the records that the caller published, by number; may grow meanwhile. A replica counts only
+            if it serves one of these, by the digest.
+        ack: `any`: at least one live replica serves it. A number: at least so many do. `all`: at least one replica is live,
             and every live one serves it.
-        timeout_s: How long to wait. The last look may take a second more; what is not answered then is not waited for.
+        timeout_s: How long to wait. The last look may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
 
     Returns:
         The heartbeats of the replicas that serve it.
 
     Raises:
-        AckTimeoutError: time is up; names the live replicas that lag, with their errors.
-        StoreError: the heartbeats cannot be read; a transient error is tried again until time is up.
+        AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
+        StoreError: the heartbeats cannot be read. A transient error is tried again until time is up.
     """
     needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
@@ -243,13 +235,14 @@ def wait_for(
             if len(serving) >= (needed or 1) and not (needed is None and lagging):
                 return serving
             if time.monotonic() >= deadline:
-                raise AckTimeoutError(_explain(store, version, timeout_s, needed, serving, lagging, heartbeats))
+                reason = _explain(needed, serving, lagging, heartbeats)
+                raise AckTimeoutError(f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}.")
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
 def is_live(heartbeat: Heartbeat) -> bool:
-    """Whether it is recent, by our clock, and not the last one; a replica whose clock is ahead is taken as live."""
+    """Whether a replica counts as live: its heartbeat is recent, by our clock, or in the future, and not its last one."""
     return heartbeat.state != STOPPED and _age_s(heartbeat) < LIVE_S
 
 
@@ -264,32 +257,23 @@ def _age_s(heartbeat: Heartbeat) -> float:
     return time.time() - heartbeat.time_s
 
 
-def _explain(
-    store: Store,
-    version: int,
-    timeout_s: float,
-    needed: int | None,
-    serving: list[Heartbeat],
-    lagging: list[Heartbeat],
-    heartbeats: list[Heartbeat],
-) -> str:
-    published = f"Version {version} is published to {store.url}, but after {timeout_s:g} s"
+def _explain(needed: int | None, serving: list[Heartbeat], lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
     if not heartbeats:
         return (
-            f"{published} no replica has ever reported to this run. Start one that follows the channel, check that its "
-            "channel URL is this one, or do not ask for an acknowledgement."
+            "no replica has ever reported to this run. Start one that follows the channel, check that its channel URL is "
+            "this one, or do not ask for an acknowledgement"
         )
     if lagging:
-        return f"{published} these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}."
+        return f"these replicas lag: {'; '.join(_describe(beat) for beat in lagging)}"
     if needed is not None and serving:
         names = ", ".join(beat.replica_id for beat in serving)
-        return f"{published} {len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live."
+        return f"{len(serving)} of the {needed} replicas asked for serve it ({names}), and no other one is live"
     ages = ", ".join(
         f"{beat.replica_id} ({'stopped ' if beat.state == STOPPED else ''}{_age_s(beat):.0f} s ago"
         f"{'' if beat.pin is None else f', pinned: {beat.pin}'})"
         for beat in heartbeats
     )
-    return f"{published} no replica is live. Last heard of: {ages}. Restart them, or set their clocks right."
+    return f"no replica is live. Last heard of: {ages}. Restart them, or set their clocks right"
 
 
 def _describe(heartbeat: Heartbeat) -> str:
@@ -303,17 +287,17 @@ def _unreachable(url: str, error: str) -> Heartbeat:
 
 
 def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
-    """What a server's answer says. Invalid replies, or those of another run, count as not serving."""
+    """The heartbeat in a server's answer. One that is invalid, or of another run, serves nothing."""
     try:
         status = msgspec.json.decode(answer, type=dict[str, Any])
-        whole = {"run_id": None, "version": None, **status, "replica_id": url, "time_s": time.time()}
-        found = msgspec.convert(whole, Heartbeat)
+        fields = {"run_id": None, "version": None, **status, "replica_id": url, "time_s": time.time()}
+        found = msgspec.convert(fields, Heartbeat)
     except UNREADABLE_JSON as unreadable:
         return _unreachable(url, f"{url} does not answer as deltasync does: {unreadable}")
-    if found.state == STOPPED:  # who names a server's URL waits for that one, also while it is being restarted
+    if found.state == STOPPED:  # a server that is named by its URL is waited for, also while it is restarted
         return dataclasses.replace(found, version=None, state="unreachable", error=f"{url} is stopping")
-    if "run_id" not in status:  # which it leaves out to who has no token
-        error = "it tells its run only to who has its token: set DELTASYNC_HTTP_TOKEN here too"
+    if "run_id" not in status:
+        error = "it does not name its run to those without its token: set DELTASYNC_HTTP_TOKEN here too"
     elif found.run_id in (None, run_id):
         return found
     else:
@@ -321,15 +305,15 @@ def heartbeat_of(url: str, answer: bytes, run_id: str) -> Heartbeat:
     return dataclasses.replace(found, version=None, error=error)
 
 
-def _object(answer: bytes) -> dict[str, Any]:
-    """The JSON object that a server answered; empty if it is none."""
+def _json_object(answer: bytes) -> dict[str, Any]:
+    """The JSON object in a server's answer, empty if there is none."""
     with contextlib.suppress(*UNREADABLE_JSON):
         return msgspec.json.decode(answer, type=dict[str, Any])
     return {}
 
 
 def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:
-    """What a GET, or with a body a POST, returns; what went wrong; the HTTP status of the answer, if there was one."""
+    """GET, or with a body POST: the answer, what went wrong, and the HTTP status if there was an answer."""
     token = ReplicaSettings.from_env().http_token
     headers = {} if body is None else {"Content-Type": "application/json"}
     if token is not None:
@@ -340,20 +324,16 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
             return reply.read(_MOST_BYTES), None, reply.status
     except urllib.error.HTTPError as error:
         redirect = ", a redirect, which is not followed: name the server itself" if 300 <= error.code < 400 else ""
-        return _said(error), f"{url} answered {error.code}{redirect}", error.code
+        answer = b""
+        with contextlib.suppress(OSError, http.client.HTTPException), error:
+            answer = error.read(_MOST_BYTES)
+        return answer, f"{url} answered {error.code}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
         return b"", f"{url} does not answer: {error}", None
 
 
-def _said(error: urllib.error.HTTPError) -> bytes:
-    """The body of a refusal, empty if it cannot be read."""
-    with contextlib.suppress(OSError, http.client.HTTPException), error:
-        return error.read(_MOST_BYTES)
-    return b""
-
-
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """urllib would take the token along to whatever host a redirect names."""
+    """Follows no redirect: urllib would send the token to whatever host it names."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """None: the redirect becomes an error."""
+        """Return None, which makes the redirect an error."""

@@ -17,7 +17,7 @@ ANCHORS = "anchors/"
 FOLDS = "folds/"
 REPLICAS = "replicas/"
 TOOL = "000000-"
-"""How the name of an author that is a tool begins."""
+"""Prefix of the author names of tools, which have no epoch."""
 
 LARGEST_VERSION = 9_999_999_999
 
@@ -31,25 +31,25 @@ _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """The place of one record in the log of an epoch."""
+    """The place of a record: a number in the log of an epoch."""
 
     version: int
     epoch: str
 
     @property
     def key(self) -> str:
-        """Its key."""
+        """Key of the record."""
         return slot(self.version, self.epoch)
 
     @property
     def newness(self) -> tuple[str, int]:
-        """What tells which of two versions is the newer one: the epoch, then the number."""
+        """Sort key by which the newer of two versions is the greater one: the epoch, then the number."""
         return self.epoch, self.version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """What the key of a fold tells: from which version to which one, 0 for nothing, and who wrote it."""
+    """What a fold's key says: it leads from version `base` (0: from nothing) to `version`, and `author` wrote it."""
 
     base: int
     version: int
@@ -57,7 +57,7 @@ class Span:
 
 
 def new_epoch(number: int) -> str:
-    """A name for an epoch: its number, and random digits, so that two writers that take one number have two names."""
+    """A name for an epoch: its number and random digits, so that two writers with the same number have different names."""
     return f"{number:06d}-{secrets.token_hex(4)}"
 
 
@@ -67,12 +67,12 @@ def new_author() -> str:
 
 
 def epoch_number(epoch: str) -> int:
-    """The number of an epoch."""
+    """The number in the name of an epoch."""
     return int(epoch[:6])
 
 
 def folder(version: int) -> str:
-    """Where the records of a version lie, as a prefix."""
+    """Folder of the records of a version; a thousand numbers share one."""
     return f"{VERSIONS}{version // 1000:07d}/"
 
 
@@ -82,7 +82,7 @@ def slot(version: int, epoch: str) -> str:
 
 
 def slot_of(key: str) -> Slot | None:
-    """The slot of a key, None for any other key."""
+    """The slot that a record's key names, None for any other key."""
     match = _SLOT.fullmatch(key)
     if match is None or int(match[1]) != int(match[2]) // 1000:
         return None
@@ -95,46 +95,44 @@ def fold(base: int, version: int, author: str) -> str:
 
 
 def fold_of(key: str) -> Span | None:
-    """What the key of a fold tells, None for any other key."""
+    """The span that a fold's key names, None for any other key."""
     match = _FOLD.fullmatch(key)
     return Span(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def epoch_document(epoch: str) -> str:
-    """Key of what an epoch says of itself."""
+    """Key of an epoch's document."""
     return f"{EPOCHS}{epoch}.json"
 
 
 def epoch_of(key: str) -> str | None:
-    """The epoch of such a key, None for any other key."""
+    """The epoch that the key of an epoch's document names, None for any other key."""
     match = _EPOCH_DOCUMENT.fullmatch(key)
     return match[1] if match else None
 
 
 def parts_folder(version: int, author: str, attempt: int = 0) -> str:
-    """Where the parts of a version lie."""
+    """Folder of the parts of a version."""
     return f"{PARTS}{version:010d}.{author}.{attempt}"
 
 
 def part(rank: int, number: int) -> str:
-    """File name of a part; parts of a rank count from 1."""
+    """File name of a part; each rank numbers its parts from 1."""
     return f"{rank:03d}-{number:05d}.safetensors"
 
 
 def anchor_folder(version: int, author: str, attempt: int = 0) -> str:
-    """Where the files of an anchor lie."""
+    """Folder of the files of an anchor."""
     return f"{ANCHORS}{version:010d}.{author}.{attempt}"
 
 
 def anchor_shard(shard: int, shard_count: int) -> str:
-    """File name of one weight file of an anchor, as transformers names them; shards count from 1."""
-    if shard_count == 1:
-        return "model.safetensors"
-    return f"model-{shard:05d}-of-{shard_count:05d}.safetensors"
+    """File name of a weight file of an anchor, as transformers names it; shards are numbered from 1."""
+    return "model.safetensors" if shard_count == 1 else f"model-{shard:05d}-of-{shard_count:05d}.safetensors"
 
 
 def file_of(key: str) -> Slot | None:
-    """Version and author of a file under parts/ or anchors/, None for any other key."""
+    """Version and author of a file under parts/ or anchors/, as a slot; None for any other key."""
     match = _FILE.fullmatch(key)
     return Slot(int(match[1]), match[2]) if match else None
 
@@ -145,5 +143,5 @@ def replica(replica_id: str) -> str:
 
 
 def probe(epoch: str) -> str:
-    """Key by which a writer finds out whether the store decides who creates an object."""
+    """Key of the object by which a writer tests whether the store really creates only if absent."""
     return f"probe/{epoch}"

@@ -1,4 +1,4 @@
-"""A channel and copies of it, as `deltasync relay` keeps them: read where it answers soonest, written to at the channel."""
+"""A channel and its copies, as `deltasync relay` makes them: reads go to the fastest store, writes to the channel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Head
@@ -21,21 +21,21 @@ from deltasync.stores.wrapper import WrappedStore
 logger = get_logger(__name__)
 
 REVIEW_S = 30.0
-"""How often the copies are compared. One that lags behind by more is left."""
+"""How often the stores are compared. A copy that lags behind by more is left."""
 _PATIENCE_S = 5.0  # for all answers to one comparison
-_MUCH = 2.0  # so many times sooner another one has to answer
+_TIMES_FASTER = 2.0  # a store is changed only for one that answers this many times faster
 
 _Result = TypeVar("_Result")
 
 
 def open_nearest(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
-    """The store of a channel.
+    """Open the store of a channel.
 
     Args:
-        channel: As in `open_store`; or several URLs, in a list or with spaces between them: the channel, then copies of it.
+        channel: As in `open_store`, or several URLs in a list or separated by spaces: the channel, then copies of it.
 
     Raises:
-        ConfigError: as `open_store`.
+        ConfigError: as `open_store`, or there is no URL.
     """
     if isinstance(channel, str) and all("://" in part for part in channel.split()):
         channel = channel.split() or channel
@@ -47,19 +47,12 @@ def open_nearest(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Sto
     return open_store(channel)  # type: ignore[arg-type]
 
 
-class _Look(NamedTuple):
-    """How long a store took to answer, and what its head says."""
-
-    seconds: float
-    head: Head | None
-
-
 class NearestStore(WrappedStore):
-    """Reads from one of several stores, writes to the first, which is the channel; the others are copies of it.
+    """Reads from one of several stores; writes to the first, which is the channel. The others are copies of it.
 
-    A store is left when it fails, or when it lacks the record that was read last, or the one that the channel's head named a
-    review ago (at first: now), so that nobody goes back by changing over. Whether a copy has a record is looked up: its head
-    is not believed. What is written are heartbeats: the trainer looks for them in the channel.
+    A store is left when it fails. It is also left when it lacks the newest record that was read, or the record that the
+    channel's head named at the last review (at first: now): a change of stores never leads to an older version. Whether a
+    copy has a record is looked up, because its head is only a hint. Only heartbeats are written.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -67,9 +60,9 @@ class NearestStore(WrappedStore):
         self.nearest = stores[0]
         self._stores = stores
         self._lock = threading.Lock()
-        self._due_s: float | None = None
-        self._read: Slot | None = None
-        self._named: Slot | None = None
+        self._due_s: float | None = None  # the next review, None before the first
+        self._read: Slot | None = None  # the newest record that was read
+        self._named: Slot | None = None  # the record that the channel's head named at the last review
         self._problem: ConfigError | None = None
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
@@ -86,7 +79,7 @@ class NearestStore(WrappedStore):
         return iter(self._ask_nearest(lambda store: [*store.list(prefix)]))
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
-        return None  # it would tell of one store, and another one is read
+        return None  # it would watch one store while another one is read
 
     def _ask_nearest(self, action: Callable[[Store], _Result]) -> _Result:
         """Read from the nearest store; if it fails, from the next one.
@@ -114,51 +107,55 @@ class NearestStore(WrappedStore):
             return action(self.nearest)
 
     def _review_again(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
             self._review()
 
     def _review(self, leave: Store | None = None) -> None:
-        """Choose the store to read from; what does not answer in time, or is `leave`, is not chosen."""
+        """Choose the store to read from. `leave`, and a store that does not answer in time, are not chosen."""
         with self._lock:
             if leave is not None and self.nearest is not leave:
-                return  # another thread did
+                return  # another thread has left it
             looks = each(self._stores, _look, time.monotonic() + _PATIENCE_S)
-            channel, *_ = looks
-            heads = [look.head for look in looks if look is not None and look.head is not None]
-            if len({head.run_id for head in heads}) > 1:
-                said = " and ".join(store.url for store in self._stores)
-                self._problem = ConfigError(f"{said} hold different runs; name one channel and copies of it.")
+            heads = [None if look is None else look[1] for look in looks]
+            run_ids = {head.run_id for head in heads if head is not None}
+            if len(run_ids) > 1:
+                urls = " and ".join(store.url for store in self._stores)
+                self._problem = ConfigError(f"{urls} hold different runs; name one channel and copies of it.")
                 return
-            if not heads:  # nothing is published yet; ask again
+            if not run_ids:  # nothing is published yet; ask again
                 return
-            if channel is None and self._due_s is None:
+            if looks[0] is None and self._due_s is None:
                 logger.warning("%s does not answer; a copy of it is read.", self.url)
-            named = None if channel is None or channel.head is None else Slot(channel.head.version, channel.head.epoch)
-            least = [slot for slot in (self._read, self._named or named) if slot is not None]
+            named = None if heads[0] is None else heads[0].newest.slot
+            needed = [slot for slot in (self._read, self._named or named) if slot is not None]
             self._named = named or self._named
-            have = each(self._stores, lambda store: all(_has(store, slot) for slot in least), time.monotonic() + _PATIENCE_S)
-            fit = [
-                (look.seconds, number)
+            have = each(
+                self._stores, lambda store: all(_has(store, slot) for slot in needed), time.monotonic() + _PATIENCE_S
+            )
+            fit = {
+                number: look[0]
                 for number, (store, look, has) in enumerate(zip(self._stores, looks, have, strict=True))
-                if look is not None and look.head is not None and has and store is not leave
-            ]
-            now = [seconds for seconds, number in fit if self._stores[number] is self.nearest]
-            if fit and (not now or now[0] > _MUCH * min(fit)[0]):
-                self.nearest = self._stores[min(fit)[1]]
+                if look is not None and look[1] is not None and has and store is not leave
+            }
+            if fit:
+                fastest = min(fit, key=fit.__getitem__)
+                now_s = fit.get(self._stores.index(self.nearest))
+                if now_s is None or now_s > _TIMES_FASTER * fit[fastest]:
+                    self.nearest = self._stores[fastest]
             self._due_s = time.monotonic() + REVIEW_S
 
 
-def _look(store: Store) -> _Look | None:
-    """None if it fails."""
+def _look(store: Store) -> tuple[float, Head | None] | None:
+    """Seconds until a store answered, and its head, None if that is missing or damaged. None if the store failed."""
     before = time.perf_counter()
     head: Head | None = None
     try:
         head = documents.decode(store.read(keys.HEAD, documents.SMALL_BYTES), Head, keys.HEAD)
     except (ObjectMissingError, FormatError):
-        pass  # nothing is published, or it is damaged: there is nothing to compare
+        pass
     except StoreError:
         return None
-    return _Look(time.perf_counter() - before, head)
+    return time.perf_counter() - before, head
 
 
 def _has(store: Store, slot: Slot) -> bool:

@@ -1,4 +1,4 @@
-"""The bits that a record or a fold leads to: its payloads, its weight files or its reference, as patches."""
+"""Fetch and decode what a record or fold names, into patches: its payloads, its weight files, or its reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from deltasync import codec
 from deltasync.channel import checkpoint
 from deltasync.channel.anchors import read_weights
-from deltasync.channel.documents import File, Reference
+from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
@@ -24,7 +24,7 @@ _FILES_AHEAD = 4
 
 
 def fetch(reader: ChannelReader, stored: Stored) -> list[tuple[str, bytes]]:
-    """(key, bytes) of each payload of a delta or fold, that in the record first; none of full weights."""
+    """Fetch the payloads of a delta or fold as (key, bytes), that in the record first. Nothing for full weights."""
     return [] if stored.use_anchor else list(_payloads(reader, stored))
 
 
@@ -35,14 +35,14 @@ def patches(
     wanted: codec.Wanted | None = None,
     fetched: Sequence[tuple[str, bytes]] | None = None,
 ) -> Iterator[tuple[Patch, int]]:
-    """Patches of one record or fold and the fingerprint of each tensor after it, tensor by tensor.
+    """Decode a version or a fold: each patch, and the fingerprint of its tensor afterwards.
 
     Args:
-        reader: The channel's.
-        stored: A version or a fold.
-        old: Gives the bits of a tensor before it; some codecs need them.
+        reader: Reads the channel.
+        stored: The record of the version, or the fold.
+        old: Returns the bits of a tensor before the change; some codecs need them.
         wanted: As in `Codec.decode`.
-        fetched: What `fetch` returned; otherwise files are fetched as they are needed.
+        fetched: The result of `fetch`; if None, files are fetched as they are needed.
 
     Raises:
         FormatError, MissingVersionError: as `ChannelReader.fetch` and `Codec.decode`.
@@ -51,14 +51,15 @@ def patches(
         for name, bits_N, expected in weights(reader, stored):
             yield Patch(name, None, np.require(bits_N, requirements="W"), absolute=True), expected
     else:
-        yield from decode(stored, _payloads(reader, stored) if fetched is None else fetched, reader.specs, old, wanted)
+        payloads = _payloads(reader, stored) if fetched is None else fetched
+        yield from decode(stored.record, payloads, reader.specs, old, wanted)
 
 
 def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Full weights, each tensor once: name, unsigned bit patterns of shape N, not to be written to, fingerprint.
+    """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint.
 
     Raises:
-        FormatError, MissingVersionError: as `patches`; also at the end, if a tensor is missing.
+        FormatError, MissingVersionError: as `patches`; at the end, if a tensor is missing.
     """
     record = stored.record
     if record.reference is not None:
@@ -69,23 +70,23 @@ def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.nda
         with _naming(file.key):
             for name, bits_N, expected in read_weights(data, reader.specs):
                 if missing.pop(name, None) is None:
-                    raise CorruptDataError(f"{name} is there twice.")
+                    raise CorruptDataError(f"{name} occurs twice.")
                 yield name, bits_N, expected
     if missing:
-        raise CorruptDataError(f"The anchor of version {record.version} lacks {', '.join(sorted(missing)[:5])}.")
+        raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
 
 
 def decode(
-    stored: Stored,
+    record: Record,
     payloads: Iterable[tuple[str, bytes]],
     specs: Mapping[str, TensorSpec],
     old: codec.OldBits | None,
     wanted: codec.Wanted | None = None,
 ) -> Iterator[tuple[Patch, int]]:
-    """As `patches`, of a delta or fold whose payloads, (key, bytes), are there."""
-    record = stored.record
+    """`patches` of a delta or fold whose payloads, (key, bytes), were fetched."""
     assert record.delta is not None and record.base is not None
-    parts, changed = _Parts(), 0
+    seen: dict[str, tuple[int, list[tuple[int, int]]]] = {}  # of each tensor: its fingerprint, and the ranges patched
+    changed = 0
     for key, data in payloads:
         with _naming(key):
             payload = codec.open_payload(data)
@@ -97,18 +98,23 @@ def decode(
             raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
         fingerprints = payload.fingerprints
         for patch in codec.get(payload.codec).decode(payload, specs, old, wanted):
-            parts.check(patch, fingerprints[patch.name], key)
-            yield patch, fingerprints[patch.name]
+            expected, index_K = fingerprints[patch.name], patch.index_K
+            first, last = (0, sys.maxsize) if index_K is None else (int(index_K[0]), int(index_K[-1]))
+            known, ranges = seen.setdefault(patch.name, (expected, []))
+            if known != expected or any(first <= end and start <= last for start, end in ranges):
+                raise CorruptDataError(f"{key} contradicts another payload of its version about {patch.name}.")
+            ranges.append((first, last))
+            yield patch, expected
 
 
 def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:
-    """Which tensors, by the fingerprints of all tensors here, are not those of a checkpoint, as a sentence."""
+    """A sentence that tells which of the tensors here, by their fingerprints, are not those of a reference."""
     wrong = [name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)]
     return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
 
 
 def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, bytes]]:
-    """(key, bytes) of each payload; the next ones are being fetched while one is used."""
+    """Each payload as (key, bytes); the next ones are fetched while one is used."""
     data = stored.data
     if data is None:
         data = reader.fetch(File(key=stored.key, bytes=stored.size, sha256=stored.sha256))
@@ -119,12 +125,13 @@ def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, byte
 
 
 def _files(reader: ChannelReader, stored: Stored, count: int) -> Iterator[tuple[File, bytes]]:
+    """The parts or weight files; up to `count` are fetched ahead."""
     files = stored.record.payload_files
     return zip(files, ahead(reader.fetch, files, count), strict=True)
 
 
 def _has_payload(data: bytes) -> bool:
-    """Whether a record's body, which has been checked, holds more than the place of the document."""
+    """Whether a record's body holds a payload, not only the header; its digest was checked."""
     try:
         return "codec" in read_metadata(data)
     except CorruptDataError:
@@ -155,24 +162,9 @@ def _reference_weights(reader: ChannelReader, version: int, reference: Reference
         raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {_differing(wrong, specs)}")
 
 
-class _Parts:
-    """The payloads of one record: those that patch the same tensor patch different ranges of it, to one fingerprint."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[int, list[tuple[int, int]]]] = {}
-
-    def check(self, patch: Patch, expected: int, key: str) -> None:
-        index_K = patch.index_K
-        first, last = (0, sys.maxsize) if index_K is None else (int(index_K[0]), int(index_K[-1]))
-        known, ranges = self._known.setdefault(patch.name, (expected, []))
-        if known != expected or any(first <= end and start <= last for start, end in ranges):
-            raise CorruptDataError(f"{key} contradicts another payload of its version about {patch.name}.")
-        ranges.append((first, last))
-
-
 @contextlib.contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Prefix corruption errors with the file's key."""
+    """Put the file's key before the message of a CorruptDataError."""
     try:
         yield
     except CorruptDataError as error:
@@ -180,4 +172,4 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
-    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.some(names)}."
+    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.first_five(names)}."

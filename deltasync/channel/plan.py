@@ -1,10 +1,10 @@
-"""Which records and folds lead from what a replica has to what it wants.
+"""Plan the way from the version that a replica has to the one it wants.
 
-Versions are nodes, by identity; records and folds lead from their base to their version, anchors from nothing. What is
-cheapest is estimated from listings, by numbers. Then each object on the way is read, from the end, and must have the digest
-by which it was named, until the way meets exactly what the replica has, or nothing.
+A way is a list of records and folds. Each leads from its base to its version; anchors lead from nothing. The cheapest way is
+estimated from listings, where versions are numbers. Then its objects are read from the end back. Each must have the identity
+by which the one after it names its base, down to the identity that the replica has, or to full weights.
 
-A way back is the records that led on from there, newest first, which are undone, and the record where it ends.
+A way back has the records to undo, newest first, and then the record of the older version that is wanted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from deltasync.channel import keys
@@ -26,17 +27,17 @@ from deltasync.tensors import weight_bytes
 logger = logging.getLogger(__name__)
 
 HOP_BYTES = 1 << 15
-"""What a hop costs beside its payload, in bytes that could be fetched meanwhile: a request and a commit."""
+"""Cost of a hop beside its payload, a request and a commit, in bytes that could be fetched in that time."""
 
-_UNDONE = "packed"  # the codec of steps that tell nothing of the values which they change
-_NEAR = 8  # versions; so few records are read without a listing
-_AHEAD = 8  # records being read while one is looked at
-_HELD_BYTES = 1 << 28  # of records that are read and kept for staging
+_UNDONE = "packed"  # the codec that can be undone: it decodes without the old values
+_NEAR = 8  # versions; a target this near is read without a listing
+_AHEAD = 8  # records that are read while one is checked
+_HELD_BYTES = 1 << 28  # most bytes of records that are kept for staging
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hop:
-    """One move that a listing promises, by numbers: `base` is 0 for nothing, `key` None for a version's record."""
+    """A record or fold by its listing, from number to number; `base` is 0 for nothing, `key` None for a version's record."""
 
     base: int
     version: int
@@ -45,19 +46,16 @@ class Hop:
 
 
 def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
-    """The cheapest sequence of hops from the version that there is, 0 for none, to a target; None if there is none.
+    """The cheapest sequence of hops from version `start` (0: nothing) to `target`, None if there is none.
 
-    It may begin at 0 all the same: whole weights can always be loaded.
+    It may also begin at 0, because full weights can be loaded at any time.
     """
-    # Cheapest way to each version; hops only lead forward, so ascending order settles every base first.
-    cost: dict[int, int] = {0: 0, start: 0}
+    # Hops only lead forward, so in ascending order the cost of every base is known first.
+    cost: dict[int, float] = {0: 0, start: 0}
     last: dict[int, Hop] = {}
     for hop in sorted((hop for hop in hops if hop.version <= target), key=lambda hop: (hop.version, hop.base)):
-        before = cost.get(hop.base)
-        if before is None:
-            continue
-        total = before + hop.bytes + HOP_BYTES
-        if hop.version not in cost or total < cost[hop.version]:
+        total = cost.get(hop.base, math.inf) + hop.bytes + HOP_BYTES
+        if total < cost.get(hop.version, math.inf):
             cost[hop.version], last[hop.version] = total, hop
     if target not in last:
         return [] if target == start else None
@@ -72,16 +70,16 @@ def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
 def find_way(
     reader: ChannelReader, have: Version | None, target: Version, avoid: Mapping[str, str] | None = None
 ) -> list[Stored]:
-    """Records and folds from one version to another, each read and held to its digest.
+    """Find the records and folds from one version to another; each is read, and its digest checked.
 
     Args:
-        reader: The channel's.
-        have: What the replica has, None for nothing.
-        target: What it wants.
-        avoid: Keys of objects that are missing or damaged, or that do not give what they promise, and why.
+        reader: Reads the channel.
+        have: The version that the replica has, None for nothing.
+        target: The version that it wants.
+        avoid: Keys of objects not to use, because they are missing or damaged, or gave wrong bits, and the reason.
 
     Returns:
-        The way, empty if `have` is the target. It starts from full weights (`Stored.use_anchor`) if there is no other.
+        The way, empty if `have` is `target`. It may start with full weights (`Stored.use_anchor`).
 
     Raises:
         MissingVersionError: nothing that can be read leads there.
@@ -102,9 +100,12 @@ def find_way(
 def find_way_back(
     reader: ChannelReader, have: Version, target: Stored, avoid: Mapping[str, str] | None = None
 ) -> list[Stored]:
-    """Records and folds to undo, newest first, then `target`; nothing if full weights are the better or the only way.
+    """Find the records and folds to undo, newest first, then `target`, the record of an older version.
 
-    `target` is the record of an older version; `avoid` as in `find_way`. Raises StoreError if the store failed.
+    The result is empty if full weights are cheaper, or the only way. `avoid` is as in `find_way`.
+
+    Raises:
+        StoreError: the store failed.
     """
     search = _Search(reader, have, avoid or {})
     start = target.record.version
@@ -126,17 +127,17 @@ def find_way_back(
 
 
 def goes_back(way: Sequence[Stored]) -> bool:
-    """Whether it is a way back, as `find_way_back` returns."""
+    """Whether a way leads back, as those of `find_way_back`."""
     return len(way) > 1 and way[0].record.version > way[-1].record.version
 
 
 def payload_bytes(way: Sequence[Stored]) -> int:
-    """Bytes to download for a way, as `Record.payload_bytes` counts them."""
-    return sum(stored.payload_bytes for stored in (way[:-1] if goes_back(way) else way))
+    """Bytes to download for a way: `Record.payload_bytes` of all but the record where a way back ends."""
+    return sum(stored.record.payload_bytes for stored in (way[:-1] if goes_back(way) else way))
 
 
 class _UnreadableError(MissingVersionError):
-    """A hop that a listing promised is none."""
+    """A hop from a listing cannot be used."""
 
     def __init__(self, message: str, hop: Hop) -> None:
         super().__init__(message)
@@ -144,37 +145,37 @@ class _UnreadableError(MissingVersionError):
 
 
 class _ForkedError(MissingVersionError):
-    """What the replica has lies not on the way."""
+    """The version that the replica has is not on the way."""
 
 
 class _Search:
-    """The search for a way to one version."""
+    """The search for a way to one version; `avoid` is as in `find_way`."""
 
-    def __init__(self, reader: ChannelReader, target: Version, left_out: Mapping[str, str]) -> None:
+    def __init__(self, reader: ChannelReader, target: Version, avoid: Mapping[str, str]) -> None:
         self._reader = reader
         self._target = target
-        self._left_out = left_out
-        self._epochs: dict[int, str] = {}  # of each version that was listed
+        self._avoid = avoid
+        self._epochs: dict[int, str] = {}  # of each listed version
         self._known: dict[str, ObjectInfo] = {}
 
     def by_listings(self, have: Version | None) -> list[Stored]:
-        """The cheapest way of all that are listed and can be read."""
+        """The cheapest way of those that are listed and can be read."""
         target = self._target
         hops, problem = self.listed(), ""
         if have is not None and have.version >= target.version:
-            _say_forked(have)
+            _log_fork(have)
             have = None
         for _ in range(MOST_DAMAGED + 1):
             found = cheapest(0 if have is None else have.version, target.version, hops)
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                told = f"No way leads from {begin} to version {target}; the next anchor or fold makes one. {problem}"
-                raise MissingVersionError(told.rstrip())
+                message = f"No way leads from {begin} to version {target}; the next anchor or fold makes one. {problem}"
+                raise MissingVersionError(message.rstrip())
             try:
                 return self.read(have, found)
             except _ForkedError:
                 assert have is not None
-                _say_forked(have)
+                _log_fork(have)
                 have = None
             except _UnreadableError as error:
                 hops.remove(error.hop)
@@ -183,7 +184,7 @@ class _Search:
         raise MissingVersionError(problem)
 
     def listed(self) -> list[Hop]:
-        """What listings promise. What has no record before it may be full weights, or a fold may lead to where it starts."""
+        """All hops by listings. A record with none before it may be full weights, or a fold may lead to its base."""
         full_bytes = weight_bytes(self._reader.specs.values())
         slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
         hops = []
@@ -195,28 +196,28 @@ class _Search:
                 hops.append(Hop(0, version, info.bytes + full_bytes))
         for span, info in self._reader.folds():
             self._known[info.key] = info
-            if info.key not in self._left_out:
+            if info.key not in self._avoid:
                 hops.append(Hop(span.base, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
         return hops
 
     def read(self, have: Version | None, hops: Sequence[Hop]) -> list[Stored]:
-        """Read the objects of these hops from the end. Raises _UnreadableError or _ForkedError."""
+        """Read the objects of these hops, the last first. Raises _UnreadableError or _ForkedError."""
         target, back = self._target, list(reversed(hops))
         guesses = [hop.key or keys.slot(hop.version, self._epochs.get(hop.version, target.epoch)) for hop in back]
         way: list[Stored] = []
         at: Version | None = target
         held_bytes = 0
-        with contextlib.closing(ahead(self._attempt, guesses, _AHEAD)) as reads:
+        with contextlib.closing(ahead(self._try_to_read, guesses, _AHEAD)) as reads:
             for hop, guess, read in zip(back, guesses, reads, strict=True):
                 assert at is not None
                 key = hop.key or at.key
-                found = read if key == guess else self._attempt(key)
+                found = read if key == guess else self._try_to_read(key)
                 if not isinstance(found, str) and (found.version != at or found.record.kind == "seal"):
                     found = f"{key} does not lead to version {at}."
-                if not way and not isinstance(found, str) and found.is_fold and not self._is_borne_out(found):
+                if not way and not isinstance(found, str) and found.is_fold and not self._has_fingerprint_of_record(found):
                     found = f"{key} promises other bits than the record of version {at}."
                 if isinstance(found, str):
-                    # A fold may name a base that there is not.
+                    # The fold after it may name a base that does not exist.
                     raise _UnreadableError(found, back[len(way) - 1] if way and way[-1].is_fold else hop)
                 held_bytes += found.size
                 way.append(found if held_bytes <= _HELD_BYTES else dataclasses.replace(found, data=None))
@@ -225,24 +226,24 @@ class _Search:
                     return way[::-1]
                 if have is not None and at is not None and at.version == have.version:
                     if found.is_fold:
-                        raise _UnreadableError(f"{key} starts from another version {at.version} than there is.", hop)
+                        raise _UnreadableError(f"{key} starts from another version {at.version} than {have}.", hop)
                     raise _ForkedError(f"{have} is not on the way to {target}.")
         raise _UnreadableError(f"The record of version {back[-1].version} is not full weights.", back[-1])
 
-    def _is_borne_out(self, fold: Stored) -> bool:
-        """Whether a fold promises the bits of the record that it leads to, where that can be read: nobody else tells."""
-        found = self._attempt(fold.version.key)
+    def _has_fingerprint_of_record(self, fold: Stored) -> bool:
+        """Whether a fold has the fingerprint of the record that it leads to, if that can be read. Nothing else checks it."""
+        found = self._try_to_read(fold.version.key)
         return isinstance(found, str) or found.version != fold.version or found.record.fingerprint == fold.record.fingerprint
 
-    def _attempt(self, key: str) -> Stored | str:
-        """The object, or why there is none."""
-        if key in self._left_out:
-            return self._left_out[key] or f"{key} is left out."
+    def _try_to_read(self, key: str) -> Stored | str:
+        """The object, or why it cannot be used."""
+        if key in self._avoid:
+            return self._avoid[key] or f"{key} is left out."
         try:
             return self._reader.stored(key, known=self._known.get(key))
         except (MissingVersionError, FormatError) as error:
             return str(error)
 
 
-def _say_forked(have: Version) -> None:
+def _log_fork(have: Version) -> None:
     logger.warning("Version %s is not the channel's version %d any more; starting from full weights.", have, have.version)

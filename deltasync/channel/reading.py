@@ -1,4 +1,4 @@
-"""Read a channel. Everything that leaves here was held to its bounds, and to the digest or signature that covers it."""
+"""Read a channel. Whatever is read is held to its bounds, and checked by the digest or signature that covers it."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ from deltasync.stores.cache import CachedStore
 from deltasync.tensors import TensorSpec
 
 MOST_DAMAGED = 64
-"""So many records that are missing or damaged are passed over in one look, or in one plan."""
+"""Most records, missing or damaged, that one search passes over."""
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 _Document = TypeVar("_Document", Channel, Head, Opening)
 
-_END_BYTES = 1 << 14  # of a record, in which its document nearly always fits
+_END_BYTES = 1 << 14  # of a record; nearly all documents fit
 
 
 class ChannelReader:
-    """One channel, read-only, for several threads. Another run than the one that it saw first is refused.
+    """Reads one channel, from several threads. It refuses another run than the one that it saw first.
 
     Args:
-        store: The channel's.
-        trusted_keys: What no such key has signed is refused; from the environment if None, and else everything is taken.
+        store: The channel's store.
+        trusted_keys: Keys one of which must have signed what is read, or their file. None for the file that the environment
+            names; without it signatures are not checked.
 
     Attributes:
-        trusted: The keys, None if everything is taken.
-        signed: Whether channel.json has a signature, checked or not; known once it was read.
-        held: Objects that are fetched before anybody names their digest, by key; dropped when they are used.
+        trusted: The keys, None if signatures are not checked.
+        signed: Whether channel.json has a signature, checked or not; False until it was read.
+        held: Objects fetched before their digest was known, by key; each is dropped when it is used.
     """
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
@@ -58,22 +57,19 @@ class ChannelReader:
         self.trusted = trusted_keys
         self.signed = False
         self.held: dict[str, Future[bytes]] = {}
-        self._channel: Channel | None = None
-        self._confirmed = False  # by a record of the same run
-        self._specs: dict[str, TensorSpec] = {}
+        self._described: tuple[Channel, dict[str, TensorSpec]] | None = None
+        self._confirmed = False  # whether a record of the same run was read
 
     def channel(self) -> Channel:
-        """The channel's description. Raises NotPublishedError if there is none yet."""
-        if self._channel is None:
-            self._take(self._read_channel())
-            assert self._channel is not None
-        return self._channel
+        """channel.json, read once. Raises NotPublishedError if there is none yet."""
+        return self._description()[0]
 
-    def _take(self, channel: Channel) -> None:
-        self._specs = channel.specs  # before the channel, by which other threads see that it is there
-        self._channel = channel
+    def _description(self) -> tuple[Channel, dict[str, TensorSpec]]:
+        if self._described is None:
+            self._described = self._read_channel()
+        return self._described
 
-    def _read_channel(self) -> Channel:
+    def _read_channel(self) -> tuple[Channel, dict[str, TensorSpec]]:
         try:
             data = self.store.read(keys.CHANNEL, documents.CHANNEL_BYTES)
         except ObjectMissingError:
@@ -84,105 +80,103 @@ class ChannelReader:
             self.trusted.check(keys.CHANNEL, data)
         found = documents.decode(data, Channel, keys.CHANNEL)
         self.signed = signed_by(data) is not None
-        return found
+        return found, found.specs
 
     def check_run(self) -> None:
-        """Make sure that channel.json is of the run that was read first; a damaged one is passed over.
+        """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
 
-        If no record bore out what was read first, it is replaced: that answer may have been damaged on the way.
+        If no record of the first run was read yet, the new one is taken: the first answer may have been damaged on the way.
 
         Raises:
-            RunMismatchError: it is another run.
-            NotPublishedError: there is none any more.
+            RunMismatchError: it is of another run.
+            NotPublishedError: it is gone.
         """
         expected = self.channel().run_id
         try:
-            found = self._read_channel()
+            described = self._read_channel()
         except FormatError:
             return
-        if found.run_id == expected:
-            return
-        if self._confirmed:
+        run_id = described[0].run_id
+        if run_id != expected and self._confirmed:
             raise RunMismatchError(
-                f"{self.store.url} now holds run {found.run_id}, and not {expected}, which was followed. "
-                "Start anew to follow it."
+                f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Start anew to follow it."
             )
-        self._take(found)
+        if run_id != expected:
+            self._described = described
 
     @property
     def run_id(self) -> str | None:
-        """The run, None before anything was read."""
-        return None if self._channel is None else self._channel.run_id
+        """The run, None before channel.json was read."""
+        return None if self._described is None else self._described[0].run_id
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by name."""
-        self.channel()
-        return self._specs
+        return self._description()[1]
 
     def head(self) -> Head | None:
-        """The hint. None if there is none, or if it is damaged or of another run: it is never needed."""
-        found = self._small(keys.HEAD, Head)
+        """head.json, None if it is missing, damaged or of another run: it is only a hint."""
+        found = self._read_small(keys.HEAD, Head)
         return found if found is not None and found.run_id == self.channel().run_id else None
 
     def opening(self, epoch: str) -> Opening | None:
-        """What an epoch says of itself; None if there is nothing, or if it is damaged."""
-        return self._small(keys.epoch_document(epoch), Opening)
+        """The document of an epoch, None if it is missing or damaged."""
+        return self._read_small(keys.epoch_document(epoch), Opening)
 
-    def _small(self, key: str, kind: type[_Document]) -> _Document | None:
+    def _read_small(self, key: str, kind: type[_Document]) -> _Document | None:
         try:
             return documents.decode(self.store.read(key, documents.SMALL_BYTES), kind, key)
         except (ObjectMissingError, FormatError):
             return None
 
     def slot(self, slot: Slot, known: ObjectInfo | None = None) -> Stored | None:
-        """The record in a slot, a version or a seal; None if there is nothing. See `stored`."""
+        """The record in a slot, a version or a seal; None if the slot is empty. See `stored`."""
         try:
             return self.stored(slot.key, known=known)
         except MissingVersionError:
             return None
 
     def record(self, version: Version) -> Stored:
-        """The record of a version, which a seal is not. See `stored`."""
+        """The record of a version; a seal is refused. See `stored`."""
         found = self.stored(version.key, version.sha256)
         if not found.record.is_version:
-            raise CorruptDataError(f"{version.key} is a seal, and no version.")
+            raise CorruptDataError(f"{version.key} is a seal, and not a version.")
         return found
 
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> Stored:
-        """A record or a fold.
+        """Read and check a record or a fold.
 
         Args:
             key: Its key.
-            sha256: The digest that it must have, None if nobody has named it. With it, it may come out of the node's cache.
-            known: What a listing or an event told of it, if one did.
+            sha256: The digest that it must have, None if it is not known. If it is, the node's cache is used.
+            known: Its entry in a listing or an event, if there was one.
 
         Raises:
-            MissingVersionError: not in the store.
-            CorruptDataError: it is damaged, has another digest, or is not of this run.
+            MissingVersionError: it is not in the store.
+            CorruptDataError: it is damaged, has another digest, or belongs to another run.
         """
         most = record.most_bytes(key, self.specs)
         try:
             if self.trusted is not None and sha256 is None and keys.fold_of(key) is not None:
-                # Anybody can store a large one, so a trusted key must have signed its size first.
+                # Anybody can store a large fold, so the signed size is checked before the rest is read.
                 most = record.most_bytes(keys.VERSIONS, self.specs)
                 known = known or next((info for info in self.store.list(key) if info.key == key), None)
                 if known is not None and known.bytes > most:
                     self.document(known)
                     most = known.bytes
-            data = self.store.read(key, most, known) if sha256 is None else self._known(key, sha256, 0, most)
+            data = self.store.read(key, most, known) if sha256 is None else self._read_known(key, sha256, 0, most)
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """The document at the end of a record or fold, which a listing showed.
+        """Read only the document of a record or fold, by its entry in a listing.
 
-        Its signature is checked, digest and payload are not: it tells what there is, and nothing may be applied by it.
+        The signature is checked, the digest and the payload are not: use it to see what there is, not to apply it.
 
         Raises:
-            MissingVersionError: not in the store any more.
-            CorruptDataError: it is damaged, or not of this run.
+            MissingVersionError: it is not in the store any more.
+            CorruptDataError: it is damaged, or belongs to another run.
         """
         if info.bytes > record.most_bytes(info.key, self.specs):
             raise CorruptDataError(f"{info.key} has {info.bytes:,} bytes, which is more than it may have.")
@@ -202,13 +196,14 @@ class ChannelReader:
         return found
 
     def handed(self, key: str, sha256: str, data: bytes | None) -> Stored:
-        """As `stored`, out of bytes that another process has read already; None where those were not kept."""
+        """As `stored`, from bytes that another process has read; if `data` is None, they are read here."""
         if data is None:
             return self.stored(key, sha256)
         _check_digest(data, key, sha256)
         return self._decoded(data, key)
 
     def _check(self, found: Record, key: str) -> None:
+        """Check the run of a record, and the bytes that it names."""
         if found.run_id != self.channel().run_id and not self._confirmed:
             self.check_run()
         expected = self.channel().run_id
@@ -226,17 +221,17 @@ class ChannelReader:
         return found
 
     def fetch(self, file: File) -> bytes:
-        """The bytes of a file that a document names.
+        """Read and check a file that a document names.
 
         Raises:
-            MissingVersionError: the object is gone.
-            CorruptDataError: another length or another sha256.
+            MissingVersionError: it is not in the store.
+            CorruptDataError: it has another length or another sha256.
         """
         held = self.held.pop(file.key, None)
         if held is not None and sha256_hex(data := held.result()) == file.sha256:
             return data
         try:
-            data = self._known(file.key, file.sha256, file.bytes, file.bytes)
+            data = self._read_known(file.key, file.sha256, file.bytes, file.bytes)
         except ObjectMissingError:
             raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
         if len(data) != file.bytes:
@@ -244,10 +239,10 @@ class ChannelReader:
         return data
 
     def fetch_ahead(self, key: str, most_bytes: int) -> int:
-        """Read an object before anybody named its digest: for the node's cache, or else for `fetch`, which waits for it.
+        """Read an object before its digest is known, for the node's cache, or else for `fetch`, which waits for it.
 
         Returns:
-            How many bytes it has, 0 if it cannot be had.
+            Its bytes, 0 if it cannot be read.
         """
         future = self.held[key] = Future[bytes]()
         data = b""
@@ -262,8 +257,8 @@ class ChannelReader:
             future.set_result(data)
         return len(data)
 
-    def _known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
-        """An object whose digest is known, checked; out of the node's cache if the store has one."""
+    def _read_known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
+        """Read and check an object whose digest is known, from the node's cache if the store has one."""
         if isinstance(self.store, CachedStore):
             return self.store.read_known(key, sha256, size, lambda data: _check_digest(data, key, sha256), most_bytes)
         data = self.store.read(key, most_bytes)
@@ -271,30 +266,28 @@ class ChannelReader:
         return data
 
     def slots(self, prefix: str = keys.VERSIONS) -> list[tuple[Slot, ObjectInfo]]:
-        """The records that a listing shows, by number, then epoch: all, or those of one folder (`keys.folder`)."""
-        found = ((keys.slot_of(info.key), info) for info in self.store.list(prefix))
-        return sorted(((slot, info) for slot, info in found if slot is not None), key=lambda pair: pair[0])
+        """List the records, by number, then epoch; all, or those of one folder (`keys.folder`)."""
+        found = [(slot, info) for info in self.store.list(prefix) if (slot := keys.slot_of(info.key)) is not None]
+        return sorted(found, key=lambda pair: pair[0])
 
     def folds(self) -> list[tuple[Span, ObjectInfo]]:
-        """The folds that a listing shows."""
-        found = ((keys.fold_of(info.key), info) for info in self.store.list(keys.FOLDS))
-        return [(span, info) for span, info in found if span is not None]
+        """List the folds."""
+        return [(span, info) for info in self.store.list(keys.FOLDS) if (span := keys.fold_of(info.key)) is not None]
 
     def epochs(self) -> list[str]:
-        """Epochs that have a document, ascending."""
-        found = (keys.epoch_of(info.key) for info in self.store.list(keys.EPOCHS))
-        return sorted(epoch for epoch in found if epoch is not None)
+        """List the epochs that have a document, ascending."""
+        return sorted(epoch for info in self.store.list(keys.EPOCHS) if (epoch := keys.epoch_of(info.key)) is not None)
 
     def newest(self, listed: Sequence[tuple[Slot, ObjectInfo]] | None = None) -> Stored | None:
         """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
-        Damaged ones are passed over, but no more than `MOST_DAMAGED`, so that a flood of them is no burden.
+        Up to `MOST_DAMAGED` damaged records are passed over; the limit bounds the cost of a flood of them.
 
         Args:
-            listed: All `slots`; listed now if None.
+            listed: The result of `slots`; None to list them now.
 
         Raises:
-            FormatError: there are records, and none of them can be read.
+            FormatError: there are records, and none of these can be read.
         """
         found = self.slots() if listed is None else listed
         newest_first = sorted(found, key=lambda pair: pair[0].newness, reverse=True)
@@ -310,7 +303,7 @@ class ChannelReader:
         return None
 
     def numbered(self, version: int) -> Stored:
-        """The record of a version by number, of the greatest epoch. Raises MissingVersionError if there is none."""
+        """The record of a version by its number, in the greatest epoch. Raises MissingVersionError if there is none."""
         for slot, info in reversed(self.slots(keys.folder(version))):
             if slot.version == version:
                 stored = self.slot(slot, info)
@@ -319,14 +312,14 @@ class ChannelReader:
         raise MissingVersionError(f"Version {version} is not in {self.store.url}: not published yet, or forgotten.")
 
     def versions(self) -> Iterator[Version]:
-        """All versions that lead to the newest one, newest first, each read. Ends where one is missing or damaged."""
+        """Read the versions from the newest one back. Ends where one is missing or damaged."""
         stored = self.newest()
         if stored is not None:
             newest = stored.version if stored.record.is_version else stored.record.base
             yield from (found.version for found in self.back_from(newest))
 
     def back_from(self, version: Version | None) -> Iterator[Stored]:
-        """The records from a version back. Ends where one is missing or damaged."""
+        """Read the records from a version back. Ends where one is missing or damaged."""
         with contextlib.suppress(MissingVersionError, FormatError):
             while version is not None:
                 stored = self.record(version)

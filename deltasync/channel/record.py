@@ -1,9 +1,9 @@
 """A record as it is stored: a safetensors file whose last entry, `.record`, is the document.
 
-    body        length of the header, header, all other entries: a payload, if there are any
-    document    the last entry: JSON, one line, then its length as 8 bytes, little-endian
+    body        length of the header, header, all other entries, which are a payload
+    document    JSON in one line, then its length as 8 bytes, little-endian
 
-So the document is found from the end without parsing anything else, and it names the digest of all that is before it.
+A reader finds the document from the end without parsing anything else. The document names the digest of the body.
 """
 
 from __future__ import annotations
@@ -20,19 +20,14 @@ from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec, weight_elements
 
 INLINE_BYTES = 4 << 20
-"""The largest payload that goes into its record, in bytes."""
+"""Largest payload that is stored inside its record, in bytes."""
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """One record, read or written: a version, a seal, or a fold.
-
-    Attributes:
-        size: Bytes of the object.
-        data: The object's bytes, None once they are dropped.
-    """
+    """A record as an object of the store; `data` is the object's `size` bytes, or None once they were dropped."""
 
     key: str
     sha256: str
@@ -42,36 +37,31 @@ class Stored:
 
     @property
     def version(self) -> Version:
-        """The version that it is, or leads to."""
+        """Identity of the version that it is, or that the fold leads to."""
         record = self.record
         return Version(record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256)
 
     @property
     def base(self) -> Version | None:
-        """The version whose bits it builds on; None for full weights."""
+        """The version whose bits it builds on; None for full weights, even if they follow a version in the log."""
         return None if self.use_anchor else self.record.base
 
     @property
     def use_anchor(self) -> bool:
-        """Whether it leads to its version from nothing."""
+        """Whether it has full weights."""
         return self.record.anchor is not None
 
     @property
     def is_fold(self) -> bool:
-        """Whether it lies beside the log."""
+        """Whether it is a fold, which lies beside the log."""
         return self.record.kind == "fold"
-
-    @property
-    def payload_bytes(self) -> int:
-        """See `Record.payload_bytes`."""
-        return self.record.payload_bytes
 
 
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> Stored:
-    """The object of a record, which is complete but for `body_bytes` and `body_sha256`."""
+    """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in here."""
     arrays, metadata = ({}, {}) if payload is None else (payload.arrays, payload.metadata)
     document_bytes = 0
-    while True:  # the header names the length of the document, and the document that of the header
+    while True:  # the header names the length of the document, the document that of the header
         front = b"".join(body(arrays, metadata, document_bytes + _LENGTH.size))
         filled = dataclasses.replace(record, body_bytes=len(front), body_sha256=sha256_hex(front))
         document = documents.encode(filled)
@@ -85,10 +75,10 @@ def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | N
 
 
 def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
-    """Check the whole object at `key`.
+    """Parse and check the whole object at `key`.
 
     Raises:
-        SignatureError: none of the keys that are trusted, if any are, has signed it; nothing else in it was looked at.
+        SignatureError: `trusted` is given, and none of its keys has signed it; nothing else was looked at.
         CorruptDataError: it is not a record, or contradicts itself.
         UnsupportedFormatError: as `documents.decode`.
     """
@@ -99,17 +89,16 @@ def decode(data: bytes, key: str, trusted: Trusted | None) -> Stored:
 
 
 def document_bytes(end: bytes, key: str) -> int:
-    """How many bytes at the end of an object its document takes, with its length."""
+    """Size of the document and of its length, by the bytes at the end of an object."""
     if len(end) < _LENGTH.size:
         raise CorruptDataError(f"{key} does not end in a document.")
     return int(_LENGTH.unpack_from(end, len(end) - _LENGTH.size)[0]) + _LENGTH.size
 
 
 def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
-    """The document of an object of `size` bytes, of which at least the last `document_bytes` were read.
+    """Parse and check the document at the end of an object of `size` bytes. Raises as `decode`; the body is not looked at.
 
-    Raises:
-        SignatureError, CorruptDataError, UnsupportedFormatError: as `decode`; the body is not looked at.
+    `end` is the last bytes of the object, at least `document_bytes`.
     """
     document = _document(end, key)
     if trusted is not None:
@@ -128,12 +117,12 @@ def _document(data: bytes, key: str) -> bytes:
 
 
 def signed_by(data: bytes) -> str | None:
-    """The key that a stored record says it is signed with; nothing is checked. None if it says nothing."""
+    """`signing.signed_by` of the document in a record."""
     return signing.signed_by(_document(data, "it"))
 
 
 def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
-    """Most bytes that the object of a record or fold may have."""
+    """Most bytes that the record or fold at this key may have."""
     names = sum(len(name.encode()) for name in specs)
     most = (5 << 20) + (len(specs) << 10) + 32 * names
     span = keys.fold_of(key)
@@ -141,6 +130,6 @@ def most_bytes(key: str, specs: Mapping[str, TensorSpec]) -> int:
 
 
 def most_payload_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """Most bytes that the parts, or the weight files, of one record may have together."""
+    """Most bytes that the parts or weight files of one record may have together."""
     elements, names = weight_elements(specs.values()), sum(len(name.encode()) for name in specs)
     return 32 * elements + (len(specs) << 12) + 64 * names + (1 << 20)

@@ -1,6 +1,6 @@
-"""Who may write: Ed25519 signatures at the end of a channel's documents, and the keys that a reader trusts.
+"""Ed25519 signatures at the end of documents, and the keys that a reader trusts.
 
-A signature is of the exact bytes before it and of the object's key, so a document is good at its own place only.
+A signature covers the bytes before it and the object's key, so a signed document is valid at its own key only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LINE = re.compile(r"([0-9a-f]{64})(\s.*)?")
 
 
 class Signer:
-    """An Ed25519 private key, read from a PEM file (PKCS 8) that is not encrypted.
+    """An Ed25519 private key, read from a PEM file (PKCS 8) without a password.
 
     Attributes:
-        public: The public key, 64 hexadecimal digits, which is also its name.
-        trusted: That key, and those of the file of other trusted keys.
+        public: The public key as 64 hexadecimal digits.
+        trusted: The public key, and the keys in the file `trusted_keys`.
 
     Raises:
-        ConfigError: there is no such key, or it is of another kind.
+        ConfigError: a file cannot be read, or is not what it should be.
     """
 
     def __init__(self, path: str | Path, trusted_keys: str | Path | None = None) -> None:
@@ -61,46 +61,47 @@ class Signer:
         self.trusted = Trusted([self.public, *(() if trusted_keys is None else _read(Path(trusted_keys)))])
 
     def seal(self, key: str, data: bytes) -> bytes:
-        """Put a signature at the end of a document that is to be stored at `key`."""
+        """Return the document with a signature at its end, to be stored at `key`."""
         body = data.removesuffix(b"}\n")
-        signature = self._key.sign(_signed(key, body)).hex()
+        signature = self._key.sign(_signed_bytes(key, body)).hex()
         return body + f',"signature":{{"key":"{self.public}","ed25519":"{signature}"}}}}\n'.encode()
 
 
 class Trusted:
-    """Public keys, 64 hexadecimal digits each, one of which must have signed what is read.
+    """The public keys that a reader trusts: one of them must have signed what it reads.
 
     Args:
-        names: The keys.
-        path: A file of keys instead, read again when it changes: one on each line, and behind it what a person calls it.
-            Lines may be empty, or begin with #.
+        names: The keys, 64 hexadecimal digits each.
+        path: A file of keys instead of `names`, read again for each check. A line holds a key, then optionally a name for
+            people. Empty lines and lines that begin with # are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, names no key, or has a line that is none.
+        ConfigError: the file cannot be read, holds no key, or has an invalid line.
     """
 
     def __init__(self, names: Iterable[str] = (), path: Path | None = None) -> None:
         self._path = path
-        self._stamp: tuple[int, int, int] | None = None
-        self._keys = self._load(names)
-        self._refresh()
+        self._keys = _public_keys(names if path is None else _read(path))
 
     @property
     def names(self) -> list[str]:
-        """The keys, sorted."""
+        """The keys, sorted, as hexadecimal digits."""
         return sorted(self._keys)
 
     def check(self, key: str, data: bytes) -> None:
-        """Make sure that a trusted key has signed these bytes for this key, before anything in them is interpreted.
+        """Check that a trusted key has signed this document for this object key. Nothing else in it is interpreted.
 
         Raises:
-            SignatureError: it has not.
-            ConfigError: the file of keys has changed, and is none any more.
+            SignatureError: no trusted key has.
+            ConfigError: the file of keys has changed and is not valid any more.
         """
         from cryptography.exceptions import InvalidSignature
 
-        self._refresh()
-        found = _end(data)
+        if self._path is not None:
+            names = _read(self._path)
+            if self._keys.keys() != set(names):
+                self._keys = _public_keys(names)
+        found = _signature_at_end(data)
         if found is None:
             raise SignatureError(f"{key} is not signed, and only what a trusted key has signed is taken here.")
         name, signature = found[1].decode(), bytes.fromhex(found[2].decode())
@@ -108,31 +109,18 @@ class Trusted:
         if trusted is None:
             raise SignatureError(f"{key} is signed with the key {name}, which is not trusted here.")
         try:
-            trusted.verify(signature, _signed(key, data[: found.start()]))
+            trusted.verify(signature, _signed_bytes(key, data[: found.start()]))
         except InvalidSignature:
             raise SignatureError(
                 f"{key} was altered, or put where it does not belong: the signature of the key {name} does not fit."
             ) from None
 
-    def _refresh(self) -> None:
-        if self._path is None:
-            return
-        stamp = _stamp(self._path)
-        if stamp != self._stamp:
-            self._keys = self._load(_read(self._path))
-            self._stamp = stamp
-
-    @staticmethod
-    def _load(names: Iterable[str]) -> dict[str, ed25519.Ed25519PublicKey]:
-        library = _library()
-        return {name: library.Ed25519PublicKey.from_public_bytes(bytes.fromhex(name)) for name in names}
-
 
 def signer_of(settings: PublisherSettings) -> Signer | None:
-    """What a publisher signs with, None if it does not.
+    """The signer that a publisher's settings name, None if it does not sign.
 
     Raises:
-        ConfigError: as `Signer`, or only signed documents are trusted and there is no key to sign with.
+        ConfigError: as `Signer`, or the settings name trusted keys but no signing key.
     """
     if settings.signing_key is not None:
         return Signer(settings.signing_key, settings.trusted_keys)
@@ -142,25 +130,25 @@ def signer_of(settings: PublisherSettings) -> Signer | None:
 
 
 def signed_by(data: bytes) -> str | None:
-    """The key that a document says it is signed with; nothing is checked. None if it says nothing."""
-    found = _end(data)
+    """The public key that a document names in its signature, which is not checked. None without a signature."""
+    found = _signature_at_end(data)
     return None if found is None else found[1].decode()
 
 
 def require_signer(signer: Signer | None, signed: bool) -> None:
-    """Raise ConfigError for adding to a signed channel what is not signed."""
+    """Raise ConfigError if the channel is signed and there is no signer to add to it."""
     if signed and signer is None:
         raise ConfigError("This channel is signed: set signing_key (DELTASYNC_SIGNING_KEY) to add to it.")
 
 
 def new_key(path: Path, name: str) -> str:
-    """Make a key: the private one at `path`, for its owner only, the public one beside it with the suffix `.pub`.
+    """Make a key pair: the private key at `path`, readable by its owner only, the public key beside it in `.pub`.
 
     Returns:
-        The line of the public one.
+        The line in `.pub`: the public key and `name`.
 
     Raises:
-        ConfigError: one of the files is there already, which stays as it is, or cannot be written.
+        ConfigError: one of the files exists already, and stays as it is, or cannot be written.
     """
     library = _library()
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -184,15 +172,21 @@ def new_key(path: Path, name: str) -> str:
     return line
 
 
-def _end(data: bytes) -> re.Match[bytes] | None:
+def _signature_at_end(data: bytes) -> re.Match[bytes] | None:
     return _END.fullmatch(data, max(0, len(data) - _END_BYTES))
 
 
-def _signed(key: str, body: bytes) -> bytes:
+def _signed_bytes(key: str, body: bytes) -> bytes:
     return f"{FORMAT} {key}\n".encode() + body
 
 
+def _public_keys(names: Iterable[str]) -> dict[str, ed25519.Ed25519PublicKey]:
+    library = _library()
+    return {name: library.Ed25519PublicKey.from_public_bytes(bytes.fromhex(name)) for name in names}
+
+
 def _read(path: Path) -> list[str]:
+    """The names of the keys in a file of trusted keys."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
@@ -208,16 +202,8 @@ def _read(path: Path) -> list[str]:
                 raise ConfigError(f"Line {number} of {path} is no public key: 64 hexadecimal digits, then a name.")
             names.append(found[1])
     if not names:
-        raise ConfigError(f"{path} names no trusted key.")
+        raise ConfigError(f"{path} holds no public key.")
     return names
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"The trusted keys in {path} cannot be read: {error.strerror}.") from None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _library() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Work of a few threads at a time: in order, or as far as it gets by a deadline."""
+"""Run one action for many items in a few threads: in order, or as many as are done by a deadline."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _AT_ONCE = 32  # threads of `each`
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
-    """Results of `action` in order, those of the next `count` items being made in threads meanwhile.
+    """Yield the results of `action` in the order of the items; threads work on the next `count` items meanwhile.
 
-    Closing it waits for no thread: where it was dropped half used, the garbage collector closes it, which may run in any
-    thread and under any lock, also one that the end of a thread needs.
+    Closing the generator waits for no thread. The garbage collector may close it, in any thread and under any lock, even one
+    that those threads need to end.
     """
     if len(items) == 1:
         yield action(items[0])
@@ -38,13 +38,12 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
 
 
 def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
-    """`action` of each item, by a few threads; None for those that are not done at the deadline.
+    """Return the result of `action` for each item, None for those not done by the deadline (`time.monotonic`; None: wait).
 
-    The threads are daemons: a process must be able to end while a store or a server hangs. `deadline` is by the monotonic
-    clock.
+    The threads are daemons, so that the process can end while a store or a server hangs.
 
     Raises:
-        Exception: the first that `action` raised.
+        Exception: the first exception, by the order of items, that `action` raised.
     """
     waiting = deque(zip((futures := [Future[_Result]() for _ in items]), items, strict=True))
 
@@ -54,7 +53,7 @@ def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: f
                 future, item = waiting.popleft()
                 try:
                     future.set_result(action(item))
-                except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                except Exception as error:  # noqa: BLE001 - raised below
                     future.set_exception(error)
 
     for _ in range(min(_AT_ONCE, len(items))):

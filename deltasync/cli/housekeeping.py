@@ -170,7 +170,7 @@ def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Sig
         document = msgspec.to_builtins(fold.record)
         echo_json({"key": fold.key, "sha256": fold.sha256, "bytes": fold.size, "document": document}, indent=2)
         return
-    echo(f"fold {base}-{version}: {delta.changed:,} elements changed, {fold.payload_bytes:,} bytes of {delta.codec}")
+    echo(f"fold {base}-{version}: {delta.changed:,} elements changed, {fold.record.payload_bytes:,} bytes of {delta.codec}")
     echo(f"{fold.key}  sha256 {fold.sha256[:12]}")
 
 

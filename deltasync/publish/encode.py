@@ -13,7 +13,7 @@ import torch
 from deltasync import codec
 from deltasync.channel import payloads
 from deltasync.channel.documents import Delta, File, Record, Version
-from deltasync.channel.record import INLINE_BYTES, Stored
+from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
 from deltasync.publish.choose import Choice, Cost
@@ -134,7 +134,7 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
         bits_N[left[name].index_K] -= left[name].data
         return bits_N
 
-    for found, digest in payloads.decode(Stored("-", "-", len(data), record), iter([(name, data)]), shadow.specs, old):
+    for found, digest in payloads.decode(record, [(name, data)], shadow.specs, old):
         patch = left.pop(found.name, None)
         if patch is None or digest != job.fingerprints[patch.name] or not _same(found, patch, shadow):
             raise CorruptDataError(f"{name} decodes to other bits of {found.name} than were encoded; nothing was published.")

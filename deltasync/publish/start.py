@@ -54,7 +54,7 @@ class Start(NamedTuple):
             return Since()
         first, *others = self.way
         by_reference = first.record.reference is not None
-        return Since(first.version.version, by_reference, sum(stored.payload_bytes for stored in others))
+        return Since(first.version.version, by_reference, sum(stored.record.payload_bytes for stored in others))
 
 
 def open_first(store: Store, settings: PublisherSettings, resume: bool, files: Mapping[str, bytes]) -> tuple[Start, Log]:

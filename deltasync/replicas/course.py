@@ -370,7 +370,7 @@ class Course:
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
         count, batch_bytes = 0, 0
         while count < len(way):
-            batch_bytes += way[count].payload_bytes
+            batch_bytes += way[count].record.payload_bytes
             ends = have is None if way[0].use_anchor else count >= most or batch_bytes > _BATCH_BYTES
             if count and ends:
                 break

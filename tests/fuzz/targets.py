@@ -129,7 +129,7 @@ def records(data: bytes) -> None:
         assert (stored.size, stored.sha256, stored.data) == (len(data), sha256_hex(data), data)
         assert record.signed_by(data) is None or b"ed25519" in data
         _check_record(stored.record)
-        assert stored.payload_bytes >= stored.record.body_bytes
+        assert stored.record.payload_bytes >= stored.record.body_bytes
         reader = ChannelReader(_holding({keys.CHANNEL: channel_document(), key: data}))
         assert reader.stored(key, stored.sha256).record == stored.record
 

@@ -124,7 +124,7 @@ def test_versions_and_folds_are_those_of_the_documents(
         stored = documents[row.version]
         delta = stored.record.delta
         assert (row.sha256, row.epoch) == (stored.sha256, stored.record.epoch)
-        assert row.delta_bytes == (None if delta is None else stored.payload_bytes)
+        assert row.delta_bytes == (None if delta is None else stored.record.payload_bytes)
         assert row.changed == (None if delta is None else delta.changed)
         assert row.step == 10 * row.version
     assert [(fold.base_version, fold.version) for fold in found.folds] == [(1, 5), (5, 9)]

@@ -220,7 +220,7 @@ def test_anchors_after_a_reference(memory_url: str, base: Path, monkeypatch: pyt
     found = publish(f"{memory_url}3", 60, weights())
     first = found[0]  # more bytes than the weights; from then on also by number
     store = open_store(f"{memory_url}3")
-    payload_bytes = [ChannelReader(store).numbered(version).payload_bytes for version in range(2, first + 1)]
+    payload_bytes = [ChannelReader(store).numbered(version).record.payload_bytes for version in range(2, first + 1)]
     assert sum(payload_bytes[:-1]) <= sum(tensor.nbytes for tensor in weights().values()) < sum(payload_bytes)
     assert found == list(range(first, 61, 2))
 

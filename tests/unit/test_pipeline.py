@@ -94,7 +94,7 @@ def test_the_last_group_is_in_the_record_and_a_small_version_is_nothing_else(
         record = ChannelReader(store).numbered(2)
         assert record.record.delta is not None and len(record.record.delta.parts) >= 2
         assert record.record.body_bytes > 0
-        assert receipt.payload_bytes <= record.payload_bytes < receipt.payload_bytes + 300
+        assert receipt.payload_bytes <= record.record.payload_bytes < receipt.payload_bytes + 300
         monkeypatch.undo()
         store.calls.clear()
         publisher.publish(third.items()).wait(60)

@@ -194,7 +194,7 @@ class TestBatches:
     ) -> None:
         made(store, 9)
         reader = ChannelReader(store)
-        sizes = [reader.numbered(number).payload_bytes for number in range(2, 10)]
+        sizes = [reader.numbered(number).record.payload_bytes for number in range(2, 10)]
         monkeypatch.setattr(course, "_BATCH_BYTES", sum(sizes[:records]))
         assert len(Course(reader).next(identity(store, 1))) == records
 

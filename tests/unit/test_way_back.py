@@ -70,7 +70,7 @@ def test_folds_are_undone(store: FaultyStore) -> None:
     assert not _goes(replica, channel, store, 4)
     way = find_way_back(reader, versions[30], reader.record(versions[4]))
     assert goes_back(way) and [stored.is_fold for stored in way] == [False] * 5 + [True, False, False]
-    assert payload_bytes(way) == sum(stored.payload_bytes for stored in way[:-1])
+    assert payload_bytes(way) == sum(stored.record.payload_bytes for stored in way[:-1])
     # A record between is gone, and the fold leads over it.
     store.delete(versions[15].key)
     assert not _goes(replica, channel, store, 30) and not _goes(replica, channel, store, 4)
