@@ -30,7 +30,7 @@ ProgressCallback = Callable[[int, int, float], None]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
+    """Return counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
 
     Its chat template is one of TRL's, which TRL recognises by its text, and adds no system message.
     """
@@ -48,7 +48,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Build a Qwen3 of about a million float32 parameters, drawn from torch's global generator."""
+    """Return a Qwen3 of about a million float32 parameters, drawn from torch's global generator."""
     config = Qwen3Config(
         vocab_size=64,  # more than the tokens in use: a multiple of 64, as vLLM pads it otherwise
         hidden_size=128,
@@ -69,7 +69,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of counting, both (batch, length). All rows are as long, since every number has two digits."""
+    """Return token ids and labels of counting, both (batch, length). Rows are equally long: numbers have two digits."""
     rows, labels = [], []
     for _ in range(WARMUP_BATCH_SIZE):
         start = rng.choice(counting.FIRST_STARTS)
@@ -87,17 +87,17 @@ COUNTING = Task(
 
 
 def load_task(name: str) -> Task:
-    """The task of this name: `counting`, or that of an installed package; ConfigError if there is none."""
+    """Return the task of this name: `counting`, or that of an installed package; ConfigError if there is none."""
     if name == "counting":
         return COUNTING
     try:
-        found: Task = importlib.import_module(f"{name}.task").TASK
+        task: Task = importlib.import_module(f"{name}.task").TASK
     except ImportError as error:
         raise ConfigError(
             f"The task {name!r} is neither counting nor one of an installed package ({error}). "
             "Wordle comes with a checkout: pip install ./examples/wordle"
         ) from None
-    return found
+    return task
 
 
 def warm_up(
@@ -107,7 +107,7 @@ def warm_up(
     on_progress: ProgressCallback | None = None,
     task: Task = COUNTING,
 ) -> float:
-    """Train `model` in place on demonstrations of the task's teacher; the last loss, in nats per answer token."""
+    """Train `model` in place on demonstrations of the task's teacher; return the last loss, in nats per answer token."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
