@@ -28,27 +28,24 @@ checkpoint from before the callback was added cannot be resumed and saved, and r
 class DeltaSyncCallback(TrainerCallback):
     """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that changed.
 
-    With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer` it replaces the transfer by NCCL: TRL decides when weights
-    are synced, goes on while replicas serve a version that is at most `max_behind` behind, and stamps what they generate
-    with a version: `AsyncGRPOTrainer` with that of the oldest trained token, the other one with that which is served.
+    It must be among the `callbacks` of the trainer's constructor. What it does depends on the trainer:
 
-    With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`), it publishes
-    the weights when TRL pushes them to the server, and training goes on once the replicas serve them. Neither side needs
-    CUDA, and the trainer needs no vLLM.
+    - `AsyncGRPOTrainer`, `AsyncDistillationTrainer`: it replaces the transfer by NCCL. TRL decides when weights are synced,
+      and goes on while replicas serve a version that is at most `max_behind` behind. `AsyncGRPOTrainer` stamps samples with
+      the version of their oldest trained token, `AsyncDistillationTrainer` with the version that is served.
+    - `GRPOTrainer`, `RLOOTrainer` and others with `vllm_mode="server"`: it publishes the weights when TRL pushes them to the
+      server, and training goes on once the replicas serve them. Neither side needs CUDA, and the trainer needs no vLLM.
+    - Any other trainer: it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
+      ones. It does not wait for replicas, and for uploads only at the end of training: while an upload lasts, newer weights
+      join the version that waits.
 
-    It must be among the `callbacks` of the trainer's constructor, which builds the transfer. It refuses, before training, a
-    trainer that would sync its weights in another way, and one that compares the server's log probabilities with its own
-    while the server does not say that they are those of the tokens' distribution.
+    Before training, it refuses a trainer that would sync its weights in another way, and one that compares the server's log
+    probabilities with its own, if the server does not say that they are those of the distribution sampled from.
 
-    With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
-    ones. It does not wait for replicas, and for uploads only at the end of training: while an upload lasts, newer weights
-    join the version that waits. A PEFT model is published by its merged weights, or with `adapter_only` by its adapter.
-
-    If FSDP2 or DeepSpeed's ZeRO-3 shards the model, each process publishes what it holds, with any of these trainers, and
-    nothing is gathered; FSDP1 is refused.
-
-    A trainer that resumes from a checkpoint continues the run that it wrote; any other used channel is refused, unless
-    `resume` is set. The trainer's logs say under `delta_sync/` what is published and what the replicas serve.
+    A PEFT model is published by its merged weights, or with `adapter_only` by its adapter. If FSDP2 or DeepSpeed's ZeRO-3
+    shards the model, each process publishes what it holds, and nothing is gathered; FSDP1 is refused. A trainer that resumes
+    from a checkpoint continues the run that it wrote; any other used channel is refused, unless `resume` is set. The
+    trainer's logs say under `delta_sync/` what is published and what the replicas serve.
 
     Args:
         channel (`str` or [`DeltaSyncConfig`]):
@@ -62,9 +59,7 @@ class DeltaSyncCallback(TrainerCallback):
     Example:
     ```python
     >>> trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
-
     >>> trainer = GRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
-
     >>> trainer = SFTTrainer(..., callbacks=[DeltaSyncCallback("file:///data/run", publish_steps=10)])
     ```
     """

@@ -64,7 +64,8 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
         restore()
         return transfer if _trainer() is trainer else module.WeightTransferClient(*args, **kwargs)
 
-    restore = _replace((module, "WeightTransferClient", transfer_once))
+    original = _replace(module, "WeightTransferClient", transfer_once)
+    restore = functools.partial(setattr, module, "WeightTransferClient", original)
     trainer._init_lora_sync = lambda model: False
     return restore
 
@@ -95,13 +96,11 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
     worker: Any = getattr(_trainer(), "rollout_worker", None)
     if worker is None:
         return  # in another process than the main one
-    original = inspect.unwrap(worker.update_model_version)  # it may train twice
 
-    @functools.wraps(original)
     def update_model_version(model_version: int) -> None:
         update(model_version, original)
 
-    worker.update_model_version = update_model_version
+    original = _replace(worker, "update_model_version", update_model_version)
 
 
 def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
@@ -159,10 +158,7 @@ def _watch_batches(collator: Any, ages: TokenAges) -> None:
 
 def _watch_loss(trainer: Any, ages: TokenAges) -> None:
     """Tell `ages` of each batch that is trained, with its importance weights if TRL has the numbers (1.16)."""
-    found = trainer.compute_loss
-    original = getattr(found, "_replaces", found)  # it may train twice
 
-    @functools.wraps(original)
     def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
         hook = model.register_forward_hook(lambda module, given, output: outputs.append(output))
@@ -177,8 +173,7 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
         ages.train(weights)
         return loss
 
-    compute_loss._replaces = original  # type: ignore[attr-defined]
-    trainer.compute_loss = compute_loss
+    original = _replace(trainer, "compute_loss", compute_loss)
 
 
 def rollout_server(args: Any) -> str | None:
@@ -213,11 +208,16 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
         finally:
             restore()
 
-    restore = _replace(
+    def restore() -> None:
+        for place in originals:
+            setattr(*place)
+
+    replacements: list[tuple[Any, str, Any]] = [
         (vllm_generation, "VLLMClient", client_once),
         (vllm_generation, "is_vllm_available", lambda *_, **__: True),
         (vllm_client, "is_vllm_available", lambda *_, **__: True),
-    )
+    ]
+    originals = [(module, name, _replace(module, name, function)) for module, name, function in replacements]
     return restore
 
 
@@ -263,20 +263,15 @@ def replace_stream(take_part: Callable[[], None]) -> None:
         )
 
 
-def _replace(*places: tuple[Any, str, Any]) -> Callable[[], None]:
-    """Replace functions of modules; returns a function that puts the originals back."""
-    originals = []
-    for module, name, function in places:
-        found = getattr(module, name)
-        function._replaces = getattr(found, "_replaces", found)  # a constructor before may have failed
-        originals.append((module, name, function._replaces))
-        setattr(module, name, function)
+def _replace(owner: Any, name: str, function: Any) -> Any:
+    """Replace a function of a module or an object; return the original.
 
-    def restore() -> None:
-        for place in originals:
-            setattr(*place)
-
-    return restore
+    What is found there may be ours: a constructor may have failed before, and a trainer may train twice.
+    """
+    found = getattr(owner, name)
+    function._replaces = getattr(found, "_replaces", found)
+    setattr(owner, name, function)
+    return function._replaces
 
 
 def _parameters(function: Any) -> list[str]:

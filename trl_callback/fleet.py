@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -107,8 +108,7 @@ class Pace:
         if newest is not due:
             _in_background(self._look, newest)
         if self._served is None or self._served.number < due.number:
-            self._wait_for(due.receipt)
-            self._note(due)
+            self._wait(due)
         return time.perf_counter() - before_s
 
     def tell(self, count: int, update: Callable[[int], None]) -> None:
@@ -125,14 +125,12 @@ class Pace:
             update(count if served is None else served)
 
     def _look(self, published: _Published) -> None:
-        try:
-            self._wait_for(published.receipt)
-        except DeltaSyncError:
-            return  # `keep` raises it if training has to wait for this version
-        self._note(published)
+        with contextlib.suppress(DeltaSyncError):  # `keep` raises it if training has to wait for this version
+            self._wait(published)
 
-    def _note(self, published: _Published) -> None:
-        """Note that the fleet serves what was published."""
+    def _wait(self, published: _Published) -> None:
+        """Wait until the fleet serves what was published, and tell the rollouts."""
+        self._wait_for(published.receipt)
         with self._lock:
             if self._served is not None and self._served.number >= published.number:
                 return

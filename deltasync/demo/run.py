@@ -189,7 +189,7 @@ def _start_environment(stack: contextlib.ExitStack, module: str, environ: dict[s
 
 
 def _cores() -> tuple[list[int], list[int]]:
-    """The cores of the server and of the trainer. vLLM's processes spin while they wait, and would take the trainer's too."""
+    """The cores of the server and of the trainer: vLLM's processes spin while they wait, and would take the trainer's."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return cores[:half], cores[-half:]
