@@ -24,15 +24,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def bits_proven(published: list[dict[str, Any]], proofs: list[dict[str, Any]]) -> bool:
-    """Whether the last digests of live memory are of the last version, and all equal what was published as their version."""
-    wanted = {line["version"]: line["sha256"] for line in published}
-    return proofs[-1]["version"] == max(wanted) and all(proof["sha256"] == wanted[proof["version"]] for proof in proofs)
-
-
 def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
     """Return the numbers of `summary.json`, from a demo's directory, the server's last status and its memory's digests."""
     published = list(read_lines(out / "published.jsonl"))
+    sha256 = {line["version"]: line["sha256"] for line in published}
+    all_equal = all(proof["sha256"] == sha256[proof["version"]] for proof in proofs)
     rewards = [line["reward"] for line in read_lines(out / "metrics.jsonl") if line["reward"] is not None]
     commits = status["commits"]
     deltas = published[1:]
@@ -45,7 +41,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
     return {
         "versions_published": len(published),
         "versions_committed": len(commits),
-        "bit_exact": bits_proven(published, proofs),
+        "bit_exact": proofs[-1]["version"] == max(sha256) and all_equal,
         "bit_exact_versions": sorted({proof["version"] for proof in proofs}),
         "full_bytes": published[0]["payload_bytes"],
         "payload_bytes_mean": _mean([line["payload_bytes"] for line in deltas]),
