@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import re
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 
-from deltasync.channel.documents import TokenLag
+from deltasync.channel.documents import Count, TokenLag
+from deltasync.channel.keys import LARGEST_VERSION
+from deltasync.errors import UNREADABLE_JSON
 
 logger = logging.getLogger(__name__)
 
 SPANS_HEADER = "x-deltasync-spans"
 HEADER = "x-deltasync-versions"
+
+_Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
+_SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # of one choice
 
 UNKNOWN = 0
 """In place of a version (they begin with 1): no reply named it, or the model did not make the token."""
@@ -34,12 +39,10 @@ def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
     They are in `x-deltasync-spans`. Without it (vLLM before 0.32) each token counts as made by the oldest possible version,
     which is the first of `x-deltasync-versions`; without that, versions are `UNKNOWN`.
     """
-    try:
-        (spans,) = json.loads(headers.get(SPANS_HEADER, ""))
+    with contextlib.suppress(*UNREADABLE_JSON):  # no such header, or not of one choice
+        (spans,) = _SPANS.decode(headers.get(SPANS_HEADER, ""))
         if sum(tokens for _, tokens in spans) == token_count:
-            return [int(version) for version, tokens in spans for _ in range(tokens)]
-    except (TypeError, ValueError):
-        pass  # no such header, or not of one choice
+            return [version for version, tokens in spans for _ in range(tokens)]
     first = re.match(r"[0-9]{1,18}(?=\.\.)", headers.get(HEADER, ""))
     return [int(first[0]) if first else UNKNOWN] * token_count
 
