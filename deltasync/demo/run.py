@@ -151,13 +151,9 @@ def _build_model(model: Path, seed: int, task: str, say: Say) -> str | None:
     """Build the checkpoint; return the module of the task's environment, if it has one."""
     from deltasync.demo.model import build_checkpoint, load_task
 
-    def on_progress(step: int, total: int, loss: float) -> None:
-        if step % 50 == 0:
-            say(f"warm-up step {step} of {total}, loss {loss:.3f}")
-
     environment = load_task(task).environment
     say("building a tiny Qwen3 and warming it up by supervised learning")
-    parameter_count, loss = build_checkpoint(model, seed, on_progress, task)
+    parameter_count, loss = build_checkpoint(model, seed, say, task)
     say(f"model ready: {parameter_count:,} parameters, warm-up loss {loss:.3f}")
     return environment
 

@@ -52,10 +52,9 @@ class MetricsFileCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Append the line of this step; the summary at the end of training has no loss and is skipped."""
-        if logs is None or "loss" not in logs:
-            return
-        line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3), "reward": None}
-        _append(self._path, line | logs)
+        if logs is not None and "loss" in logs:
+            line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3), "reward": None}
+            _append(self._path, line | logs)
 
 
 class DigestsFileCallback(TrainerCallback):
