@@ -65,7 +65,7 @@ class DeltaSyncConfig:
             and `"all"` with trainers that generate on a vLLM server, which are on-policy and cannot have `"none"`. Not
             used with other trainers.
         max_behind (`int`, *optional*):
-            How many versions behind the newest one the replicas that `ack` asks for may serve while training goes on; 0
+            Training goes on while the replicas that `ack` asks for are at most so many versions behind the newest one; 0
             waits for each version. The first one is always waited for. If `None`, `DELTASYNC_MAX_BEHIND` decides, else it
             is 1 with `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, whose rollouts are told the version that is served,
             and 0 with trainers that generate on a vLLM server, which are on-policy and cannot have another. Not used with
