@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from deltasync.config import TrainerSettings
 from deltasync.errors import ConfigError
 from trl_callback import compat, gather, logprobs
 from trl_callback.config import DeltaSyncConfig
@@ -27,27 +28,24 @@ checkpoint from before the callback was added cannot be resumed and saved, and r
 class DeltaSyncCallback(TrainerCallback):
     """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that changed.
 
-    With TRL's `AsyncGRPOTrainer` and `AsyncDistillationTrainer` it takes the place of the transfer by NCCL: TRL decides when
-    weights are synced, goes on while replicas serve a version that is at most `max_behind` behind, and stamps what they
-    generate with a version: with `AsyncGRPOTrainer` that of the oldest trained token, else the one that they serve.
+    It must be among the `callbacks` of the trainer's constructor. What it does depends on the trainer:
 
-    With TRL's `GRPOTrainer`, `RLOOTrainer` and others that generate on a vLLM server (`vllm_mode="server"`) it does so too:
-    when TRL pushes weights to the server, they are published, and training goes on once the replicas serve them. Neither
-    side needs CUDA, and the trainer needs no vLLM.
+    - `AsyncGRPOTrainer`, `AsyncDistillationTrainer`: it replaces the transfer by NCCL. TRL decides when weights are synced,
+      and goes on while replicas serve a version that is at most `max_behind` behind. `AsyncGRPOTrainer` stamps samples with
+      the version of their oldest trained token, `AsyncDistillationTrainer` with the version that is served.
+    - `GRPOTrainer`, `RLOOTrainer` and others with `vllm_mode="server"`: it publishes the weights when TRL pushes them to the
+      server, and training goes on once the replicas serve them. Neither side needs CUDA, and the trainer needs no vLLM.
+    - Any other trainer: it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
+      ones. It does not wait for replicas, and for uploads only at the end of training: while an upload lasts, newer weights
+      join the version that waits.
 
-    It must be among the `callbacks` of the trainer's constructor, which builds the transfer. A trainer that would sync its
-    weights in another way is refused before it trains. So is one that compares the server's log probabilities with its own,
-    where the server does not tell that they are those of the tokens' distribution.
+    Before training, it refuses a trainer that would sync its weights in another way, and one that compares the server's log
+    probabilities with its own, if the server does not say that they are those of the distribution sampled from.
 
-    With any other trainer, it publishes the initial weights, those after every `publish_steps` optimizer steps and the final
-    ones. It waits for no replica, and for the uploads at the end of training only: while an upload lasts, newer weights
-    join the version that waits. A PEFT model is published by its merged weights, or with `adapter_only` by its adapter.
-
-    Of a model that FSDP2 or DeepSpeed's ZeRO-3 shards each process publishes what it holds, with any of these trainers, and
-    nothing is gathered; FSDP1 is refused.
-
-    A trainer that resumes from a checkpoint continues the run that it wrote; any other used channel is refused, unless
-    `resume` is set. What is published, and what the replicas serve, is in the trainer's logs under `delta_sync/`.
+    A PEFT model is published by its merged weights, or with `adapter_only` by its adapter. If FSDP2 or DeepSpeed's ZeRO-3
+    shards the model, each process publishes what it holds, and nothing is gathered; FSDP1 is refused. A trainer that resumes
+    from a checkpoint continues the run that it wrote; any other used channel is refused, unless `resume` is set. The
+    trainer's logs say under `delta_sync/` what is published and what the replicas serve.
 
     Args:
         channel (`str` or [`DeltaSyncConfig`]):
@@ -61,9 +59,7 @@ class DeltaSyncCallback(TrainerCallback):
     Example:
     ```python
     >>> trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
-
     >>> trainer = GRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])
-
     >>> trainer = SFTTrainer(..., callbacks=[DeltaSyncCallback("file:///data/run", publish_steps=10)])
     ```
     """
@@ -75,46 +71,42 @@ class DeltaSyncCallback(TrainerCallback):
         config = channel if isinstance(channel, DeltaSyncConfig) else DeltaSyncConfig(channel)
         self.config = dataclasses.replace(config, **settings)
         self._transfer = DeltaWeightTransfer(self.config)
-        self._publishes = True  # at the end of steps; otherwise TRL asks for it, which the trainer decides when it starts
+        self._publishes = True  # at the end of steps; known once training starts. Otherwise TRL asks for it.
         self._restore: Callable[[], None] | None = None
         self._metrics = _Metrics(self._transfer)
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
-        """What TRL syncs the weights of `AsyncGRPOTrainer` and `AsyncDistillationTrainer` by.
+        """The transfer that syncs the weights of `AsyncGRPOTrainer` and `AsyncDistillationTrainer`.
 
-        The callback alone is enough. To say it, pass `weight_transfer=sync.weight_transfer` beside `callbacks=[sync]`.
+        The callback alone is enough. To be explicit, pass `weight_transfer=sync.weight_transfer` beside `callbacks=[sync]`.
         """
         return self._transfer
 
     @property
     def history(self) -> list[VersionRecord]:
-        """What was published, one record for each version; empty in other processes than the main one."""
+        """The published versions, one record for each; empty in other processes than the main one."""
         return self._transfer.history
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Refuse at once a model that cannot be published; take the place of what TRL sends weights to a vLLM server by."""
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Refuse a model that cannot be published; replace what TRL sends weights to a vLLM server by."""
         if compat.generates_on_server(args):
             self._transfer.bind(model, kwargs.get("processing_class"))  # it may generate before it trains, to evaluate
-            self._take_over(args, model)
+            self._replace_client(args, model)
         elif compat.streams_weights(args):
             self._check_merged()
             self._restore = compat.replace_transfer(self._transfer)
         else:
             gather.check_publishable(model, self.config.adapter_only)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
         compat.add_first(self._metrics)
         transfer = self._transfer
         transfer.step = state.global_step
         transfer.bind(model, kwargs.get("processing_class"))
         transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
-        self._check_taken_over(args, state, model)
+        self._check_replaced(args, state.is_world_process_zero, model)
         if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
             raise ConfigError(
                 "max_token_lag is for AsyncGRPOTrainer by TRL's own rollout worker, which reads the versions of tokens from "
@@ -131,9 +123,7 @@ class DeltaSyncCallback(TrainerCallback):
             if self._publishes:
                 self._publish(model)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any) -> None:
         """Publish every `publish_steps` steps, if the store keeps up, and the last one. TRL's own sync comes after this."""
         transfer = self._transfer
         transfer.step = state.global_step
@@ -147,9 +137,7 @@ class DeltaSyncCallback(TrainerCallback):
         if transfer.publisher.run_id is not None:
             state.stateful_callbacks[_STATE] = {"run_id": transfer.publisher.run_id}
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Publish the final weights, and wait for the uploads.
 
         Raises:
@@ -175,28 +163,27 @@ class DeltaSyncCallback(TrainerCallback):
                 "Leave adapter_only out."
             )
 
-    def _take_over(self, args: TrainingArguments, model: Any) -> None:
-        """Let TRL's client of a vLLM server publish the weights."""
+    def _replace_client(self, args: Any, model: Any) -> None:
+        """Have TRL's client of a vLLM server publish the weights."""
         self._check_merged()
         if self.config.ack == "none":
             raise ConfigError(
                 'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '
                 "Use AsyncGRPOTrainer, which generates with older weights meanwhile."
             )
-        if self._transfer.asked_behind:
+        if behind := TrainerSettings.from_env(max_behind=self.config.max_behind).max_behind:
             raise ConfigError(
-                f"This trainer is on-policy: replicas must serve the new weights before it goes on, so max_behind="
-                f"{self._transfer.asked_behind} is not for it. Leave it out, or use AsyncGRPOTrainer."
+                f"This trainer is on-policy: replicas must serve the new weights before it goes on, so max_behind={behind} "
+                "is not for it. Leave it out, or use AsyncGRPOTrainer."
             )
-        self._transfer.max_behind = 0
-        self._transfer.ack = "all" if self.config.ack is None else self.config.ack
+        self._transfer.on_policy = True
         check: Callable[[str], object] | None = None
         if compat.compares_logprobs(args):
             check = functools.partial(logprobs.check, args, model, wait_s=args.vllm_server_timeout)
         self._restore = compat.replace_client(functools.partial(client_class, self._transfer, check))
 
-    def _check_taken_over(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Find out who publishes, and see to it that TRL sends the weights nowhere else."""
+    def _check_replaced(self, args: Any, is_main: bool, model: Any) -> None:
+        """Find out who publishes, and check that TRL sends the weights nowhere else."""
         transfer = self._transfer
         if self._restore is not None:
             self._restore()
@@ -207,14 +194,14 @@ class DeltaSyncCallback(TrainerCallback):
                 "This trainer was made without DeltaSyncCallback, and pushes its weights to its vLLM server by itself: give "
                 "the callback to its constructor, callbacks=[DeltaSyncCallback(url)]."
             )
-        if on_server and state.is_world_process_zero and transfer.server_url is None:
+        if on_server and is_main and transfer.server_url is None:
             raise ConfigError(
                 "This trainer has a client of its own for its vLLM server, which DeltaSyncCallback cannot replace. Use "
                 "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
             )
         if streams:
             self._check_merged()
-            compat.check_transfer(transfer, state.is_world_process_zero)
+            compat.check_transfer(transfer, is_main)
             compat.replace_version(transfer.update_served)
             url = compat.rollout_server(args) if compat.compares_logprobs(args) else None
             if url is not None and not logprobs.check(args, model, url):
@@ -222,7 +209,7 @@ class DeltaSyncCallback(TrainerCallback):
                 transfer.check_server = functools.partial(logprobs.check, args, model, url, args.vllm_server_timeout)
 
     def _trl_gathers(self, model: Any) -> bool:
-        """Whether weights are to be had from TRL only: it merges adapters into shards."""
+        """Whether only TRL can provide the weights: it merges adapters into shards."""
         return not self._publishes and gather.is_peft(model) and gather.is_sharded(model)
 
     def _publish(self, model: Any) -> None:
@@ -231,14 +218,12 @@ class DeltaSyncCallback(TrainerCallback):
 
 
 class _Metrics(TrainerCallback):
-    """Adds what is new to the logs. It runs before all other callbacks, so that they find it there."""
+    """Adds new metrics to the logs. It runs before all other callbacks, so that they find them there."""
 
     def __init__(self, transfer: DeltaWeightTransfer) -> None:
         self._transfer = transfer
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None and state.is_world_process_zero:
             metrics = self._transfer.metrics()
             logs.update(metrics)
@@ -247,7 +232,7 @@ class _Metrics(TrainerCallback):
 
 
 def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] | None, base: type) -> type:
-    """Make the subclass of TRL's `VLLMClient`, which is `base`, that publishes the weights by `transfer`.
+    """Return a subclass of `base`, TRL's `VLLMClient`, that publishes the weights by `transfer`.
 
     Trainer and server form no process group and need no CUDA. `check` gets the server's URL once it is up, and raises if the
     trainer cannot use its log probabilities.
@@ -255,13 +240,13 @@ def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] |
 
     class DeltaSyncClient(base):
         def init_communicator(self, device: Any = 0) -> None:
-            """Learn the server's URL."""
+            """Pass on the server's URL."""
             transfer.server_url = self.base_url
             if check is not None:
                 check(self.base_url)
 
         def close_communicator(self) -> None:
-            """No process group."""
+            """Do nothing: there is no process group."""
 
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
@@ -272,10 +257,10 @@ def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] |
             transfer.resume()
 
         def reset_prefix_cache(self) -> None:
-            """A replica looks after its caches when it commits a version."""
+            """Do nothing: a replica looks after its caches when it commits a version."""
 
         def get_server_info(self) -> dict[str, Any]:
-            """All that TRL asks for: log probabilities are processed, or as good as that once `check` has returned."""
+            """Return all that TRL asks for: log probabilities are processed, or as good as that once `check` returned."""
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     return DeltaSyncClient

@@ -1,4 +1,4 @@
-"""What differs between versions of TRL and transformers, all of it. TRL is imported inside functions only."""
+"""All use of what TRL and transformers do not document. TRL is imported inside functions only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generates_on_server(args: Any) -> bool:
 def streams_weights(args: Any) -> bool:
     """Whether the running trainer syncs its weights by a `weight_transfer`, in any process.
 
-    AsyncGRPO and AsyncDistillation do, which their arguments tell before the transfer is built; others may.
+    AsyncGRPO and AsyncDistillation do, and are known by their arguments before the transfer is built; others may.
     """
     return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(_trainer(), "weight_transfer")
 
@@ -42,9 +42,9 @@ def compares_logprobs(args: Any) -> bool:
 def replace_transfer(transfer: Any) -> Callable[[], None]:
     """Have the trainer whose constructor is running sync its weights by `transfer`; call it from `on_init_end`.
 
-    All processes call it. Where the constructor was given no `weight_transfer`, TRL builds a `WeightTransferClient` between
+    All processes call it. If the constructor was given no `weight_transfer`, TRL builds a `WeightTransferClient` between
     `on_init_end` and the end of the constructor. For a PEFT model it asks the server before whether to send the adapter
-    alone; the answer is no, as if a `weight_transfer` had been given. What is returned undoes it, where TRL built none.
+    alone; the answer is no, as if a `weight_transfer` had been given. Returns a function that undoes it, if TRL built none.
 
     Raises:
         ConfigError: this trainer has no transfer that could be replaced.
@@ -64,7 +64,8 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
         restore()
         return transfer if _trainer() is trainer else module.WeightTransferClient(*args, **kwargs)
 
-    restore = _replace((module, "WeightTransferClient", transfer_once))
+    original = _replace(module, "WeightTransferClient", transfer_once)
+    restore = functools.partial(setattr, module, "WeightTransferClient", original)
     trainer._init_lora_sync = lambda model: False
     return restore
 
@@ -87,29 +88,27 @@ def check_transfer(transfer: Any, is_main: bool) -> None:
 
 
 def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> None:
-    """Have the running trainer's rollouts told another version than the one TRL counts.
+    """Have the running trainer tell its rollout worker another version than the one it counts.
 
     TRL counts a version when the transfer returns, and tells its rollout worker, which stamps samples with it. Instead,
-    `update` gets that version and what tells the worker.
+    `update` is called with that version and the function that tells the worker.
     """
     worker: Any = getattr(_trainer(), "rollout_worker", None)
     if worker is None:
         return  # in another process than the main one
-    original = inspect.unwrap(worker.update_model_version)  # it may train twice
 
-    @functools.wraps(original)
     def update_model_version(model_version: int) -> None:
         update(model_version, original)
 
-    worker.update_model_version = update_model_version
+    original = _replace(worker, "update_model_version", update_model_version)
 
 
 def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
-    """Have the running trainer's samples carry the versions of their tokens, and `ages` see them on their way.
+    """Have the running trainer's samples carry the versions of their tokens, and pass them to `ages` on their way.
 
-    Call it in all processes when training begins, before the rollout worker starts. Only AsyncGRPO is followed: with a
-    rollout worker that is not TRL's, or in TRL before 1.11, by its importance weights alone. Returns whether samples carry
-    versions, in the main process; others have no samples.
+    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO; with a rollout
+    worker that is not TRL's, and in TRL before 1.11, `ages` gets the importance weights alone. Returns whether samples carry
+    versions, and True in AsyncGRPO's other processes than the main one, which have no samples.
     """
     trainer: Any = _trainer()
     if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
@@ -128,7 +127,7 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
 
 
 class _AdmittingQueue:
-    """The queue of samples as a trainer reads it."""
+    """The queue of samples, without those that `ages` refuses."""
 
     def __init__(self, queue: Any, ages: TokenAges) -> None:
         self._queue = queue
@@ -145,7 +144,7 @@ class _AdmittingQueue:
 
 
 def _watch_batches(collator: Any, ages: TokenAges) -> None:
-    """Have `ages` see the samples of each batch that TRL's collator makes."""
+    """Pass the samples of each batch that TRL's collator makes to `ages`."""
     collate = collator.torch_call
 
     def torch_call(examples: list[Any]) -> Any:
@@ -158,11 +157,8 @@ def _watch_batches(collator: Any, ages: TokenAges) -> None:
 
 
 def _watch_loss(trainer: Any, ages: TokenAges) -> None:
-    """Have `ages` see each batch that is trained, with its importance weights where TRL has the numbers (1.16)."""
-    found = trainer.compute_loss
-    original = getattr(found, "_replaces", found)  # it may train twice
+    """Tell `ages` of each batch that is trained, with its importance weights if TRL has the numbers (1.16)."""
 
-    @functools.wraps(original)
     def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
         hook = model.register_forward_hook(lambda module, given, output: outputs.append(output))
@@ -177,12 +173,11 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
         ages.train(weights)
         return loss
 
-    compute_loss._replaces = original  # type: ignore[attr-defined]
-    trainer.compute_loss = compute_loss
+    original = _replace(trainer, "compute_loss", compute_loss)
 
 
 def rollout_server(args: Any) -> str | None:
-    """URL of the server that the running trainer's rollout worker asks; None if that is not TRL's, or elsewhere."""
+    """Return the URL of the server that the running trainer's rollout worker asks; None if the worker is not TRL's."""
     worker = getattr(_trainer(), "rollout_worker", None)
     return args.vllm_server_base_url if _names_in_trl(worker) else None
 
@@ -192,7 +187,7 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
 
     TRL has no argument for it, and builds the client between `on_init_end` and the end of the trainer's constructor, which
     is when this is called. It holds for one client. No vLLM need be installed here: without the weights, the client is
-    HTTP. `subclass` makes the class from TRL's. What is returned undoes it, where no client was made.
+    HTTP. `subclass` makes the class from TRL's. Returns a function that undoes it, if no client was made.
 
     Raises:
         ConfigError: TRL has no such client.
@@ -213,11 +208,16 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
         finally:
             restore()
 
-    restore = _replace(
+    def restore() -> None:
+        for place in originals:
+            setattr(*place)
+
+    replacements: list[tuple[Any, str, Any]] = [
         (vllm_generation, "VLLMClient", client_once),
         (vllm_generation, "is_vllm_available", lambda *_, **__: True),
         (vllm_client, "is_vllm_available", lambda *_, **__: True),
-    )
+    ]
+    originals = [(module, name, _replace(module, name, function)) for module, name, function in replacements]
     return restore
 
 
@@ -225,11 +225,11 @@ def add_first(callback: TrainerCallback) -> None:
     """Put a callback before all others of the running trainer.
 
     A callback is given neither the trainer nor its `CallbackHandler`, and `report_to` integrations come before the
-    callbacks of users. So the handler is looked for among the callers.
+    callbacks of users. So the handler is found among the callers.
     """
     handler: Any = _caller(CallbackHandler)
     others = [other for other in handler.callbacks if other is not callback]
-    # It goes on with the old list; the progress flow stays in front.
+    # The running event goes on with the old list; the default flow stays in front.
     place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
     handler.callbacks = [*others[:place], callback, *others[place:]]
 
@@ -238,7 +238,7 @@ def replace_stream(take_part: Callable[[], None]) -> None:
     """Keep TRL from gathering the weights when it syncs them; call it in all processes, from an event of the trainer.
 
     TRL streams the weights in all of them, as they gather each tensor together. The main process hands the stream to the
-    weight transfer or to the client, which look after themselves; the others only iterate it, and `take_part` instead.
+    weight transfer or to the client, which do not read it; the others iterate it, which now calls `take_part` instead.
 
     Raises:
         ConfigError: the trainer has no such stream.
@@ -263,20 +263,15 @@ def replace_stream(take_part: Callable[[], None]) -> None:
         )
 
 
-def _replace(*places: tuple[Any, str, Any]) -> Callable[[], None]:
-    """Put functions in the place of a module's; returns what undoes it."""
-    originals = []
-    for module, name, function in places:
-        found = getattr(module, name)
-        function._replaces = getattr(found, "_replaces", found)  # a constructor before may have failed
-        originals.append((module, name, function._replaces))
-        setattr(module, name, function)
+def _replace(owner: Any, name: str, function: Any) -> Any:
+    """Replace a function of a module or an object; return the original.
 
-    def restore() -> None:
-        for place in originals:
-            setattr(*place)
-
-    return restore
+    What is found there may be ours: a constructor may have failed before, and a trainer may train twice.
+    """
+    found = getattr(owner, name)
+    function._replaces = getattr(found, "_replaces", found)
+    setattr(owner, name, function)
+    return function._replaces
 
 
 def _parameters(function: Any) -> list[str]:
@@ -284,7 +279,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _in_trl(thing: object) -> list[type]:
-    """The classes of TRL that a thing is an instance of."""
+    """The classes of TRL that an object is an instance of."""
     return [base for base in type(thing).__mro__ if base.__module__.startswith("trl.")]
 
 

@@ -32,7 +32,7 @@ class DeltaSyncConfig:
             Full weights accompany at least every N-th version. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default
             decides.
         served_dtype (`str`, *optional*):
-            Floating-point weights are cast to it before they are compared and published: `"bfloat16"`, `"float16"`,
+            Dtype that floating-point weights are cast to before they are compared and published: `"bfloat16"`, `"float16"`,
             `"float32"`, `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for the
             dtype they have. Patterns of names with dtypes of their own may follow, `"bfloat16,*.router.*=float32"`; the
             last that matches decides. It should be what the replicas serve. If `None`, `DELTASYNC_DTYPE` or deltasync's
@@ -65,11 +65,11 @@ class DeltaSyncConfig:
             and `"all"` with trainers that generate on a vLLM server, which are on-policy and cannot have `"none"`. Not
             used with other trainers.
         max_behind (`int`, *optional*):
-            Training goes on while the replicas that `ack` asks for serve a version that is at most so far behind the one
-            published last; 0 waits for each. The first version is always waited for. If `None`, `DELTASYNC_MAX_BEHIND`
-            decides, else it is 1 with `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, whose rollouts are told the
-            version that is served meanwhile, and 0 with trainers that generate on a vLLM server, which are on-policy and
-            cannot have another. Not used with other trainers.
+            Training goes on while the replicas that `ack` asks for are at most so many versions behind the newest one; 0
+            waits for each version. The first one is always waited for. If `None`, `DELTASYNC_MAX_BEHIND` decides, else it
+            is 1 with `AsyncGRPOTrainer` and `AsyncDistillationTrainer`, whose rollouts are told the version that is served,
+            and 0 with trainers that generate on a vLLM server, which are on-policy and cannot have another. Not used with
+            other trainers.
         max_token_lag (`int`, *optional*):
             With `AsyncGRPOTrainer`: tokens made by a version that is further behind the trainer's, when it takes their
             sample, are masked, and samples without other tokens dropped. It counts as `max_staleness` does, which drops
@@ -122,7 +122,7 @@ class DeltaSyncConfig:
             raise ConfigError(f"ack_timeout_s must be positive, not {self.ack_timeout_s}.")
 
 
-# A parser shows a field's `help`, which is what the docstring says of it.
+# A parser shows a field's `help`: what the docstring says about it.
 _TEXTS = re.findall(r"^ {4}(\w+) \(.*\):\n((?: {8}.*\n)+)", inspect.cleandoc(DeltaSyncConfig.__doc__ or "") + "\n", re.M)
 _HELP = {name: " ".join(text.replace("`", "").split()) for name, text in _TEXTS}
 for _field in fields(DeltaSyncConfig):

@@ -1,7 +1,8 @@
-"""The replicas, as training sees them: how far they may lag behind it, and what its logs say of them."""
+"""The replicas, as training sees them: how far they may lag behind it, and what its logs say about them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -18,7 +19,7 @@ _LOOK_EVERY_S = 5.0
 
 
 class Fleet:
-    """Looks at the replicas in the background, when somebody asks and the last look is old.
+    """Looks at the replicas in the background, when metrics are asked for and the last look is old.
 
     It asks the servers at `urls`; without any, it reads the heartbeats in the channel's store.
     """
@@ -30,9 +31,10 @@ class Fleet:
         self._seen: list[Heartbeat] | None = None
 
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
-        """Replicas that are live, and by how many versions the slowest of them is behind; empty until a look has ended.
+        """Return how many replicas are live and how many versions the slowest is behind; empty before a look has ended.
 
-        `published` has the digests of our versions. Who serves another version of such a number serves none of ours.
+        `published` has the digests of our versions. A replica that serves another version of such a number serves none of
+        ours.
         """
         seen, self._seen = self._seen, None
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
@@ -42,19 +44,18 @@ class Fleet:
             return {}
         live = [beat for beat in seen if heartbeat.is_live(beat)]
         metrics: dict[str, float] = {"delta_sync/replicas": len(live)}
-        if following := [beat for beat in live if beat.pin is None]:
-            slowest = min(_served(beat, published) for beat in following)
-            metrics["delta_sync/served_lag"] = max(0, newest_version - slowest)
+        if served := [_served_version(beat, published) for beat in live if beat.pin is None]:
+            metrics["delta_sync/served_lag"] = max(0, newest_version - min(served))
         return metrics
 
     def _look(self, run_id: str) -> None:
         try:
             self._seen = heartbeat.ask(self._urls, run_id) if self._urls else heartbeat.read_all(self._store, run_id)
         except DeltaSyncError:
-            self._seen = None  # the next look may tell
+            self._seen = None  # the next look may succeed
 
 
-def _served(beat: Heartbeat, published: Mapping[int, str]) -> int:
+def _served_version(beat: Heartbeat, published: Mapping[int, str]) -> int:
     """The version that a replica serves, 0 for none. One from before this publisher counts by its number."""
     serving = beat.serving
     if serving is None or published.get(serving.version, serving.sha256) != serving.sha256:
@@ -64,7 +65,7 @@ def _served(beat: Heartbeat, published: Mapping[int, str]) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Published:
-    """One publish."""
+    """One publish; several may have joined one version."""
 
     number: int  # how many there were before
     receipt: Receipt
@@ -72,9 +73,9 @@ class _Published:
 
 
 class Pace:
-    """Lets training go on while the fleet serves a version that is at most so far behind.
+    """Lets training go on while the fleet serves a version that is at most `max_behind` behind.
 
-    What is within the bound is waited for in the background, so that training does not pay for the looks at the fleet.
+    Versions within the bound are waited for in the background, so that training does not pay for the looks at the fleet.
     `wait_for` blocks until the fleet serves a version, raises if it does not in time, and is called from several threads.
     """
 
@@ -92,9 +93,9 @@ class Pace:
         return None if self._served is None else self._served.receipt.version
 
     def keep(self, receipt: Receipt) -> float:
-        """Take part in what was just published, and wait until the fleet is near enough; the seconds that took.
+        """Add a version that was just published, wait until the fleet is near enough, and return the seconds that took.
 
-        Before the first version it serves nothing of ours, so that one is waited for in any case.
+        Before the first version the fleet serves nothing of ours, so that one is waited for in any case.
 
         Raises:
             Exception: what `wait_for` raises.
@@ -107,12 +108,11 @@ class Pace:
         if newest is not due:
             _in_background(self._look, newest)
         if self._served is None or self._served.number < due.number:
-            self._wait_for(due.receipt)
-            self._note(due)
+            self._wait(due)
         return time.perf_counter() - before_s
 
     def tell(self, count: int, update: Callable[[int], None]) -> None:
-        """Tell the rollouts of the version that the fleet serves, now and as soon as it serves a newer one.
+        """Tell the rollouts which version the fleet serves, now and as soon as it serves a newer one.
 
         The trainer counts the last publish as `count`, and `update` takes versions counted so. It is also called from other
         threads, never by two at once.
@@ -125,13 +125,12 @@ class Pace:
             update(count if served is None else served)
 
     def _look(self, published: _Published) -> None:
-        try:
-            self._wait_for(published.receipt)
-        except DeltaSyncError:
-            return  # whoever has to wait for it hears why
-        self._note(published)
+        with contextlib.suppress(DeltaSyncError):  # `keep` raises it if training has to wait for this version
+            self._wait(published)
 
-    def _note(self, published: _Published) -> None:
+    def _wait(self, published: _Published) -> None:
+        """Wait until the fleet serves what was published, and tell the rollouts."""
+        self._wait_for(published.receipt)
         with self._lock:
             if self._served is not None and self._served.number >= published.number:
                 return
@@ -141,5 +140,5 @@ class Pace:
 
 
 def _in_background(look: Callable[..., None], *arguments: object) -> None:
-    """In a daemon, as the process must be able to end while a store or a server hangs."""
+    """Run it in a daemon thread, as the process must be able to end while a store or a server hangs."""
     threading.Thread(target=look, args=arguments, name="deltasync-replicas", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Training outlasts its store: a store that tells what is wrong with it, and what to do while it is behind."""
+"""Training outlasts its store: a store that remembers its last error, and what to do while uploads are behind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from deltasync.stores.wrapper import WrappedStore
 logger = logging.getLogger(__name__)
 
 RETRIES = 10_000
-"""For days: as long as training goes on, there is nothing better to do with a version than to try again."""
+"""Enough for days: as long as training goes on, there is nothing better to do with a version than to try again."""
 
 _WARN_AFTER_S = 10.0
-_SHARE = 0.05
+_SHARE = 0.05  # of the time that may go into encoding a waiting version again
 
 _Result = TypeVar("_Result")
 
@@ -27,7 +27,7 @@ class PatientStore(WrappedStore):
     """Any store, which can be given up.
 
     Attributes:
-        trouble: The last transient error, None if the last request went well.
+        trouble: The last request's transient error, None if it went well.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -53,7 +53,7 @@ class PatientStore(WrappedStore):
 
 
 class Backlog:
-    """The versions that are not stored yet, and whether to add to them.
+    """The versions that are not stored yet, and whether to publish another one.
 
     One version uploads and one waits; a further one is folded into that which waits, at the cost of encoding again. That
     cost is kept to a share of the time, so that training is as fast with a dead store as with a quick one.
@@ -65,34 +65,33 @@ class Backlog:
         self._warned = False
 
     def add(self, receipt: Receipt) -> None:
-        """Note what was just published."""
+        """Add a version that was just published."""
         self._drop_stored()
         kept = [entry for entry in self._receipts if entry[0].version != receipt.version]
         self._receipts = [*kept[-1:], (receipt, time.monotonic())]
 
     def is_full(self) -> bool:
-        """Whether to leave out a version now; a later one will cover it. Says once when the store stays behind."""
+        """Whether to leave out a version now; a later one will cover it. Warns once when the store stays behind."""
         self._drop_stored()
         if not self._receipts:
             return False
         now = time.monotonic()
-        since = self._receipts[0][1]
+        (oldest, since), (newest, published) = self._receipts[0], self._receipts[-1]
         if not self._warned and now - since > _WARN_AFTER_S:
             self._warned = True
             logger.warning(
                 "%s has not taken version %d for %.0f s (%s). Training goes on; what it publishes meanwhile is one version.",
                 self._store.url,
-                self._receipts[0][0].version,
+                oldest.version,
                 now - since,
                 self._store.trouble or "no error so far",
             )
-        last, published = self._receipts[-1]
-        return (len(self._receipts) == 2 or last.done) and now - published < last.held_s / _SHARE
+        return (len(self._receipts) == 2 or newest.done) and now - published < newest.held_s / _SHARE
 
     def _drop_stored(self) -> None:
-        stored = [number for number, (receipt, _) in enumerate(self._receipts, start=1) if _is_stored(receipt)]
-        if stored:
-            self._receipts = self._receipts[stored[-1] :]
+        """Drop the newest stored version and those before it."""
+        while any(_is_stored(receipt) for receipt, _ in self._receipts):
+            del self._receipts[0]
         if self._warned and not self._receipts:
             self._warned = False
             logger.warning("%s has taken everything again.", self._store.url)

@@ -1,4 +1,4 @@
-"""What is remembered of published versions."""
+"""The history of published versions, and their numbers for the trainer's logs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class VersionRecord:
 
     Attributes:
         step (`int`): The trainer's `global_step`.
-        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not ask.
+        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not wait for any.
         coalesced (`int`): How many times it was published: more than once if its upload had not begun by the next time.
-        time_s (`float`): When, in seconds since the epoch.
+        time_s (`float`): When it was published, in seconds since the epoch.
     """
 
     version: int
@@ -58,22 +58,22 @@ class History:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Receipt, dict[str, Any]]] = deque()
         self._records: list[VersionRecord] = []
-        self._news: dict[str, float] = {}
+        self._new_metrics: dict[str, float] = {}
         self._newest = 0
         self._coalesced = 0
 
     def add(self, receipt: Receipt, step: int, ack_s: float | None) -> None:
-        """Note what was just published."""
+        """Add a version that was just published."""
         # If its upload had not begun, the one before has become part of this one.
         self._coalesced = self._coalesced + 1 if receipt.version == self._newest else 1
         self._newest = receipt.version
         known = {"step": step, "ack_s": ack_s, "coalesced": self._coalesced, "time_s": time.time()}
         self._waiting.append((receipt, known))
-        self.tell(version=receipt.version, changed_fraction=receipt.changed_fraction, held_s=receipt.held_s)
-        self.tell(ack_s=ack_s, coalesced=self._coalesced)
+        self.log(version=receipt.version, changed_fraction=receipt.changed_fraction, held_s=receipt.held_s)
+        self.log(ack_s=ack_s, coalesced=self._coalesced)
 
     def encoded(self) -> list[VersionRecord]:
-        """The records of what is encoded by now, oldest first."""
+        """Return the records of the versions that are encoded by now, oldest first."""
         while self._waiting and self._waiting[0][0].is_encoded:
             receipt, known = self._waiting.popleft()
             try:
@@ -84,7 +84,7 @@ class History:
                 self._records.pop()
             self._records.append(record)
             bits = record.bits_per_changed
-            self.tell(payload_bytes=record.payload_bytes, bits_per_changed=bits, encode_s=record.encode_s)
+            self.log(payload_bytes=record.payload_bytes, bits_per_changed=bits, encode_s=record.encode_s)
             logger.info(
                 "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f ack_s=%.3f",
                 record.version,
@@ -96,12 +96,12 @@ class History:
             )
         return self._records
 
-    def news(self) -> dict[str, float]:
-        """Numbers that are new since the last call, for the trainer's logs; unknown ones are left out."""
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers that are new since the last call; unknown ones are left out."""
         self.encoded()
-        news, self._news = self._news, {}
-        return news
+        metrics, self._new_metrics = self._new_metrics, {}
+        return metrics
 
-    def tell(self, **values: float | None) -> None:
-        """Add numbers to the news."""
-        self._news |= {f"delta_sync/{name}": value for name, value in values.items() if value is not None}
+    def log(self, **values: float | None) -> None:
+        """Add numbers to the next `metrics`."""
+        self._new_metrics |= {f"delta_sync/{name}": value for name, value in values.items() if value is not None}

@@ -1,44 +1,48 @@
-"""Which version made each token that is trained, how old it is by then, and how much that weighs."""
+"""Versions of trained tokens: which version made each, how old it is when it is trained, and the importance weights."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
-import math
 import re
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 
-from deltasync.channel.documents import TokenLag
+from deltasync.channel.documents import Count, TokenLag
+from deltasync.channel.keys import LARGEST_VERSION
+from deltasync.errors import UNREADABLE_JSON
 
 logger = logging.getLogger(__name__)
 
 SPANS_HEADER = "x-deltasync-spans"
 HEADER = "x-deltasync-versions"
 
+_Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
+_SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # of one choice
+
 UNKNOWN = 0
-"""In place of a version, which begin with 1: no reply told it, or the token is none of the model's."""
+"""In place of a version (they begin with 1): no reply named it, or the model did not make the token."""
+
+_UNKNOWN_LAG = -1
 
 
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
-    """The version that made each token of a reply with one choice.
+    """Return the version that made each token of a reply with one choice.
 
-    `x-deltasync-spans` has it. Without it (vLLM before 0.32) each token counts as made by the oldest version that may have,
+    They are in `x-deltasync-spans`. Without it (vLLM before 0.32) each token counts as made by the oldest possible version,
     which is the first of `x-deltasync-versions`; without that, versions are `UNKNOWN`.
     """
-    try:
-        (spans,) = json.loads(headers.get(SPANS_HEADER, ""))
+    with contextlib.suppress(*UNREADABLE_JSON):  # no such header, or not of one choice
+        (spans,) = _SPANS.decode(headers.get(SPANS_HEADER, ""))
         if sum(tokens for _, tokens in spans) == token_count:
-            return [int(version) for version, tokens in spans for _ in range(tokens)]
-    except (TypeError, ValueError):
-        pass  # none, or not of one choice
+            return [version for version, tokens in spans for _ in range(tokens)]
     first = re.match(r"[0-9]{1,18}(?=\.\.)", headers.get(HEADER, ""))
     return [int(first[0]) if first else UNKNOWN] * token_count
 
@@ -54,7 +58,7 @@ class VersionedLogProb(float):
     version: int
 
     def __new__(cls, value: float, version: int) -> VersionedLogProb:
-        """Of a token that this version made."""
+        """Make the log probability of a token that this version made."""
         made = super().__new__(cls, value)
         made.version = version
         return made
@@ -71,7 +75,7 @@ class VersionedMetrics(dict[str, float]):
 
     @classmethod
     def of(cls, metrics: Mapping[str, float], log_probs: Iterable[float]) -> VersionedMetrics:
-        """Take the versions from log probabilities; those that are no `VersionedLogProb` have none."""
+        """Take the versions from log probabilities; one that is no `VersionedLogProb` has version `UNKNOWN`."""
         made = cls(metrics)
         made.versions = np.asarray([getattr(value, "version", UNKNOWN) for value in log_probs], dtype=np.int64)
         return made
@@ -97,15 +101,13 @@ class _NotingSession:
 
 
 def make_versioned_loop(base: type, **settings: Any) -> Any:
-    """Make a rollout loop of a subclass of TRL's `_AsyncRolloutLoop` whose samples carry the versions of their tokens.
+    """Make a rollout loop, of a subclass of TRL's `_AsyncRolloutLoop`, whose samples carry the versions of their tokens.
 
-    It runs in a process of its own: `functools.partial(make_versioned_loop, base)` stands for it in the worker's
-    `_loop_cls`, and can be pickled.
+    It runs in a process of its own: `functools.partial(make_versioned_loop, base)` takes the place of the class in the
+    worker's `_loop_cls`, and can be pickled.
     """
 
     class VersionedLoop(base):
-        """Everything but the versions is the base class's."""
-
         session: Any
 
         async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
@@ -137,19 +139,18 @@ class TokenAges:
 
     def __init__(self, max_lag: int | None) -> None:
         self.max_lag = max_lag
-        self._bound = 0 if max_lag is None else max_lag
+        self._bound = 0
         self._now: Callable[[], int] = lambda: 0
         self._syncs: dict[int, int] = {}  # by version, in order
         self._taken: deque[np.ndarray] = deque()  # versions of the trained tokens of each batch that waits for its step
-        self._tokens: Counter[int] = Counter()  # by lag, since the last look
+        self._tokens: Counter[int] = Counter()  # by lag, since the last `metrics`
         self._of_version: Counter[int] = Counter()  # by lag, since the version before
-        self._unknown = 0
         self._masked = 0
         self._weights = np.zeros(3)
         self._warned = False
 
     def begin(self, now: Callable[[], int], max_staleness: int) -> None:
-        """Training begins. `now` is how many times the trainer has synced; `max_staleness` is TRL's."""
+        """Start training. `now` returns how many times the trainer has synced; `max_staleness` is TRL's."""
         self._now = now
         self._syncs.clear()
         self._bound = max_staleness if self.max_lag is None else self.max_lag
@@ -163,107 +164,107 @@ class TokenAges:
         """Prepare a sample that the trainer takes off its queue.
 
         Sets its `model_version` to the sync of its oldest trained token, which TRL holds to `max_staleness`. With a bound,
-        clears `completion_mask` of older tokens, and of those of unknown age; False if that leaves none to be trained.
+        clears `completion_mask` of older tokens and of those of unknown age; False if that leaves none to be trained.
         """
         trained = np.asarray(sample.completion_mask, dtype=bool)
-        versions = getattr(sample.metrics, "versions", np.full(len(trained), UNKNOWN))
-        lags = self._lags_of(versions)
-        known = lags >= 0
+        lags = self._lags_of(_versions_of(sample.metrics, len(trained)))
+        known = lags != _UNKNOWN_LAG
         if self.max_lag is not None:
-            old = trained & ~(known & (lags <= self.max_lag))
-            for place in np.flatnonzero(old):
+            masked = trained & ~(known & (lags <= self.max_lag))
+            for place in np.flatnonzero(masked):
                 sample.completion_mask[place] = 0
-            self._masked += int(old.sum())
-            self._warn_of_unknown(trained & ~known)
-            trained &= ~old
+            self._masked += int(masked.sum())
+            if (trained & ~known).any() and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "A reply did not say which version of this trainer made its tokens, so max_token_lag masks them. If it "
+                    "goes on after the start, a server does not follow the channel, or a proxy drops the headers %s and %s.",
+                    SPANS_HEADER,
+                    HEADER,
+                )
+            trained &= ~masked
         if (trained & known).any():
             oldest = self._now() - int(lags[trained & known].max())
             sample.model_version = oldest if known[trained].all() else min(oldest, sample.model_version)
         return self.max_lag is None or bool(trained.any())
 
     def take(self, samples: Iterable[Any]) -> None:
-        """Note a batch that is made: samples as TRL's collator has them. Batches are trained in the order they are made."""
-        made = [np.zeros(0, dtype=np.int64)]
+        """Note a new batch: its samples as TRL's collator has them. Batches are trained in the order they are made."""
+        versions = [np.zeros(0, dtype=np.int64)]
         for sample in samples:
             trained = np.asarray(sample["completion_mask"], dtype=bool)
-            made.append(getattr(sample["metrics"], "versions", np.full(len(trained), UNKNOWN))[trained])
-        self._taken.append(np.concatenate(made))
+            versions.append(_versions_of(sample["metrics"], len(trained))[trained])
+        self._taken.append(np.concatenate(versions))
 
     def train(self, weights: torch.Tensor | None) -> None:
         """Count the oldest batch, which is being trained now; `weights` are the `weight_sums` of all processes."""
         if self._taken:
-            lags = self._lags_of(self._taken.popleft())
-            known = lags[lags >= 0].tolist()
-            self._unknown += len(lags) - len(known)
-            self._tokens.update(known)
-            self._of_version.update(known)
+            lags = self._lags_of(self._taken.popleft()).tolist()
+            self._tokens.update(lags)
+            self._of_version.update(lags)
         if weights is not None:
             self._weights += weights.cpu().numpy()
 
     def of_version(self) -> TokenLag | None:
-        """Mean, 95th percentile and maximum lag of what was trained since the last call; None if no age was known."""
-        told, self._of_version = lag_metrics(self._of_version, self._bound), Counter()
-        return (told["token_lag_mean"], told["token_lag_p95"], told["token_lag_max"]) if told else None
+        """Return mean, 95th percentile and maximum lag of the tokens trained since the last call; None if none is known."""
+        tokens, self._of_version = self._of_version, Counter()
+        tokens.pop(_UNKNOWN_LAG, None)
+        lags = lag_metrics(tokens, self._bound)
+        return (lags["token_lag_mean"], lags["token_lag_p95"], lags["token_lag_max"]) if lags else None
 
     def metrics(self) -> dict[str, float]:
-        """What was trained since the last call, for the trainer's logs."""
+        """Return the metrics of what was trained since the last call, for the trainer's logs."""
         tokens, self._tokens = self._tokens, Counter()
-        unknown, self._unknown = self._unknown, 0
         masked, self._masked = self._masked, 0
         weights, self._weights = self._weights, np.zeros(3)
-        told = lag_metrics(tokens, self._bound)
-        if tokens or unknown:
-            told["unversioned_token_fraction"] = unknown / (unknown + tokens.total())
+        count, unknown = tokens.total(), tokens.pop(_UNKNOWN_LAG, 0)
+        metrics = lag_metrics(tokens, self._bound)
+        if count:
+            metrics["unversioned_token_fraction"] = unknown / count
         if self.max_lag is not None:
-            told["masked_tokens"] = masked
+            metrics["masked_tokens"] = masked
         size = effective_sample_fraction(*weights)
         if size is not None:
-            told["effective_sample_fraction"] = size
-        return {f"delta_sync/{name}": value for name, value in told.items()}
+            metrics["effective_sample_fraction"] = size
+        return {f"delta_sync/{name}": value for name, value in metrics.items()}
 
     def _lags_of(self, versions: np.ndarray) -> np.ndarray:
         """The lag of each version; those from before this process count on backwards.
 
-        Below 0 where it is not known: `UNKNOWN`, and versions that this trainer has not published, of another channel say.
+        `_UNKNOWN_LAG` for `UNKNOWN`, and for versions that this trainer has not published, of another channel for example.
         """
         if not self._syncs:
-            return np.where(versions == UNKNOWN, -1, self._now())
+            return np.where(versions == UNKNOWN, _UNKNOWN_LAG, self._now())
         first, first_sync = next(iter(self._syncs.items()))
         distinct, places = np.unique(versions, return_inverse=True)
         syncs = [self._syncs.get(version, first_sync - (first - version)) for version in distinct.tolist()]
-        return np.where(versions == UNKNOWN, -1, self._now() - np.asarray(syncs, dtype=np.int64)[places])
+        lags = self._now() - np.asarray(syncs, dtype=np.int64)[places]
+        return np.where((versions == UNKNOWN) | (lags < 0), _UNKNOWN_LAG, lags)
 
-    def _warn_of_unknown(self, unknown: np.ndarray) -> None:
-        if unknown.any() and not self._warned:
-            self._warned = True
-            logger.warning(
-                "A reply did not say which version of this trainer made its tokens, so max_token_lag masks them. If this "
-                "goes on after the start, a server does not follow the channel, or a proxy drops its headers %s and %s.",
-                SPANS_HEADER,
-                HEADER,
-            )
+
+def _versions_of(metrics: Mapping[str, float], token_count: int) -> np.ndarray:
+    """The version of each token of a sample, from its metrics."""
+    return getattr(metrics, "versions", np.full(token_count, UNKNOWN))
 
 
 def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
-    """Mean, 95th percentile (by nearest rank) and maximum of lags, and the fraction of tokens with more than `bound`.
+    """Return mean, 95th percentile (by nearest rank) and maximum of lags, and the fraction of tokens older than `bound`.
 
-    `tokens` has how many there are of each lag. Nothing without tokens.
+    `tokens` has how many there are of each lag. Empty without tokens.
     """
-    count = sum(tokens.values())
-    if not count:
+    if not tokens:
         return {}
-    lags = sorted(tokens)
-    reached = np.cumsum([tokens[lag] for lag in lags])
+    lags, counts = np.array(list(tokens.items())).T
     return {
-        "token_lag_mean": sum(lag * tokens[lag] for lag in lags) / count,
-        "token_lag_p95": lags[int(np.searchsorted(reached, math.ceil(0.95 * count)))],
-        "token_lag_max": lags[-1],
-        "stale_token_fraction": sum(tokens[lag] for lag in lags if lag > bound) / count,
+        "token_lag_mean": float(np.average(lags, weights=counts)),
+        "token_lag_p95": int(np.percentile(lags, 95, weights=counts, method="inverted_cdf")),
+        "token_lag_max": int(lags.max()),
+        "stale_token_fraction": float(counts[lags > bound].sum() / counts.sum()),
     }
 
 
 def weight_sums(log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Sum of the importance weights of a batch's trained tokens, sum of their squares, and how many there are.
+    """Return the sum of the importance weights of a batch's trained tokens, the sum of their squares, and their count.
 
     Float64 of shape (3,), from the trainer's log probabilities at each packed position and TRL's batch: `token_index`, the
     packed position of each trained token or -1, and `old_log_probs`, the server's.
@@ -275,5 +276,5 @@ def weight_sums(log_probs: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 def effective_sample_fraction(weight_sum: float, square_sum: float, count: float) -> float | None:
-    """Kish's effective sample size, as a fraction of the size: (sum w)^2 / (N sum w^2); None without samples."""
+    """Return Kish's effective sample size as a fraction of the size: (sum w)^2 / (N sum w^2); None without samples."""
     return weight_sum**2 / (count * square_sum) if count and square_sum else None

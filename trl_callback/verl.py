@@ -6,12 +6,13 @@
 
 verl imports this module by that name and makes one engine in each actor and in each rollout worker. The first actor
 publishes; a rollout worker keeps the weights in host memory, patches them by deltas, and hands them to verl's own server
-adapter. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Others may follow the same channel, servers of vLLM say.
+adapter. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Other replicas may follow the same channel.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -27,10 +28,11 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     """One process's end of the channel.
 
     Args:
-        bucket_size: Not needed here.
+        bucket_size: Not used.
         is_master: Whether this is the actor that publishes.
-        timeout_s: How long an update may take, from the publish to the last rollout worker.
-        **options: Of `Publisher`, such as `resume` or `dtype`.
+        channel: URL of the channel.
+        timeout_s: Seconds that an update may take, from the publish to the last rollout worker.
+        **options: Arguments of `Publisher`, such as `resume` or `dtype`.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         self._version: int | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """At the master the number of the version that the next update will be."""
+        """Return the number of the next version, at the master."""
         if not self._is_master:
             return {}
         if self._publisher is None:
@@ -54,16 +56,16 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Every process learns the version; nobody connects to anybody."""
+        """Tell every process the version; none connects to another."""
         (version,) = [each["version"] for each in metadata if each]
         return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
 
     def init_process_group(self, version: int) -> None:
-        """The update that comes is this version."""
+        """Set the version of the update that follows."""
         self._version = version
 
     def finalize(self) -> None:
-        """The update is over."""
+        """End the update."""
         self._version = None
 
     async def send_weights(
@@ -75,15 +77,14 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
             PublishError: the version did not become visible.
         """
         if self._publisher is None:
-            for _ in weights:
-                pass
+            collections.deque(weights, maxlen=0)
             return {}
         receipt = self._publisher.publish(weights, step=global_steps)
         done = await asyncio.to_thread(receipt.wait, self._timeout_s)
         return {"deltasync/version": done.version, "deltasync/payload_bytes": done.payload_bytes}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """All weights of the version, each in host memory that the next update writes to.
+        """Yield all weights of the version, each in host memory that the next update overwrites.
 
         Raises:
             NotPublishedError, MissingVersionError: it was not published in time.

@@ -39,11 +39,11 @@ class DeltaWeightTransfer:
         step (`int`): The trainer's `global_step`, published with each version; kept up to date by the callback.
         published_step (`int`, *optional*): The last version's step; `None` before the first.
         publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
-        ack (`str`), max_behind (`int`): As in the config, decided.
+        on_policy (`bool`): Whether each version is waited for, and by default all replicas. Set by the callback.
         server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
         run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
         check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
-        ages ([`TokenAges`]): How old the tokens are that are trained.
+        ages ([`TokenAges`]): The age of the tokens that are trained.
     """
 
     def __init__(self, config: DeltaSyncConfig) -> None:
@@ -51,9 +51,7 @@ class DeltaWeightTransfer:
         self.step = 0
         self.published_step: int | None = None
         self.publisher: Publisher | None = None
-        self.ack = "any" if config.ack is None else config.ack
-        self.asked_behind = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
-        self.max_behind = 1 if self.asked_behind is None else self.asked_behind
+        self.on_policy = False
         self.server_url: str | None = None
         self.run_id: str | None = None
         self.check_server: Callable[[], object] | None = None
@@ -64,17 +62,17 @@ class DeltaWeightTransfer:
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
         self._together = False
-        self._receipt: Receipt | None = None
+        self._receipt: Receipt | None = None  # of a publish that is not in the history yet
         self._pace: Pace | None = None
         self._history = History()
 
     @property
     def history(self) -> list[VersionRecord]:
-        """What was published and is encoded."""
+        """The versions that are published and encoded, oldest first."""
         return self._history.encoded()
 
     def bind(self, model: torch.nn.Module, processing_class: Any = None) -> None:
-        """Learn whose weights these are. Anchors get its config and the files of the tokenizer or processor.
+        """Set the model to publish. Anchors get its config and the files of the tokenizer or processor.
 
         [`DeltaSyncCallback`] does this when it is among the trainer's callbacks.
         """
@@ -85,7 +83,7 @@ class DeltaWeightTransfer:
         """Open the channel.
 
         Raises:
-            ConfigError: no model is bound, or one of which other processes hold parts.
+            ConfigError: no model is bound, or other processes hold parts of it.
             ChannelInUseError: the channel holds a run and `resume` is not set.
         """
         if self._model is None:
@@ -127,36 +125,31 @@ class DeltaWeightTransfer:
             # The other processes wait for the main one, which waits for the fleet.
             peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
         )
-        if self.ack != "none":
-            self._pace = Pace(self._wait_for, self.max_behind)
-        self._say_where()
-
-    def _say_where(self) -> None:
-        """One line on stderr of the main process: trainers show what is logged as INFO to nobody."""
-        assert self.publisher is not None
-        if not self._together or dist.get_rank() == 0:
+        if config.ack != "none":
+            asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
+            default = 0 if self.on_policy else 1
+            self._pace = Pace(self._wait_for, default if asked is None else asked)
+        if not together or dist.get_rank() == 0:
             url, newest = self._store.url, self.publisher.version
             begins = f"goes on after version {newest}" if newest else "begins with version 1"
+            # To stderr: trainers show nobody what is logged as INFO.
             sys.stderr.write(
                 f"deltasync: publishing to {url}, which {begins}, by codec {self.publisher.settings.codec}. "
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
     def _holds_our_run(self) -> bool:
-        if self.run_id is None:
-            return False
-        try:
-            return ChannelReader(self._store).channel().run_id == self.run_id
-        except NotPublishedError:
-            return False
+        with contextlib.suppress(NotPublishedError):
+            return self.run_id is not None and ChannelReader(self._store).channel().run_id == self.run_id
+        return False
 
     def pause(self) -> None:
-        """Nothing: generation goes on, and a replica switches versions by itself."""
+        """Do nothing: generation goes on, and a replica switches versions by itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights; the upload goes on in the background.
 
-        With `ack="none"` a version may be left out while the store is behind; the next one covers it. Where all processes
+        With `ack="none"` a version may be left out while the store is behind; the next one covers it. If all processes
         publish their shards, the stream is not read; the others call `publish_shards` at the same time.
 
         Raises:
@@ -167,12 +160,12 @@ class DeltaWeightTransfer:
         if self._together:
             self.publish_shards()
         elif self._pace is None and self.is_behind():
-            deque(iterator, maxlen=0)  # gathering shards, it takes all processes
+            deque(iterator, maxlen=0)  # all processes take part in gathering shards
         else:
             self.publish(functools.partial(gather.streamed, iterator, self._model))
 
     def publish_shards(self) -> None:
-        """In all processes: publish what each holds and wait as `resume` does; if one fails, all do.
+        """Publish what this process holds, in all processes, and wait as `resume` does; if one fails, all do.
 
         Raises:
             PublishError: nothing was published, or it did not become visible.
@@ -182,10 +175,10 @@ class DeltaWeightTransfer:
         if self._pace is None and self.is_behind():
             return
         self.publish(functools.partial(gather.stream_of, self._model))
-        self.record(ack_s=self.publisher.first(self._acknowledged_s))
+        self.record(ack_s=self.publisher.first(self._wait_in_pace))
 
     def resume(self) -> None:
-        """Wait until replicas serve, as `ack` asks, this version or one that is at most `max_behind` behind it.
+        """Wait until the replicas that `ack` asks for serve this version or one that is at most `max_behind` behind it.
 
         Raises:
             PublishError: the version that is waited for did not become visible.
@@ -194,16 +187,13 @@ class DeltaWeightTransfer:
             ConfigError: the server that answers cannot be trained with.
         """
         if self._receipt is not None:
-            self.record(ack_s=self._acknowledged_s())
+            self.record(ack_s=self._wait_in_pace())
         check, self.check_server = self.check_server, None
         if check is not None:
             check()
 
     def update_served(self, count: int, update: Callable[[int], None]) -> None:
-        """Tell TRL's rollouts the version that the fleet serves, where TRL would tell the one that was published.
-
-        See `Pace.tell`.
-        """
+        """Tell TRL's rollouts the version that the fleet serves, instead of the one that was published: see `Pace.tell`."""
         if self.publisher is not None and self.published_step == self.step:  # else the sync was left out
             self.ages.synced(self.publisher.version, count)
         if self._pace is None:
@@ -211,8 +201,8 @@ class DeltaWeightTransfer:
         else:
             self._pace.tell(count, update)
 
-    def _acknowledged_s(self) -> float | None:
-        """Wait until the fleet is near enough to what was published last; the seconds that took, None with `ack="none"`."""
+    def _wait_in_pace(self) -> float | None:
+        """Wait until the fleet is near enough to the last publish; the seconds that took, None with `ack="none"`."""
         assert self._receipt is not None
         return None if self._pace is None else self._pace.keep(self._receipt)
 
@@ -220,15 +210,17 @@ class DeltaWeightTransfer:
         """Wait until a version is stored and served."""
         before = time.perf_counter()
         assert self.publisher is not None
+        config = self.config
         try:
-            receipt.wait(self.config.ack_timeout_s)
+            receipt.wait(config.ack_timeout_s)
         except PublishTimeoutError as error:
             raise PublishTimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
-        run_id, published, urls = self.publisher.run_id, self.publisher.published, self.config.replicas or ()
+        run_id, published, urls = self.publisher.run_id, self.publisher.published, config.replicas or ()
         assert run_id is not None
         heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
-        left_s = max(0.0, self.config.ack_timeout_s - (time.perf_counter() - before))
-        heartbeat.wait_for(self._store, run_id, receipt.version, published, self.ack, left_s, urls)
+        ack = ("all" if self.on_policy else "any") if config.ack is None else config.ack
+        left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
+        heartbeat.wait_for(self._store, run_id, receipt.version, published, ack, left_s, urls)
 
     def destroy(self) -> None:
         """Finish the uploads and close the channel.
@@ -241,7 +233,7 @@ class DeltaWeightTransfer:
         try:
             self.flush()
         finally:
-            with contextlib.suppress(PublishError):  # told by flush
+            with contextlib.suppress(PublishError):  # flush raised it
                 self.publisher.close()
             self._store.give_up()  # nobody waits for replicas any more
 
@@ -262,8 +254,9 @@ class DeltaWeightTransfer:
             ) from None
 
     def is_behind(self) -> bool:
-        """Whether the store is so far behind that the next version is better left out."""
-        return self._backlog.is_full() if self.publisher is None else self.publisher.first(self._backlog.is_full)
+        """Whether the store is so far behind that the next version is better left out; the same in all processes."""
+        assert self.publisher is not None
+        return self.publisher.first(self._backlog.is_full)
 
     def publish(self, named_tensors: Stream) -> None:
         """Publish the weights of `step`; `resume` or `record` follows."""
@@ -273,19 +266,19 @@ class DeltaWeightTransfer:
         self.published_step = self.step
         self._backlog.add(self._receipt)
         published = time.perf_counter()
-        self._receipt.when_done(lambda: self._history.tell(upload_s=time.perf_counter() - published))
-
-    def metrics(self) -> dict[str, float]:
-        """What is new since the last call, for the trainer's logs."""
-        news = self._history.news() | self.ages.metrics()
-        if self._pace is not None and self._pace.served is not None:
-            news["delta_sync/served_version"] = self._pace.served
-        if self.publisher is not None and self.publisher.run_id is not None:
-            news |= self._fleet.metrics(self.publisher.run_id, self.publisher.version, self.publisher.published)
-        return news
+        self._receipt.when_done(lambda: self._history.log(upload_s=time.perf_counter() - published))
 
     def record(self, ack_s: float | None) -> None:
-        """Take what was published last into the history."""
+        """Add the last publish to the history."""
         receipt, self._receipt = self._receipt, None
         assert receipt is not None
         self._history.add(receipt, self.step, ack_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is new since the last call, for the trainer's logs."""
+        metrics = self._history.metrics() | self.ages.metrics()
+        if self._pace is not None and self._pace.served is not None:
+            metrics["delta_sync/served_version"] = self._pace.served
+        if self.publisher is not None and self.publisher.run_id is not None:
+            metrics |= self._fleet.metrics(self.publisher.run_id, self.publisher.version, self.publisher.published)
+        return metrics

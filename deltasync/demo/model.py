@@ -25,12 +25,9 @@ _PAD, _TURN_START, _TURN_END, _UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_
 _WORDS = ["system", "user", "assistant", "count", "from", " ", "\n", *"0123456789"]
 _IGNORE = -100  # label of a token without a loss, PyTorch's default
 
-ProgressCallback = Callable[[int, int, float], None]
-"""Called as `on_progress(step, total, loss)` after each warm-up step; `step` counts from 1."""
-
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
+    """Return counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
 
     Its chat template is one of TRL's, which TRL recognises by its text, and adds no system message.
     """
@@ -48,7 +45,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Build a Qwen3 of about a million float32 parameters, drawn from torch's global generator."""
+    """Return a Qwen3 of about a million float32 parameters, drawn from torch's global generator."""
     config = Qwen3Config(
         vocab_size=64,  # more than the tokens in use: a multiple of 64, as vLLM pads it otherwise
         hidden_size=128,
@@ -69,7 +66,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of counting, both (batch, length). All rows are as long, since every number has two digits."""
+    """Return token ids and labels of counting, both (batch, length). Rows are equally long: numbers have two digits."""
     rows, labels = [], []
     for _ in range(WARMUP_BATCH_SIZE):
         start = rng.choice(counting.FIRST_STARTS)
@@ -87,27 +84,30 @@ COUNTING = Task(
 
 
 def load_task(name: str) -> Task:
-    """The task of this name: `counting`, or that of an installed package; ConfigError if there is none."""
+    """Return the task of this name: `counting`, or that of an installed package; ConfigError if there is none."""
     if name == "counting":
         return COUNTING
     try:
-        found: Task = importlib.import_module(f"{name}.task").TASK
+        task: Task = importlib.import_module(f"{name}.task").TASK
     except ImportError as error:
         raise ConfigError(
             f"The task {name!r} is neither counting nor one of an installed package ({error}). "
             "Wordle comes with a checkout: pip install ./examples/wordle"
         ) from None
-    return found
+    return task
 
 
 def warm_up(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
-    on_progress: ProgressCallback | None = None,
+    say: Callable[[str], None] | None = None,
     task: Task = COUNTING,
 ) -> float:
-    """Train `model` in place on demonstrations of the task's teacher; the last loss, in nats per answer token."""
+    """Train `model` in place on demonstrations of the task's teacher; return the last loss, in nats per answer token.
+
+    `say` gets a line every 50 steps.
+    """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -125,13 +125,13 @@ def warm_up(
         schedule.step()
         optimizer.zero_grad()
         loss_nats = loss.item()
-        if on_progress is not None:
-            on_progress(step, task.warmup_steps, loss_nats)
+        if say is not None and step % 50 == 0:
+            say(f"warm-up step {step} of {task.warmup_steps}, loss {loss_nats:.3f}")
     return loss_nats
 
 
 def build_checkpoint(
-    out: Path, seed: int, on_progress: ProgressCallback | None = None, task: str = "counting"
+    out: Path, seed: int, say: Callable[[str], None] | None = None, task: str = "counting"
 ) -> tuple[int, float]:
     """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM. Sets torch's global seed.
 
@@ -142,7 +142,7 @@ def build_checkpoint(
     lesson = load_task(task)
     tokenizer = lesson.build_tokenizer()
     model = build_model(tokenizer)
-    loss_nats = warm_up(model, tokenizer, seed, on_progress, lesson)
+    loss_nats = warm_up(model, tokenizer, seed, say, lesson)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return model.num_parameters(), loss_nats

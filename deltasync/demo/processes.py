@@ -1,4 +1,4 @@
-"""Child processes that outlive neither the `with` block nor this process, and tell in one sentence why they ended."""
+"""Child processes that end with the `with` block or with this process, and report in one sentence why they ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deltasync.errors import DeltaSyncError
 
 
 def get_json(url: str) -> Any:
-    """The JSON that a GET returns, None while nothing answers there.
+    """Return the JSON that a GET answers, None while nothing answers there.
 
     Raises:
         DeltaSyncError: the server answered with an error.
@@ -29,12 +29,12 @@ def get_json(url: str) -> Any:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         raise DeltaSyncError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from None
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
+    except OSError:  # URLError and timeouts too
         return None
 
 
 def interrupt_on_sigterm() -> None:
-    """From now on SIGTERM ends this process as Ctrl-C does: `with` blocks end, and temporary folders go.
+    """Have SIGTERM end this process as Ctrl-C does: `with` blocks end, and temporary folders are removed.
 
     Ctrl-C does so too if a shell started this process with SIGINT ignored.
     """
@@ -45,16 +45,16 @@ def interrupt_on_sigterm() -> None:
 class Child:
     """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
 
-    `deltasync.demo.supervisor`, a process between the two, sees to that, SIGKILL included. What a child leaves behind when
-    it ends by itself is ended too. Linux only.
+    `deltasync.demo.supervisor`, a process between the two, sees to that, even on SIGKILL. What a child leaves behind when it
+    ends by itself is ended too. Linux only.
 
     Args:
-        name: For messages, as the start of a sentence.
+        name: Subject of the sentences in messages, such as "The trainer".
         command: Program and arguments.
         env: Its whole environment.
-        log: File for stdout and stderr; None leaves them where those of this process go.
-        cores: The CPU cores that it and its children may use.
-        stop_s: How long after SIGTERM it has to end, and then its children, before they get SIGKILL.
+        log: File for stdout and stderr; None for those of this process.
+        cores: The CPU cores that it and its children may use; None for all.
+        stop_s: Seconds that it has to end after SIGTERM, and then its children, before they get SIGKILL.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Child:
         stop_s: float = 15.0,
     ) -> None:
         self._name = name
+        self._log = log
         self._request = {
             "command": [os.fspath(word) for word in command],
             "env": dict(env),
             "cores": None if cores is None else list(cores),
             "stop_s": stop_s,
         }
-        self._log = log
 
     def __enter__(self) -> Self:
         with open(os.devnull if self._log is None else self._log, "wb") as log:
@@ -100,21 +100,25 @@ class Child:
         return self._process.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end; its exit code, or the negative number of the signal. DeltaSyncError after `timeout_s`."""
+        """Wait for its end; return its exit code, or the negative number of the signal.
+
+        Raises:
+            DeltaSyncError: it has not ended after `timeout_s`.
+        """
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as late:
-            raise self._late(late.timeout, "to end") from None
+            raise self._error(f"took more than {late.timeout:.0f} s to end.") from None
 
     def check(self) -> None:
-        """Raise DeltaSyncError if it has ended badly."""
+        """Raise DeltaSyncError if it has ended with an error."""
         code = self._process.poll()
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise self._error(f"{how}.")
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:
-        """Wait for `condition` while the process runs; DeltaSyncError if it ended, or that took longer."""
+        """Wait for `condition` while the process runs; raise DeltaSyncError if it ends, or takes longer to do `what`."""
         deadline = time.monotonic() + timeout_s
         while True:
             running = self.running()
@@ -124,18 +128,15 @@ class Child:
                 self.check()
                 raise self._error("ended.")
             if time.monotonic() > deadline:
-                raise self._late(timeout_s, what)
+                raise self._error(f"took more than {timeout_s:.0f} s {what}.")
             time.sleep(0.1)
 
     def pids(self) -> list[int]:
-        """The command's process and all its descendants, the oldest first."""
+        """Return the command's process and all its descendants, the oldest first."""
         return supervisor.descendants(self._process.pid)
 
-    def _late(self, timeout_s: float, what: str) -> DeltaSyncError:
-        return self._error(f"took more than {timeout_s:.0f} s {what}.")
-
     def _error(self, what: str) -> DeltaSyncError:
-        """What happened, and the last line of the log."""
+        """The error that says what happened, and the last line of the log."""
         if self._log is None:
             return DeltaSyncError(f"{self._name} {what}")
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]

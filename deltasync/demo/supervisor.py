@@ -1,12 +1,13 @@
-"""A process that runs one command for `deltasync.demo.processes.Child`, and ends everything that came of it:
+"""A process that runs one command for `deltasync.demo.processes.Child`, and ends all processes that the command started:
 
     python -IS supervisor.py < request
 
-when the command has ended, when it gets SIGTERM, SIGINT or SIGHUP, and when its parent is gone, SIGKILL included. It imports
-nothing of the package and starts in some 30 ms. It is a subreaper (Linux only): whatever loses its parent below it, in
-whatever session, becomes its child and is found. First the command alone gets SIGTERM, so that it can take down its own
-children in order; what is left afterwards gets SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit
-code, or by the same signal.
+It does so when the command has ended, when it gets SIGTERM, SIGINT or SIGHUP, and when its parent is gone, even by SIGKILL.
+First the command alone gets SIGTERM, so that it can take down its own children in order; what is left gets SIGTERM, then
+SIGKILL. The supervisor ends as the command did: with its exit code, or by the same signal.
+
+It is a subreaper (Linux only): a descendant that loses its parent, in any session, becomes its child and is found. It
+imports nothing of the package and starts in some 30 ms.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from typing import Any, NoReturn
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-_LOOK_S = 0.2  # between two looks whether the parent is still there
-_STEP_S = 0.02  # between two looks at what is to end
-_KILLED_S = 5.0  # given to SIGKILL
-_NOT_STARTED = 127  # the exit code that a shell gives
+_LOOK_S = 0.2  # between two checks that the parent is still there
+_STEP_S = 0.02  # between two checks whether what is to end has ended
+_KILLED_S = 5.0  # that SIGKILL may take
+_NOT_STARTED = 127  # exit code, as a shell's
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below a process, zombies left out, the oldest first."""
+    """Return the living descendants of a process, without zombies, the oldest first."""
     parents: dict[int, tuple[int, int]] = {}  # by pid: its parent, and when it began
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
@@ -49,7 +50,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class _Supervisor:
-    """See the module. `cores` are what all may use (None for all), `stop_s` is the time after each SIGTERM."""
+    """See the module. `cores` may be used by all (None for all cores); `stop_s` is how long to wait after each SIGTERM."""
 
     def __init__(self, parent: int, command: list[str], env: dict[str, str], cores: list[int] | None, stop_s: float) -> None:
         self._parent = parent
@@ -60,14 +61,14 @@ class _Supervisor:
         os.set_blocking(waking, False)
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         for number in (*_STOPPING, signal.SIGCHLD):
-            signal.signal(number, self._heed)
+            signal.signal(number, self._on_signal)
         if cores is not None:
             os.sched_setaffinity(0, cores)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._command = _start(command, env)
 
     def run(self) -> int:
-        """Return once nothing is left: how the command ended, as `os.waitpid` tells it."""
+        """Wait until nothing is left; return how the command ended, as `os.waitpid` does."""
         while not (self._ended() or self._told_to_stop or os.getppid() != self._parent):
             if select.select([self._wake], [], [], _LOOK_S)[0]:
                 os.read(self._wake, 4096)
@@ -80,32 +81,32 @@ class _Supervisor:
             _say(f"SIGKILL did not end these processes: {', '.join(map(str, left))}")
         return signal.SIGKILL if self._status is None else self._status
 
-    def _heed(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self._told_to_stop |= number != signal.SIGCHLD
 
     def _ended(self) -> bool:
-        """Whether the command has; buries all children that have."""
+        """Whether the command has ended; reaps all children that have."""
         with contextlib.suppress(ChildProcessError):
-            while (buried := os.waitpid(-1, os.WNOHANG))[0]:
-                if buried[0] == self._command:
-                    self._status = buried[1]
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                if reaped[0] == self._command:
+                    self._status = reaped[1]
         return self._status is not None
 
     def _left(self) -> list[int]:
-        """What is to be signalled."""
+        """The processes that are left."""
         self._ended()
         return descendants(os.getpid())
 
     def _clear(self, number: signal.Signals, timeout_s: float) -> None:
-        """Send a signal once to whatever is left, and wait for its end."""
-        told: set[int] = set()
+        """Send a signal once to each process that is left, and wait for their end."""
+        signalled: set[int] = set()
 
         def cleared() -> bool:
             left = self._left()
-            for pid in set(left) - told:
+            for pid in set(left) - signalled:
                 with contextlib.suppress(OSError):  # ended meanwhile, or another user's
                     os.kill(pid, number)
-            told.update(left)
+            signalled.update(left)
             return not left
 
         self._wait(cleared, timeout_s)
@@ -117,13 +118,13 @@ class _Supervisor:
 
 
 def _start(command: list[str], env: dict[str, str]) -> int:
-    """Start the command in a session of its own, with the signals as they are by default; its pid."""
+    """Start the command in a session of its own, with the default signal handlers; return its pid."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # none gets lost between fork and exec
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # should somebody kill the supervisor
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # if the supervisor is killed
             for number in (*_STOPPING, *_IGNORED_BY_PYTHON):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
@@ -146,7 +147,7 @@ def _say(text: str) -> None:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End as a process with this status did."""
+    """End in the same way as a process with this status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's own core is enough
@@ -160,9 +161,9 @@ def _main() -> None:
     request: dict[str, Any] | None = json.loads(sys.stdin.buffer.read() or b"null")
     if request is None:
         return  # the parent is gone already
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     _end_as(_Supervisor(**request).run())
 
 

@@ -1,4 +1,4 @@
-"""Tasks of the demo, and the one that comes with it: counting without skipping.
+"""What the demo's model learns: a `Task`, and the one that comes with the demo, counting without skipping.
 
 The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits. The warm-up
 shows demonstrations of a teacher who often skips a number; reinforcement learning has to remove the skips.
@@ -26,27 +26,27 @@ FIRST_STARTS = range(10, 71)
 """Numbers to count from. An answer that skips at every step still ends below 100: always two digits."""
 
 SKIP_PROBABILITY = 0.6
-"""How often the teacher of the warm-up skips a number; one minus it is about the reward at the start."""
+"""How often the teacher skips a number; one minus it is about the reward at the start."""
 
 LEARNING_RATE = 6e-5  # in 40 steps the reward rises by 0.3; with 4e-5 by 0.2, and a quarter fewer bits change
 MAX_COMPLETION_TOKENS = 3 * NUMBER_COUNT + 4  # two digits and a separator each, and some room for surplus
 
 TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
-"""Where an environment and the trainer find its bearer token."""
+"""Environment variable that gives an environment's server and the trainer its bearer token."""
 
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a demo's model learns. Another package has one as `TASK` in its module `task`.
+    """What a demo's model learns. Another package has its task as `TASK` in its module `task`.
 
     Attributes:
-        build_tokenizer: Makes the tokenizer, with a chat template that TRL can parse answers of.
-        batch: Token ids and labels, both (batch, length), of a step of the supervised warm-up; steps count from 1.
+        build_tokenizer: Returns the tokenizer, with a chat template whose answers TRL can parse.
+        batch: Returns token ids and labels, both (batch, length), of a step of the supervised warm-up; steps count from 1.
         warmup_steps: Steps of the warm-up.
-        training: Options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and an environment's URL.
-        environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None for no server.
+        training: Returns options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and environment URL.
+        environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None without one.
     """
 
     build_tokenizer: Callable[[], PreTrainedTokenizerFast]
@@ -57,12 +57,12 @@ class Task:
 
 
 def prompt_text(start: int) -> str:
-    """The user's message that asks to count from `start`."""
+    """Return the user's message that asks to count from `start`."""
     return f"count from {start}"
 
 
 def demonstration(start: int, rng: random.Random) -> str:
-    """Answer as the sloppy teacher: each number is one or (a skip) two more than the one before it."""
+    """Return an answer of the sloppy teacher: each number is one or (a skip) two more than the one before it."""
     numbers = [start]
     while len(numbers) < NUMBER_COUNT:
         numbers.append(numbers[-1] + (2 if rng.random() < SKIP_PROBABILITY else 1))
@@ -70,7 +70,7 @@ def demonstration(start: int, rng: random.Random) -> str:
 
 
 def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
-    """Prompts for TRL: columns `prompt`, a conversation of one user message, and `start`, for the reward function."""
+    """Return prompts for TRL: columns `prompt`, a conversation of one user message, and `start`, for the reward function."""
     from datasets import Dataset
 
     rng = random.Random(seed)
@@ -81,27 +81,25 @@ def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
 
 
 def score(answer: str, start: int) -> float:
-    """The fraction of numbers in `answer` that continue the count, 1.0 for the perfect answer only.
+    """Return the fraction of numbers in `answer` that continue the count, 1.0 for the perfect answer only.
 
     The first number is right if it equals `start`, every other one if it is one more than the number before it; a
     skip therefore costs one number and not the rest of the answer. Missing and surplus numbers count as wrong.
     """
     # Longer digit strings cannot be right, and int() of a very long one raises.
     numbers = [int(text) if len(text) <= 3 else -1 for text in _NUMBER.findall(answer)]
-    right_count = 0
-    for number, previous in zip(numbers[:NUMBER_COUNT], [start - 1, *numbers], strict=False):
-        right_count += number == previous + 1
-    return right_count / max(NUMBER_COUNT, len(numbers))
+    pairs = zip(numbers[:NUMBER_COUNT], [start - 1, *numbers], strict=False)
+    return sum(number == previous + 1 for number, previous in pairs) / max(NUMBER_COUNT, len(numbers))
 
 
 def counting_reward(completions: Sequence[Sequence[dict[str, Any]]], start: Sequence[int], **_: Any) -> list[float]:
-    """Score each completion by its column `start`; a reward function in TRL's convention."""
+    """Return the score of each completion, by its column `start`; a reward function in TRL's convention."""
     return [
         score(str(completion[0].get("content") or ""), first) for completion, first in zip(completions, start, strict=True)
     ]
 
 
 def training(seed: int, environment_url: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """See `Task`."""
+    """Return options and arguments for TRL: see `Task`."""
     options = {"learning_rate": LEARNING_RATE, "max_completion_length": MAX_COMPLETION_TOKENS}
     return options, {"reward_funcs": counting_reward, "train_dataset": prompt_dataset(seed)}

@@ -2,9 +2,9 @@
 
 Run: python -m deltasync.demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --published FILE
 
-A task such as Wordle plays against the server of --environment-url, whose token is in DELTASYNC_ENVIRONMENT_TOKEN;
+A task such as Wordle plays against the server at --environment-url, whose token is in DELTASYNC_ENVIRONMENT_TOKEN;
 SSL_CERT_FILE names the authority of its certificate, if not a public one. The process's environment should contain
-HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 when the vLLM server shares the machine.
+HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 if the vLLM server shares the machine.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 GENERATIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 32
 MAX_STALENESS_STEPS = 4
-MAX_INFLIGHT_REQUESTS = 16  # TRL's choice of 128 makes the answers stale before they are used, with two cores
+MAX_INFLIGHT_REQUESTS = 16  # with TRL's 128, answers are stale before they are used, on two cores
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Appends a JSON line for each optimizer step: `step`, `time_s` since training began, and what TRL logged."""
+    """Appends a JSON line for each optimizer step: `step`, `time_s` since training began, and TRL's logs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,18 +52,17 @@ class MetricsFileCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Append the line of this step; the summary at the end of training has no loss and is skipped."""
-        if logs is None or "loss" not in logs:
-            return
-        line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3), "reward": None}
-        _append(self._path, line | logs)
+        if logs is not None and "loss" in logs:
+            line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3), "reward": None}
+            _append(self._path, line | logs)
 
 
 class DigestsFileCallback(TrainerCallback):
-    """Writes down the sha256 of every tensor of each version, for a proof of bits that owes nothing to deltasync's own code.
+    """Writes down the sha256 of every tensor of each version, for a proof of bits without deltasync's own code.
 
     Args:
-        sync: Publishes the weights. Its own events come before.
-        path: One JSON object per version is appended here, at the first event after the version was encoded: its record in
+        sync: The callback that publishes the weights, which comes before this one.
+        path: A file that gets a JSON line for each version, at the first event after the version was encoded: its record in
             `sync.history`, and `sha256` by tensor name, of the trainer's live parameters cast to bf16 by torch.
     """
 
@@ -90,17 +89,17 @@ class DigestsFileCallback(TrainerCallback):
         self._write()
 
     def _digest(self, step: int, model: torch.nn.Module) -> None:
-        found = self._sha256[step] = {}
+        digests = self._sha256[step] = {}
         for name, param in model.named_parameters():
             bits = param.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
-            found[name] = hashlib.sha256(bits.tobytes()).hexdigest()
+            digests[name] = hashlib.sha256(bits.tobytes()).hexdigest()
 
     def _write(self) -> None:
         records = self._sync.history[self._written :]
         self._written += len(records)
         for record in records:
-            found = {"changed_fraction": record.changed_fraction, "bits_per_changed": record.bits_per_changed}
-            _append(self._path, dataclasses.asdict(record) | found | {"sha256": self._sha256.pop(record.step)})
+            derived = {"changed_fraction": record.changed_fraction, "bits_per_changed": record.bits_per_changed}
+            _append(self._path, dataclasses.asdict(record) | derived | {"sha256": self._sha256.pop(record.step)})
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
@@ -111,7 +110,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 def build_trainer(
     args: argparse.Namespace, callbacks: Sequence[TrainerCallback], weight_transfer: Any = None
 ) -> AsyncGRPOTrainer:
-    """Build the trainer, ready for `train()`; `weight_transfer` syncs the weights if none of the callbacks does."""
+    """Return the trainer, ready for `train()`; `weight_transfer` syncs the weights if none of the callbacks does."""
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -147,14 +146,14 @@ def build_trainer(
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line of this module; `argv` of None means that of the process."""
+    """Parse the command line of this module; `argv` is None for that of the process."""
     parser = argparse.ArgumentParser(prog="python -m deltasync.demo.train", description="Train the demo's model.")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint to start from")
     parser.add_argument("--channel", required=True, metavar="URL", help="channel to publish the weights to")
     parser.add_argument("--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps (default: 40)")
-    parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="JSON lines are appended here")
-    parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="what was published goes here")
+    parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="file to append JSON lines to")
+    parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="file for what was published")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
     parser.add_argument("--task", default="counting", metavar="NAME", help="what the model learns (default: counting)")
     parser.add_argument("--environment-url", metavar="URL", help="the server of a task that plays against one")

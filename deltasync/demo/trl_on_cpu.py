@@ -1,4 +1,4 @@
-"""What TRL's `AsyncGRPOTrainer` needs to run on a CPU. Used by the demo and the tests only.
+"""Patches with which TRL's `AsyncGRPOTrainer` runs on a CPU. Used by the demo and the tests only.
 
 TRL 1.16 assumes a GPU in two places of `trl.experimental.async_grpo`, and offers no option for either: the constructor asks
 CUDA for the name of the device, and the attention of its packed batches calls a FlashAttention 3 kernel from the Hub.
@@ -35,14 +35,14 @@ def varlen_attention(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """Attention of many sequences laid end to end, as FlashAttention's `flash_attn_varlen_func` computes it.
+    """Return the attention of sequences laid end to end, as FlashAttention's `flash_attn_varlen_func` computes it.
 
     The sequences are padded into one batch for PyTorch's attention: wasteful for long ones, fast for the demo's. A
     sequence's queries are aligned to the end of its keys, so a query sees all keys of the sequence up to itself.
 
-    `query`, `key` and `value` are of shape (sum of lengths, heads, head size); query heads are a multiple of key heads.
-    `cu_seqlens_*`, of shape (sequences + 1,), tell where each sequence starts, and the end of the last. No sequence may have
-    fewer keys than queries. `max_seqlen_*` are not needed here.
+    `query`, `key` and `value` have shape (sum of lengths, heads, head size); query heads are a multiple of key heads.
+    `cu_seqlens_*`, of shape (sequences + 1,), hold where each sequence starts, and the end of the last. No sequence may have
+    fewer keys than queries. `max_seqlen_*` are not used.
 
     Raises:
         NotImplementedError: for non-causal or sliding-window attention.
@@ -62,5 +62,5 @@ def varlen_attention(
 
 
 def _padded(packed: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """From (tokens, heads, size) to (sequences, heads, longest, size), zeros where a sequence is shorter."""
+    """Reshape (tokens, heads, size) to (sequences, heads, longest, size), with zeros after shorter sequences."""
     return pad_sequence(list(torch.split(packed, lengths.tolist())), batch_first=True).transpose(1, 2)

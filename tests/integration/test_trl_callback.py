@@ -46,7 +46,7 @@ from tests.integration.trainers import (
 )
 from tests.servers.s3 import KEYS, MotoServer
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
-from trl_callback.saved_form import shards_as_saved
+from trl_callback.gather import shards_as_saved
 
 # --- any trainer of transformers -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from tests.integration.trainers import (
     tiny_model,
 )
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, adapter, gather
-from trl_callback.saved_form import as_saved
+from trl_callback.gather import as_saved
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 

@@ -22,7 +22,7 @@ from deltasync.errors import ConfigError
 from tests.integration.trainers import tiny_moe
 from tests.traffic import Traffic
 from trl_callback import DeltaSyncCallback, gather
-from trl_callback.saved_form import as_saved
+from trl_callback.gather import as_saved
 
 FOLDER = Path(sys.argv[1])
 TRAFFIC = Traffic()

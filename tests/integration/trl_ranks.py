@@ -31,7 +31,7 @@ from tests.integration import trainer_ranks, vllm_server
 from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer
 from tests.integration.trainers import Fleet, tiny_model, tiny_moe
 from trl_callback import DeltaSyncCallback, gather
-from trl_callback.saved_form import as_saved
+from trl_callback.gather import as_saved
 
 FOLDER = Path(sys.argv[1])
 

@@ -73,6 +73,10 @@ def test_versions_are_read_from_what_the_servers_middleware_writes() -> None:
         ({"x-deltasync-spans": "[[[5,3]],[[6,3]]]"}, [UNKNOWN] * 3),  # of two choices
         ({"x-deltasync-spans": "[[[5,1000000000000]]]"}, [UNKNOWN] * 3),
         ({"x-deltasync-spans": "5"}, [UNKNOWN] * 3),
+        ({"x-deltasync-spans": "[[[5,4],[6,-1]]]", "x-deltasync-versions": "4..7"}, [4, 4, 4]),
+        ({"x-deltasync-spans": "[[[5,1000000000000],[6,-999999999997]]]"}, [UNKNOWN] * 3),
+        ({"x-deltasync-spans": "[[[1e999,3]]]"}, [UNKNOWN] * 3),
+        ({"x-deltasync-spans": f"[[[{10**30},3]]]"}, [UNKNOWN] * 3),
         ({"x-deltasync-versions": "nonsense"}, [UNKNOWN] * 3),
         ({}, [UNKNOWN] * 3),
     ],
