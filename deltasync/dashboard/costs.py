@@ -126,20 +126,16 @@ def estimate(
 ) -> Costs:
     """Add up what a run published, what its channel holds and what its replicas fetched.
 
-    Args:
-        url: URL of the channel.
-        records: All records and folds that were seen, also those that were forgotten since.
-        held: All records, folds and files in the channel now.
-        beats: The replicas' heartbeats.
-        newest: Number of the newest version.
-        created_s: When the channel was created, seconds since the epoch; used for objects of unknown age.
-        now_s: The time now.
+    `records` are all records and folds that were seen, `held` all records, folds and files that are there now. Times are
+    seconds since the epoch; `created_s`, when the channel was created, also counts for objects of unknown age.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
     priced = url.startswith("s3://") and "endpoint=" not in url
     rows: list[CostRow] = []
 
-    def add(what: str, times: int, actions: list[tuple[int, Exchange]], up: int, down: int, request_usd: float) -> None:
+    def add(
+        what: str, times: int, actions: list[tuple[int, Exchange]], request_usd: float, up: int = 0, down: int = 0
+    ) -> None:
         requests = sum(count * each.requests for count, each in actions)
         rows.append(
             CostRow(
@@ -160,9 +156,9 @@ def estimate(
         if found:
             puts = sum(len(record.files) + (record.kind == "fold") for record in found)
             payload_bytes = sum(record.payload_bytes for record in found if record.reference is None)
-            add(f"{what}, upload", len(found), [(puts, rates.put)], payload_bytes, 0, S3_PUT_USD)
+            add(f"{what}, upload", len(found), [(puts, rates.put)], S3_PUT_USD, up=payload_bytes)
     versions = sum(record.is_version for record in records)
-    add("records and head, upload", versions, [(versions, rates.publish)], 0, 0, S3_PUT_USD)
+    add("records and head, upload", versions, [(versions, rates.publish)], S3_PUT_USD)
 
     by_version = {record.version: record for record in deltas}
     fetches = parts = fetched_bytes = looks = heartbeats = 0
@@ -173,10 +169,10 @@ def estimate(
         hours = max(0.0, beat.time_s - created_s) / 3600
         looks += round(hours * rates.looks_per_hour) + len(had) * rates.looks_per_version
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
-    add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], 0, fetched_bytes, S3_GET_USD)
+    add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], S3_GET_USD, down=fetched_bytes)
     if rates is not _LOCAL:
-        add("looks for a record", looks, [(looks, rates.look)], 0, 0, S3_GET_USD)
-        add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], 0, 0, S3_PUT_USD)
+        add("looks for a record", looks, [(looks, rates.look)], S3_GET_USD)
+        add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
     gb_months = byte_s / 1e9 / 3600 / _HOURS_PER_MONTH

@@ -22,7 +22,7 @@ from deltasync.housekeeping import Progress, attempt, digests, in_parallel, quie
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
-_LIST_EVERY_S = 10.0  # how late folds, anchors and forgotten versions are seen, which head does not tell
+_LIST_EVERY_S = 10.0  # folds, anchors and forgotten versions are seen this late, because head does not tell of them
 _LAGS = 2000  # how many are kept
 
 _Item = TypeVar("_Item")
@@ -54,7 +54,7 @@ class Observer:
         self._since_s: dict[str, float] = {}  # when a replica was first seen to serve something
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
-        self._unread_headers: set[int] = set()
+        self._tried: set[int] = set()  # versions whose headers were read, damaged or not, since the last listing
         self._layers = Counter[str]()  # elements of each
 
     def look(self, progress: Progress = quiet) -> Snapshot:
@@ -93,9 +93,7 @@ class Observer:
         # Of two versions with one number the later epoch's counts. Those after the newest are of an epoch that was left.
         self._line = {slot.version: slot for slot in versions if slot.version <= newest}
         self._numbers = {slot.version for slot in slots if slot.version <= newest}
-        for number in self._line.keys() - self._heat.keys():
-            if self._document(number).delta is not None:
-                self._unread_headers.add(number)
+        self._tried.clear()
         self._listed_s = time.monotonic()
 
     def _gather(
@@ -140,7 +138,7 @@ class Observer:
         for name, changed in self._gather(now, self._read_header, "payload headers", progress):
             layers = by_layer(changed.items())
             self._heat[now[name]] = [float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()]
-        self._unread_headers.difference_update(now.values())
+        self._tried.update(now.values())
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
@@ -153,7 +151,8 @@ class Observer:
 
     def _waiting_for_headers(self) -> list[int]:
         newest = list(self._line)[-self._heat_last :] if self._heat_last else []
-        return [number for number in newest if number in self._unread_headers]
+        unread = [number for number in newest if number not in self._heat and number not in self._tried]
+        return [number for number in unread if self._document(number).delta is not None]
 
     def snapshot(self, error: str | None = None) -> Snapshot:
         """What was seen so far; `error` says why the last look failed."""

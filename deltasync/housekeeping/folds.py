@@ -53,7 +53,12 @@ def write_fold(
     reader.channel()
     encoder = chosen.encoder(weight_elements(reader.specs.values()))
     signing.require_signer(signer, reader.signed)
-    start, end = _end(reader, base), _end(reader, version)
+    try:
+        start, end = (reader.numbered(number).version for number in (base, version))
+    except MissingVersionError as error:
+        raise MissingVersionError(
+            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
+        ) from error
     for span, info in reader.folds():
         if (span.base, span.version) == (base, version):
             with contextlib.suppress(FormatError, MissingVersionError):
@@ -161,12 +166,3 @@ def write_anchor(
         progress("files", len(files) + len(beside), len(files) + len(beside))
     anchor = Anchor(directory=folder, files=files, companions=beside)
     return store(reader, encode_fold(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))
-
-
-def _end(reader: ChannelReader, version: int) -> Version:
-    try:
-        return reader.numbered(version).version
-    except MissingVersionError as error:
-        raise MissingVersionError(
-            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
-        ) from error

@@ -83,10 +83,14 @@ class Relay:
         problems = {str(problem): problem for copied in each for problem in copied.problems}
         self.version, self._folds, self._head_due, self._behind = oldest.version, folds, True, False
         self._look_due_s, self._started = time.monotonic() + _LOOK_S, True
-        objects, size, skipped = (sum(getattr(copied, name) for copied in each) for name in ("objects", "bytes", "skipped"))
-        if started and before == self.version and not objects and not problems:
-            return None
-        return Copied(version=self.version, objects=objects, bytes=size, skipped=skipped, problems=[*problems.values()])
+        total = Copied(
+            version=self.version,
+            objects=sum(copied.objects for copied in each),
+            bytes=sum(copied.bytes for copied in each),
+            skipped=sum(copied.skipped for copied in each),
+            problems=[*problems.values()],
+        )
+        return total if total.objects or problems or before != self.version or not started else None
 
     def _is_next(self, way: Sequence[Stored]) -> bool:
         """Whether these are the next records of this epoch. A new epoch also has a seal and a document to copy."""
