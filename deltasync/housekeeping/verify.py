@@ -157,7 +157,7 @@ class Examined:
         channel = self.reader.channel()
         try:
             found = documents.decode(self.reader.store.read(key, documents.SMALL_BYTES), kind, key)
-            # Its writer died before it created the channel, which a later epoch did then.
+            # An epoch before the first: its writer died before it created the channel, and another one did.
             claimed = isinstance(found, Opening) and found.epoch < channel.epoch
             if found.run_id != channel.run_id and not claimed:
                 raise CorruptDataError(f"{key} belongs to run {found.run_id}.")
