@@ -1,6 +1,6 @@
-"""What there is to see of a run from its channel alone: `Observer` looks, the page and `deltasync watch` show.
+"""Show a run from its channel alone: `Observer` looks at it, the page and `deltasync watch` show what it saw.
 
-Nothing is read but documents, heartbeats and the headers of delta payloads; nothing is written.
+It reads documents, heartbeats and the headers of delta payloads, and writes nothing.
 """
 
 from __future__ import annotations

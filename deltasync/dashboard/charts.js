@@ -13,7 +13,7 @@ const clock = time => new Date(1000 * time).toLocaleTimeString("en-GB");
 const date = time => new Date(1000 * time).toLocaleString("sv-SE");
 const plural = (n, what) => `${many(n)} ${what}${n === 1 ? "" : "s"}`;
 const sum = numbers => numbers.reduce((a, b) => a + b, 0);
-let data = null, drawn = "", charts = [], byTime = false, left = 104; // pixels for labels
+let data = null, drawn = "", charts = [], byTime = false, left = 104; // pixels for labels at the left
 
 function add(parent, name, attributes, text) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -27,7 +27,7 @@ function element(parent, name, text, kind) {
   if (kind) node.className = kind;
   return node;
 }
-// Columns of all charts: one for each version that is there, and some, to be seen, for each run of versions that is not.
+// Columns of all charts: one for each version, and a few for each gap where versions are missing, so that it can be seen.
 function columns(versions) {
   const found = [], wide = Math.ceil(versions.length / 100);
   let before = 0;
@@ -39,7 +39,7 @@ function columns(versions) {
   return found;
 }
 
-// Places of columns: evenly, or by the time they were encoded. A column reaches half the way to its neighbours.
+// Places of columns: evenly spaced, or by time of encoding. A column reaches halfway to its neighbours.
 function start(id, height, cols) {
   const svg = byId(id), width = svg.clientWidth, inner = width - left - RIGHT, step = inner / cols.length;
   let latest = 0;
@@ -64,7 +64,7 @@ function timeLabels({ inner, from, lasted, mids }) {
 }
 function drawAxis(chart) {
   const { svg, cols, base, edges, mids } = chart, isFull = row => row.kind !== "delta" || row.anchor_bytes !== null;
-  const marked = cols.filter(({ row }) => row && isFull(row)).length * 12 < chart.inner; // otherwise there is nothing but marks
+  const marked = cols.filter(({ row }) => row && isFull(row)).length * 12 < chart.inner; // more would hide the rest
   add(svg, "line", { class: "axis", x1: left, x2: chart.width - RIGHT, y1: base, y2: base });
   cols.forEach(({ gap, row }, i) => {
     if (gap) add(svg, "rect", { class: "gap", x: edges[i], y: 6, width: Math.max(edges[i + 1] - edges[i], 1), height: base - 6 });
@@ -112,7 +112,7 @@ function drawSizes(cols, folds) {
   charts.push(chart);
 }
 
-// Lines over versions: each has the name of a colour, and gives a number for a row, or null.
+// Lines over versions: each has the name of a colour, and a function from a row to a number or null.
 function drawLines(id, cols, lines, least, format) {
   const chart = start(id, 130, cols), { svg, base } = chart, numbers = lines.flatMap(([, of]) => cols.flatMap(({ row }) => (row && of(row)) ?? []));
   const high = steps(Math.max(...numbers, 0) || least), y = n => base - (base - 10) * n / high;
@@ -138,14 +138,14 @@ function drawAges(cols) {
   if (known) drawLines("ages", cols, ["delta", "fold", "anchor"].map((colour, i) => [colour, row => row.token_lag?.[i] ?? null]).reverse(), 1, n => short(n));
 }
 
-// Of the newest versions only: from the first one of which it is known.
+// Starts at the first version whose layers are known.
 function drawHeat(all, found) {
   const first = all.findIndex(col => found.heat[col.row?.version]), cols = all.slice(0, Math.max(first, 0)).some(col => col.row?.changed) ? all.slice(first) : all;
   const values = Object.values(found.heat).flat().filter(n => n > 0), shown = values.length > 0 && found.layers.length > 0;
   show("scale", shown); show("heat", shown); show("noheat", !shown);
   say("heatnote", "% of its elements" + (cols === all ? "" : `; the newest ${plural(cols.length, "version")}`) + (found.heat_unread ? `; reading headers, ${many(found.heat_unread)} left` : ""));
   if (!shown) { say("noheat", found.heat_unread ? "Reading the headers of the deltas …" : "No version with a delta yet."); return; }
-  values.sort((a, b) => a - b); // a few tiny layers must not take all the shades
+  values.sort((a, b) => a - b); // so that a few tiny layers do not take all the shades
   const cold = values[Math.floor(0.01 * values.length)], hot = values[Math.floor(0.99 * values.length)];
   say("cold", `≤ ${percent(cold)}`); say("hot", `≥ ${percent(hot)}`);
   const size = Math.max(5, Math.min(18, Math.floor(380 / found.layers.length))), top = 4;
@@ -163,7 +163,7 @@ function drawHeat(all, found) {
   const tall = size - (size > 8 ? 0.5 : 0);
   cols.forEach((col, i) => {
     if (!col.row) return;
-    const from = Math.max(edges[i], mids[i] - 2 * step), space = Math.min(edges[i + 1], mids[i] + 2 * step) - from; // a pause is left free
+    const from = Math.max(edges[i], mids[i] - 2 * step), space = Math.min(edges[i + 1], mids[i] + 2 * step) - from; // a pause stays empty
     const width = (space - (space > 6 ? 0.5 : 0)).toFixed(2), x = from.toFixed(2);
     const fractions = found.heat[col.row.version];
     if (!fractions) { add(svg, "rect", { class: "unread", x, y: top, width, height: base - top }); return; }

@@ -1,7 +1,7 @@
-"""What a run has cost so far: requests, bytes and, where there are list prices, dollars.
+"""Estimate what a run has cost so far: requests, bytes and, where there are list prices, dollars.
 
-How many requests and bytes an action takes beside its payload was counted by `benchmarks/cost_sheet.py`, which prints its
-count beside what is said here. Without TLS, on S3 (moto) and a stand-in of the Hub, 2026-11-22.
+`benchmarks/cost_sheet.py` counts the requests and bytes of an action beside its payload, and prints them beside those given
+here. Counted without TLS, on S3 (moto) and a stand-in of the Hub, 2026-11-22.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from urllib.parse import urlsplit
 
+from deltasync.channel.documents import Record
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.stores.base import ObjectInfo
 
@@ -22,36 +23,39 @@ _HOURS_PER_MONTH = 730
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
-    """One action. Bytes of whole HTTP messages, without the payload."""
+    """Requests and bytes of one action: whole HTTP messages, without the payload."""
 
-    requests: int
-    up_bytes: int
-    down_bytes: int
+    requests: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """What the actions of a store take.
 
-    A replica looks once a second, or rarely where the store tells of changes; more often when a version is due (`poll`).
+    A replica looks once a second, or rarely if the store reports changes; more often when a version is due (`poll`).
 
     Attributes:
-        publish: A version whose payload is in its record, with head read and replaced behind it.
+        publish: A version whose payload is in its record; head is read and replaced behind it.
         put: One more object: a part, a file of an anchor, a fold.
-        follow: A version whose payload is in its record.
-        look: A request for a record that is not there.
+        follow: Reading a version whose payload is in its record.
+        get: Reading one more object.
+        look: A request for a record that does not exist yet.
+        heartbeat: Replacing a replica's heartbeat.
     """
 
-    publish: Exchange
-    put: Exchange
-    follow: Exchange
-    get: Exchange
-    look: Exchange
-    heartbeat: Exchange
-    looks_per_hour: int
+    publish: Exchange = Exchange()
+    put: Exchange = Exchange()
+    follow: Exchange = Exchange()
+    get: Exchange = Exchange()
+    look: Exchange = Exchange()
+    heartbeat: Exchange = Exchange()
+    looks_per_hour: int = 0
     looks_per_version: int = 0
 
 
+_LOCAL = Rates()
 _S3 = Rates(
     publish=Exchange(3, 2_300, 1_430),
     put=Exchange(1, 470, 345),
@@ -73,30 +77,11 @@ _HUB = Rates(
 )
 RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}
 """By the scheme of a channel's URL."""
-_NOTHING = Exchange(0, 0, 0)
-_LOCAL = Rates(
-    publish=_NOTHING, put=_NOTHING, follow=_NOTHING, get=_NOTHING, look=_NOTHING, heartbeat=_NOTHING, looks_per_hour=0
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """What one record, fold or announced anchor put into the channel, held still or not.
-
-    Attributes:
-        kind: `delta`, `anchor` or `fold`.
-        objects: How many, besides a version's record.
-    """
-
-    kind: str
-    version: int
-    payload_bytes: int
-    objects: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CostRow:
-    """One kind of action, all times together; `usd` is None where no price is known."""
+    """All actions of one kind; `usd` is None if no price is known."""
 
     what: str
     times: int
@@ -108,11 +93,11 @@ class CostRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """So far.
+    """What a run has cost so far. Dollars are None if no price is known.
 
     Attributes:
         stored_bytes: What the channel holds now, without its small documents.
-        storage_usd: For what it holds, since it was stored.
+        storage_usd: For storing that until now.
         traffic_usd: For what replicas downloaded, if they are outside the bucket's region.
         notes: What is assumed, in sentences.
     """
@@ -125,30 +110,32 @@ class Costs:
 
     @property
     def usd(self) -> float | None:
-        """Requests and storage, without traffic."""
+        """Dollars for requests and storage, without traffic."""
         return None if self.storage_usd is None else self.storage_usd + sum(row.usd or 0.0 for row in self.rows)
 
 
 def estimate(
     url: str,
-    stored: Collection[Stored],
+    records: Collection[Record],
     held: Collection[ObjectInfo],
-    versions: int,
     beats: Iterable[Heartbeat],
+    *,
+    newest: int,
     created_s: float,
     now_s: float,
-    unseen: int = 0,
 ) -> Costs:
-    """Add up what was seen to be published, of so many versions, what the channel holds, and what its replicas fetched.
+    """Add up what a run published, what its channel holds and what its replicas fetched.
 
-    Times are seconds by the epoch; `created_s` is also taken for an object of which the store does not tell. `unseen`
-    versions besides are not counted.
+    `records` are all records and folds that were seen, `held` all records, folds and files that are there now. Times are
+    seconds since the epoch; `created_s`, when the channel was created, also counts for objects of unknown age.
     """
     rates = RATES.get(urlsplit(url).scheme, _LOCAL)
     priced = url.startswith("s3://") and "endpoint=" not in url
     rows: list[CostRow] = []
 
-    def add(what: str, times: int, actions: list[tuple[int, Exchange]], up: int, down: int, request_usd: float) -> None:
+    def add(
+        what: str, times: int, actions: list[tuple[int, Exchange]], request_usd: float, up: int = 0, down: int = 0
+    ) -> None:
         requests = sum(count * each.requests for count, each in actions)
         rows.append(
             CostRow(
@@ -161,28 +148,31 @@ def estimate(
             )
         )
 
-    for kind in ("delta", "anchor", "fold"):
-        found = [part for part in stored if part.kind == kind]
+    for what, found in (
+        ("deltas", deltas := [record for record in records if record.kind == "delta"]),
+        ("anchors", [record for record in records if record.anchor is not None]),
+        ("folds", [record for record in records if record.kind == "fold" and record.delta is not None]),
+    ):
         if found:
-            puts = sum(part.objects for part in found)
-            add(
-                f"{kind}s, upload", len(found), [(puts, rates.put)], sum(part.payload_bytes for part in found), 0, S3_PUT_USD
-            )
-    add("records and head, upload", versions, [(versions, rates.publish)], 0, 0, S3_PUT_USD)
+            puts = sum(len(record.files) + (record.kind == "fold") for record in found)
+            payload_bytes = sum(record.payload_bytes for record in found if record.reference is None)
+            add(f"{what}, upload", len(found), [(puts, rates.put)], S3_PUT_USD, up=payload_bytes)
+    versions = sum(record.is_version for record in records)
+    add("records and head, upload", versions, [(versions, rates.publish)], S3_PUT_USD)
 
-    deltas = {part.version: part for part in stored if part.kind == "delta"}
+    by_version = {record.version: record for record in deltas}
     fetches = parts = fetched_bytes = looks = heartbeats = 0
     for beat in beats:
-        had = [part for version, part in deltas.items() if beat.version is not None and version <= beat.version]
-        fetches, parts = fetches + len(had), parts + sum(part.objects for part in had)
-        fetched_bytes += sum(part.payload_bytes for part in had)
+        had = [record for version, record in by_version.items() if beat.version is not None and version <= beat.version]
+        fetches, parts = fetches + len(had), parts + sum(len(record.files) for record in had)
+        fetched_bytes += sum(record.payload_bytes for record in had)
         hours = max(0.0, beat.time_s - created_s) / 3600
         looks += round(hours * rates.looks_per_hour) + len(had) * rates.looks_per_version
         heartbeats += round(hours * HEARTBEATS_PER_HOUR)
-    add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], 0, fetched_bytes, S3_GET_USD)
+    add("deltas, download", fetches, [(fetches, rates.follow), (parts, rates.get)], S3_GET_USD, down=fetched_bytes)
     if rates is not _LOCAL:
-        add("looks for a record", looks, [(looks, rates.look)], 0, 0, S3_GET_USD)
-        add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], 0, 0, S3_PUT_USD)
+        add("looks for a record", looks, [(looks, rates.look)], S3_GET_USD)
+        add("heartbeats", heartbeats, [(heartbeats, rates.heartbeat)], S3_PUT_USD)
 
     byte_s = sum(info.bytes * max(0.0, now_s - (info.modified_s or created_s)) for info in held)
     gb_months = byte_s / 1e9 / 3600 / _HOURS_PER_MONTH
@@ -192,18 +182,18 @@ def estimate(
         stored_bytes=sum(info.bytes for info in held),
         storage_usd=gb_months * S3_GB_MONTH_USD if priced else None,
         traffic_usd=down_gb * S3_TRAFFIC_GB_USD if priced else None,
-        notes=_notes(rates is not _LOCAL, priced, unseen),
+        notes=_notes(rates is not _LOCAL, priced, newest - versions),
     )
 
 
 def _notes(remote: bool, priced: bool, unseen: int) -> list[str]:
-    notes = ["Each replica is taken to have fetched every delta up to its version once, and nothing else."]
+    notes = ["Each replica is assumed to have fetched every delta up to its version once, and nothing else."]
     if unseen:
         notes.append(f"{unseen:,} more versions, forgotten or older than what was read, are not counted.")
     if remote:
         notes.append(
             "Requests, and bytes beside payloads, are estimates from benchmarks/cost_sheet.py: "
-            "replicas are taken to have looked and reported since the channel was created."
+            "replicas are assumed to have looked and reported since the channel was created."
         )
     if priced:
         notes.append(

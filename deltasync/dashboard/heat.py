@@ -1,4 +1,4 @@
-"""How much of each layer a version changed, from the tables in the headers of its payloads."""
+"""How much of each layer a version changed, by the tables in the headers of its payloads."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to: its name up to the first number, otherwise without the last part.
+    """The layer of a tensor: its name up to the first number, or else without the last part.
 
-    `model.layers.3.mlp.experts.7.up_proj.weight` is of `model.layers.3`, `lm_head.weight` of `lm_head`.
+    `model.layers.3.mlp.experts.7.up_proj.weight` belongs to `model.layers.3`, `lm_head.weight` to `lm_head`.
     """
     numbered = _NUMBERED.match(name)
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
 def read_changed(store: Store, file: File) -> dict[str, int]:
-    """Changed elements by tensor, out of the header of a record or a part; empty for a record whose payload is all in parts.
+    """Changed elements of each tensor, from the header of a record or part; empty for a record whose payload is in parts.
 
-    Reads the header only, so that no digest is checked.
+    Reads the header only, so no digest is checked.
 
     Raises:
-        CorruptDataError: there is no such header.
+        CorruptDataError: the header cannot be read.
         ObjectMissingError, StoreError: as `Store.read_range`.
     """
     data = store.read_range(file.key, 0, min(max(file.bytes, 1), _FIRST_BYTES))
@@ -46,12 +46,12 @@ def read_changed(store: Store, file: File) -> dict[str, int]:
         header = json.loads(data[8:size])
         patches = header["__metadata__"]["patches"] if "__metadata__" in header else "{}"
         return {name: int(row["changed"]) for name, row in json.loads(patches).items()}
-    except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 
 
 def by_layer(counts: Iterable[tuple[str, int]]) -> Counter[str]:
-    """Numbers of tensors added up for each layer, in the order of the tensors."""
+    """Add up (tensor, count) pairs for each layer, in the order of the tensors."""
     found = Counter[str]()
     for name, count in counts:
         found[layer_of(name)] += count

@@ -1,4 +1,4 @@
-"""Look at a channel again and again, and keep what was seen."""
+"""Look at a channel repeatedly, and keep what was seen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TypeVar
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import File, Record, Version
 from deltasync.channel.heartbeat import Heartbeat
-from deltasync.channel.keys import Slot
+from deltasync.channel.keys import Slot, Span
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.dashboard.costs import Costs, Stored, estimate
+from deltasync.dashboard.costs import estimate
 from deltasync.dashboard.heat import by_layer, read_changed
 from deltasync.dashboard.snapshot import LagRow, ReplicaRow, Snapshot, fold_row, version_row
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
@@ -22,20 +22,20 @@ from deltasync.housekeeping import Progress, attempt, digests, in_parallel, quie
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
-_LIST_EVERY_S = 10.0  # what is stored after head (folds, anchors), and what is forgotten, is seen so late
-_LAGS = 2000  # kept
+_LIST_EVERY_S = 10.0  # folds, anchors and forgotten versions are seen this late, because head does not tell of them
+_LAGS = 2000  # how many are kept
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 class Observer:
-    """One channel, seen from outside. A document is read once, a damaged one again: it may pass. A look costs a read of head
-    and of each heartbeat, and a listing now and then.
+    """Observes one channel from outside. A look reads head, each heartbeat and new documents, and lists now and then.
 
     Args:
+        store: The channel's.
         last: How many of the newest versions to read.
-        heat: Versions whose deltas' headers are read too, by `read_headers`.
+        heat: Of how many of the newest versions `read_headers` reads the headers of payloads.
         trusted_keys: See `ChannelReader`.
     """
 
@@ -44,9 +44,9 @@ class Observer:
         self._last, self._heat_last = last, heat
         self._head: Version | None = None
         self._listed_s = float("-inf")
-        self._documents: dict[str, Record] = {}  # of all records and folds that were seen
-        self._line: dict[int, Slot] = {}  # versions by number, ascending
-        self._numbers: set[int] = set()  # of all slots that are there
+        self._documents: dict[str, Record] = {}  # of all records and folds that were seen, by key
+        self._line: dict[int, Slot] = {}  # versions that were read, by number, ascending
+        self._numbers: set[int] = set()  # all version numbers that were listed
         self._held: dict[str, ObjectInfo] = {}  # records, folds and files that were listed last
         self._problems: dict[str, str] = {}
         self._beats: list[Heartbeat] = []
@@ -54,14 +54,14 @@ class Observer:
         self._since_s: dict[str, float] = {}  # when a replica was first seen to serve something
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
-        self._unread_headers: set[int] = set()
+        self._tried: set[int] = set()  # versions whose headers were read, damaged or not, since the last listing
         self._layers = Counter[str]()  # elements of each
 
     def look(self, progress: Progress = quiet) -> Snapshot:
-        """Read what is new.
+        """Read what is new, and return everything that was seen.
 
         Raises:
-            DeltaSyncError: what is there cannot be read. `snapshot` still has what was seen before.
+            DeltaSyncError: the channel cannot be read now. `snapshot` still returns what was seen before.
         """
         try:
             run_id = self._reader.channel().run_id
@@ -81,29 +81,26 @@ class Observer:
         self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
-        recent = {slot: info for slot, info in slots.items() if slot.version > last - self._last - 1}
-        folds = self._reader.folds()
+        documents: list[tuple[Slot | Span, ObjectInfo]] = [*slots.items(), *self._reader.folds()]
         files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in self._reader.store.list(prefix)]
-        self._held = {info.key: info for info in (*slots.values(), *(info for _, info in folds), *files)}
-        recent_folds = [info for span, info in folds if span.version > last - self._last - 1]
-        unknown = {info.key: info for info in (*recent.values(), *recent_folds) if info.key not in self._documents}
+        self._held = {info.key: info for info in (*(info for _, info in documents), *files)}
+        recent = [info for of, info in documents if of.version > last - self._last - 1]
+        unknown = {info.key: info for info in recent if info.key not in self._documents}
         self._documents.update(self._gather(unknown, self._reader.document, "records", progress))
         versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
-        # Of two versions with one number the later epoch's is the channel's; what is after the newest was left behind.
+        # Of two versions with one number the later epoch's counts. Those after the newest are of an epoch that was left.
         self._line = {slot.version: slot for slot in versions if slot.version <= newest}
         self._numbers = {slot.version for slot in slots if slot.version <= newest}
-        for number in self._line.keys() - self._heat.keys():
-            if self._document(number).delta is not None:
-                self._unread_headers.add(number)
+        self._tried.clear()
         self._listed_s = time.monotonic()
 
     def _gather(
         self, items: Mapping[str, _Item], read: Callable[[_Item], _Result], what: str, progress: Progress
     ) -> Iterator[tuple[str, _Result]]:
-        """What is read, by name, without what is gone; of what is damaged a sentence is kept under its name."""
-        results = in_parallel(lambda item: attempt(lambda: read(item)), list(items.values()), what, progress)
+        """Yield (name, what was read) for each item that is there and not damaged; keep the problems of damaged ones."""
+        results = in_parallel(lambda item: attempt(read, item), list(items.values()), what, progress)
         for name, found in zip(items, results, strict=True):
             if isinstance(found, FormatError):
                 self._problems[name] = str(found)
@@ -115,9 +112,9 @@ class Observer:
         return self._documents[self._line[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
-        """Only a change that happened while we looked tells when the replica began to serve the version.
+        """Record a replica's lag when it was seen to move to a newer version.
 
-        To catch up with what was encoded before the replica was there is no lag, nor to go back, or where a pin points.
+        It is no lag to catch up with versions from before the replica was there, to go back, or to go where a pin points.
         """
         before = self._served.get(beat.replica_id)
         moved = beat.version is not None and before is not None and beat.version > before
@@ -131,7 +128,7 @@ class Observer:
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
     def read_headers(self, limit: int, progress: Progress = quiet) -> int:
-        """Read the headers of the newest `limit` versions whose headers are still to be read. Returns how many are left.
+        """Read the payload headers of the newest `limit` versions that are still to be read; return how many are left.
 
         Raises:
             StoreError: they cannot be read now.
@@ -141,7 +138,7 @@ class Observer:
         for name, changed in self._gather(now, self._read_header, "payload headers", progress):
             layers = by_layer(changed.items())
             self._heat[now[name]] = [float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()]
-        self._unread_headers.difference_update(now.values())
+        self._tried.update(now.values())
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
@@ -154,16 +151,17 @@ class Observer:
 
     def _waiting_for_headers(self) -> list[int]:
         newest = list(self._line)[-self._heat_last :] if self._heat_last else []
-        return [number for number in newest if number in self._unread_headers]
+        unread = [number for number in newest if number not in self._heat and number not in self._tried]
+        return [number for number in unread if self._document(number).delta is not None]
 
     def snapshot(self, error: str | None = None) -> Snapshot:
-        """What was seen so far; `error` is why nothing newer was."""
+        """What was seen so far; `error` says why the last look failed."""
         now_s = time.time()
         if not self._line:
             return Snapshot(url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values()))
         channel = self._reader.channel()
         specs = self._reader.specs.values()
-        head = {} if self._head is None else {self._head.slot: self._head.sha256}  # good enough to show the newest
+        head = {} if self._head is None else {self._head.slot: self._head.sha256}  # a hint, good enough to show
         named = head | digests(self._documents.values())
         beside = [found for key in self._held if (found := self._documents.get(key)) is not None and found.kind == "fold"]
         announced = {each.slot: each for each in beside if each.anchor is not None}
@@ -191,28 +189,18 @@ class Observer:
             layers=list(self._layers) if self._heat_last else [],
             heat={row.version: self._heat[row.version] for row in rows if row.version in self._heat},
             heat_unread=len(self._waiting_for_headers()),
-            costs=self._costs(now_s, created_s, newest.version),
+            costs=estimate(
+                self._reader.store.url,
+                self._documents.values(),
+                self._held.values(),
+                self._beats,
+                newest=newest.version,
+                created_s=created_s,
+                now_s=now_s,
+            ),
             problems=list(self._problems.values()),
             error=error,
         )
-
-    def _costs(self, now_s: float, created_s: float, newest: int) -> Costs:
-        stored, versions = [], 0
-        for record in self._documents.values():
-            if record.next_epoch is not None:
-                continue
-            versions += record.is_version
-            kind = "fold" if record.kind == "fold" and record.delta is not None else "delta" if record.delta else "anchor"
-            stored.append(
-                Stored(
-                    kind=kind,
-                    version=record.version,
-                    payload_bytes=0 if record.reference is not None else record.payload_bytes,
-                    objects=len(record.files) + (record.kind == "fold"),
-                )
-            )
-        held = self._held.values()
-        return estimate(self._reader.store.url, stored, held, versions, self._beats, created_s, now_s, newest - versions)
 
     def _replica_row(self, beat: Heartbeat, newest: int, now_s: float) -> ReplicaRow:
         live, served = heartbeat.is_live(beat), beat.version
@@ -238,7 +226,7 @@ class Observer:
 
 
 def _epoch_s(created_at: str) -> float:
-    """Seconds since the epoch of a document's time, 0 if it is not one: nothing checks it."""
+    """Seconds since the epoch, 0 if the text is not a time: nothing checks the one in channel.json."""
     try:
         return datetime.datetime.fromisoformat(created_at).timestamp()
     except ValueError:

@@ -9,14 +9,14 @@ function table(id, heads, rows, foot) {
     cells.forEach((value, i) => {
       const node = element(row, cell, typeof value === "function" ? undefined : value, heads[i][1]);
       if (typeof value === "function") value(node);
-      node.dataset.head = heads[i][0]; // beside it where the table is narrow
+      node.dataset.head = heads[i][0]; // shown beside the value in a narrow window
     });
   };
   line(element(target, "thead"), heads.map(head => head[0]), "th");
   const body = element(target, "tbody");
   rows.forEach(row => {
     line(body, row, "td");
-    if (row.error) { // below, all across: long, and rare
+    if (row.error) { // in a row of its own: it is long, and rare
       const below = element(element(body, "tr", undefined, "below"), "td", row.error, "error");
       below.colSpan = heads.length;
     }
@@ -49,7 +49,7 @@ function showReplicas(found) {
   show("noreplicas", !rows.length); show("replicas", rows.length); show("lags", rows.length);
   table("replicas", [["replica", ""], ["state", ""], ["version", "n"], ["behind", "n"], ["", "bars"], ["lag", "n"], ["heard of", "n"]], rows.map(row => Object.assign([
     cell => { element(cell, "span", undefined, "swatch").style.background = colour(row.replica_id); cell.append(row.replica_id); },
-    cell => { const told = row.live || row.state === "stopped"; cell.textContent = (told ? row.state : `silent (${row.state})`) + (row.pin === null ? "" : `, pinned to ${row.pin}`); cell.dataset.state = told ? row.state : "silent"; },
+    cell => { const heard = row.live || row.state === "stopped"; cell.textContent = (heard ? row.state : `silent (${row.state})`) + (row.pin === null ? "" : `, pinned to ${row.pin}`); cell.dataset.state = heard ? row.state : "silent"; },
     cell => { link(cell, row.version); if (row.strange) cell.append(" (another)"); if (row.sha256) cell.title = row.sha256; },
     row.behind === null ? "–" : many(row.behind),
     cell => { if (row.behind) element(cell, "span", undefined, "bar").style.width = `${6 * row.behind / most}rem`; },
@@ -107,7 +107,7 @@ function showTiles(found, cost) {
   say("cost", cost ? `${cost} so far, without traffic` : `${plural(found.versions.length + found.unread, "version")}, ${plural(found.folds.length, "fold")}`);
 }
 
-// What `#v42` in the address asks for.
+// Show the version that `#v42` in the address names.
 function showVersion() {
   const number = Number(/^#v(\d+)$/.exec(location.hash)?.[1] ?? NaN), box = byId("version");
   if (!data || isNaN(number)) { box.close(); return; }

@@ -1,4 +1,4 @@
-"""The page: as one file, or served on loopback while the run goes on."""
+"""The page: as one file, or served on loopback during a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltasync.errors import ConfigError, DeltaSyncError, get_logger, printable_
 
 logger = get_logger(__name__)
 
-_HEADERS_AT_ONCE = 16
+_HEADERS_AT_ONCE = 16  # versions whose payload headers are read before the page is updated
 _PARTS = "page.css", "charts.js", "page.js"
 _PLACE = b'<script type="application/json" id="data">null</script>'
 _POLICY = (
@@ -25,22 +25,22 @@ _POLICY = (
 
 
 def page(snapshot: Snapshot | None = None) -> bytes:
-    """The page, self-contained; without a snapshot it fetches `data.json` beside it, again and again."""
+    """The page, self-contained; without a snapshot it fetches `data.json` repeatedly."""
     folder = importlib.resources.files("deltasync.dashboard")
     template = folder.joinpath("page.html").read_bytes()
     for name in _PARTS:
         template = template.replace(b"{{%s}}" % name.encode(), folder.joinpath(name).read_bytes())
     if snapshot is None:
         return template
-    # Inside a script element: no name in it can end the element.
+    # It goes inside a script element, which no text in it may end.
     data = _encode(snapshot).replace(b"<", rb"\u003c")
     return template.replace(_PLACE, _PLACE.replace(b"null", data))
 
 
 class PageServer:
-    """Looks at a channel in a thread of its own, with an observer of its own, and serves what it saw to this machine only.
+    """Looks at a channel in a thread, which alone uses `observer`, and serves what it saw to this machine only.
 
-    Port 0 is any; `interval_s` is between two looks.
+    Port 0 takes any free port; `interval_s` is the time between two looks.
 
     Raises:
         ConfigError: the port cannot be used.
@@ -118,6 +118,6 @@ def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a request every few seconds is no news."""
+            """Log nothing: there is a request every few seconds."""
 
     return Handler

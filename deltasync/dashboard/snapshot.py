@@ -1,4 +1,4 @@
-"""What is shown of a channel, as plain data: each field is one of the page's `data.json` and of `deltasync watch --json`."""
+"""What is shown of a channel, as plain data: these are the fields of `data.json` and of `deltasync watch --json`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class VersionRow:
     """One version.
 
     Attributes:
-        sha256: Digest of its record, None as long as nothing names it.
+        sha256: Digest of its record, None until something names it.
         kind: `delta`, `anchor` or `reference`.
-        created_s: When it was encoded, by the epoch.
-        changed: Elements, None without a delta.
-        delta_bytes, anchor_bytes: Payload, None where it has none; the anchor may be announced beside it.
-        objects: How many files of payload there are beside the record.
+        created_s: When it was encoded, seconds since the epoch.
+        changed: How many elements changed, None without a delta.
+        delta_bytes, anchor_bytes: Size of the payload, None if it has none; the anchor may be announced beside it.
+        delta_objects, anchor_objects: How many payload files there are beside the record.
         token_lag: Mean, 95th percentile and maximum age in versions of tokens trained for its last publish; None if unknown.
     """
 
@@ -44,7 +44,7 @@ class VersionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FoldRow:
-    """One fold, from a version."""
+    """One fold that starts from a version."""
 
     base_version: int
     version: int
@@ -59,12 +59,12 @@ class ReplicaRow:
     """One replica, by its last heartbeat.
 
     Attributes:
-        state: As it says; `stale` if it has not heard of the channel for a while.
-        live: Whether the heartbeat is recent, and not the one of a replica that stopped.
-        sha256: Digest of what it serves.
-        strange: It serves another version under this number than the channel has.
-        behind: Versions between the one it serves and the newest, None if it serves none.
-        lag_s: Since the first version that it does not serve was encoded, 0 at the newest; None if not live, or pinned.
+        state: What the replica reports; `stale` if it has not heard of the channel for a while.
+        live: Whether the heartbeat is recent and the replica has not stopped.
+        sha256: Digest of the version it serves.
+        strange: Whether it serves another version under this number than the channel has.
+        behind: How many versions it lies behind the newest, None if it serves none.
+        lag_s: Seconds since the first version that it lacks was encoded, 0 at the newest; None if not live, or pinned.
         pin: Which versions it takes, None for the newest.
         age_s: Age of the heartbeat.
     """
@@ -94,15 +94,16 @@ class LagRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """All that is shown. Times are seconds since the epoch.
+    """Everything that is shown. Times are seconds since the epoch.
 
     Attributes:
-        newest_version: The newest; None as long as nothing is published; then most of the rest is empty.
+        newest_version: The newest version, None before the first; then most other fields are empty.
         head_sha256: Its digest, None if it is not known yet.
         full_bytes: Bytes of the weights, as served.
-        forgotten, unread: How many versions up to the newest are not there any more, and are there but were not read.
+        forgotten: How many versions up to the newest are not there any more.
+        unread: How many versions are there, but were not read.
         heat: Version -> changed fraction of each layer.
-        heat_unread: How many versions' headers are still to be read.
+        heat_unread: How many versions' payload headers are still to be read.
         problems: Damage that was seen, in sentences.
         error: Why the last look failed, None if it did not.
     """
@@ -131,10 +132,10 @@ class Snapshot:
 
 
 def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
-    """The row of a version, by its slot and record, the record's digest and the fold that announces an anchor of it."""
+    """The row of a version: its record, the record's digest, and the fold that announces an anchor of it, if any."""
     delta = found.delta
     weights = found if found.anchor is not None else announced
-    beside = None if weights is None or weights.anchor is None or weights.reference is not None else weights.anchor
+    anchor = None if weights is None or weights.reference is not None else weights.anchor
     return VersionRow(
         version=slot.version,
         epoch=slot.epoch,
@@ -146,16 +147,16 @@ def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record
         codec=None if delta is None else delta.codec,
         changed=None if delta is None else delta.changed,
         delta_bytes=None if delta is None else found.payload_bytes,
-        anchor_bytes=None if beside is None or weights is None else weights.payload_bytes,
+        anchor_bytes=None if anchor is None or weights is None else weights.payload_bytes,
         delta_objects=0 if delta is None else len(delta.parts),
-        anchor_objects=0 if beside is None else len(beside.files),
+        anchor_objects=0 if anchor is None else len(anchor.files),
         coalesced=found.coalesced,
         token_lag=None if found.token_lag is msgspec.UNSET else found.token_lag,
     )
 
 
 def fold_row(found: Record) -> FoldRow:
-    """The row of a fold's document."""
+    """The row of a fold."""
     assert found.base is not None and found.delta is not None
     return FoldRow(
         base_version=found.base.version,

@@ -1,3 +1,3 @@
-"""What it takes to run deltasync elsewhere: the Spaces, and how they come to the Hub."""
+"""Deploy replicas: Spaces on the Hugging Face Hub, a router in front of servers, and checks before a server starts."""
 
 __all__ = ["router", "serving", "space"]

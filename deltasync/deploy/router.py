@@ -1,4 +1,4 @@
-"""The configuration of the router: HAProxy in front of replicas, as `deploy/router` has it."""
+"""The router's configuration: HAProxy in front of replicas, with the files of `deploy/router`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
-    """Address and options of each replica, by the name under which it is asked.
+    """HAProxy's address and options of each replica, by the name that is sent as its Host header.
 
     Args:
-        urls: Such as http://10.0.0.5:8000 or https://user-name.hf.space.
-        ca_file: The authorities that may certify the latter.
+        urls: Replicas, such as http://10.0.0.5:8000 or https://user-name.hf.space.
+        ca_file: File with the authorities that may certify replicas at https://.
 
     Raises:
-        ConfigError: a URL is not of that form, or given twice.
+        ConfigError: a URL has another form, or is given twice.
     """
     found: dict[str, str] = {}
     for url in urls:
@@ -36,14 +36,13 @@ def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
             raise ConfigError(f"The replica {url} is given twice.")
         found[parts.netloc] = f"{parts.hostname}:{port}"
         if parts.scheme == "https":
-            found[parts.netloc] += (
-                f" ssl verify required ca-file {ca_file} sni str({parts.hostname}) check-sni {parts.hostname}"
-            )
+            tls = f"ca-file {ca_file} sni str({parts.hostname}) check-sni {parts.hostname}"
+            found[parts.netloc] += f" ssl verify required {tls}"
     return found
 
 
 def write(folder: Path, servers: Mapping[str, str]) -> Path:
-    """Write HAProxy's files for these replicas to a folder, and return the one to start it with."""
+    """Write HAProxy's files for these replicas to a folder, and return the configuration to start it with."""
     lines = [line for line in (_FILES / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
     place = lines.index(".endif")
     lines[place:place] = [f"    server {name} {options}" for name, options in servers.items()]

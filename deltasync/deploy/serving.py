@@ -1,4 +1,4 @@
-"""What a server needs before it starts."""
+"""Checks before a server starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deltasync.errors import ConfigError
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if something listens there already."""
+    """Raise ConfigError if a server cannot listen there, for example because another one does."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,7 +1,7 @@
-"""The calls to huggingface_hub that make a bucket and Spaces, or bring them up to date.
+"""Make a bucket and Spaces, or bring them up to date, by calls to huggingface_hub.
 
-They are planned as data and then made one after another, so that a dry run shows exactly what would be done. Each may be
-repeated; those of a Space that set its variables and secrets come before its files, which make the Hub build it.
+The calls are planned as data and then made in order, so that a dry run shows exactly what would be done. Each may be
+repeated. Variables and secrets of a Space are set before its files are uploaded, because the upload starts its build.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from deltasync.stores.hub import bucket_of
 _FILES = Path(__file__).with_name("spaces") / "vllm"
 _NOT_UPLOADED = ("__pycache__/*", "*.egg-info/*")
 _TRUSTED_KEYS = "trusted-keys"
-_MASK = "***"
-# The last is httpx's, of whichever version.
+# The last is httpx's, whichever version of httpx the client uses.
 _FAILURES: tuple[type[Exception], ...] = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a method of `HfApi`; of a secret, `str` and `shown` tell the name alone."""
+    """One call of a method of `HfApi`. `str` and `shown` hide the value of a secret."""
 
     method: str
     arguments: Mapping[str, Any]
@@ -38,14 +37,13 @@ class Call:
     @property
     def shown(self) -> dict[str, Any]:
         """The arguments, without the value of a secret."""
-        mask = {"value": _MASK} if self.method == "add_space_secret" else {}
-        return {**self.arguments, **mask}
+        return {**self.arguments, **({"value": "***"} if self.method == "add_space_secret" else {})}
 
     def __str__(self) -> str:
         return f"{self.method}({', '.join(f'{name}={value!r}' for name, value in self.shown.items())})"
 
     def make(self, api: HfApi) -> Any:
-        """Make it, and return what it returns.
+        """Make the call, and return its result.
 
         Raises:
             StoreError: the Hub refused, or could not be reached.
@@ -59,14 +57,19 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpaceSettings:
-    """What all Spaces of one deployment have in common, as the options of `deltasync deploy space` say it.
+    """What all Spaces of one deployment have in common: the options of `deltasync deploy space`.
 
     Attributes:
-        files: Folder that is uploaded: the Dockerfile and what belongs to it.
+        files: Folder to upload: the Dockerfile and what belongs to it.
         variables: Environment at build time and at run time.
         secrets: Environment at run time, which the Hub shows to nobody.
-        hardware: None to leave it, which is a free CPU at first.
-        sleep_s: Only with `hardware`.
+        hardware: The Hub's name of it, None to leave it as it is; a new Space has a free CPU.
+        sleep_s: The Space stops after so long without requests; only with `hardware`.
+        package: What pip installs, a requirement or the path of a wheel; None for this version of deltasync.
+        trusted_keys: File of public keys, which is uploaded.
+
+    Raises:
+        ConfigError: a file is missing or invalid, or `sleep_s` is given without `hardware`.
     """
 
     files: Path
@@ -83,12 +86,17 @@ class SpaceSettings:
             raise ConfigError(
                 f"There is no {self.files / 'Dockerfile'}; --files names the folder, such as examples/wordle of a checkout."
             )
-        if self.package is not None and self.package.endswith(".whl") and not Path(self.package).is_file():
+        if self.wheel is not None and not self.wheel.is_file():
             raise ConfigError(f"There is no wheel {self.package}.")
         if self.trusted_keys is not None:
             Trusted(path=Path(self.trusted_keys))
         if self.sleep_s is not None and self.hardware is None:
             raise ConfigError("When a Space sleeps can only be set together with its hardware.")
+
+    @property
+    def wheel(self) -> Path | None:
+        """The package, if it is a wheel."""
+        return Path(self.package) if self.package is not None and self.package.endswith(".whl") else None
 
 
 def replica_settings(
@@ -103,7 +111,7 @@ def replica_settings(
     """Settings of a Space that serves `model` and follows `channel`.
 
     Raises:
-        ConfigError: a Space cannot reach the channel, or lacks a secret without which it is of no use.
+        ConfigError: a Space cannot reach the channel, or a secret is missing that it needs.
     """
     url = open_store(channel).url
     if url.startswith(("memory://", "file://")):
@@ -119,11 +127,7 @@ def replica_settings(
 
 
 def environment_settings(*, secrets: Mapping[str, str], **others: Any) -> SpaceSettings:
-    """Settings of a Space that serves an environment, such as Wordle.
-
-    Raises:
-        ConfigError: as `replica_settings`.
-    """
+    """Settings of a Space that serves an environment, such as Wordle. Raises ConfigError if a secret is missing."""
     _require(secrets, {"DELTASYNC_ENVIRONMENT_TOKEN": "without it anyone can use the server"})
     return SpaceSettings(secrets=secrets, **others)
 
@@ -135,7 +139,7 @@ def _require(secrets: Mapping[str, str], needed: Mapping[str, str]) -> None:
 
 
 def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:
-    """What to call, in order, so that these Spaces exist with these settings, and the bucket of their channel too."""
+    """The calls, in order, that make the bucket of the channel and these Spaces, or bring them up to date."""
     channel, calls = settings.variables.get("DELTASYNC_CHANNEL", ""), list[Call]()
     if channel.startswith("hf://"):
         calls = [Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True})]
@@ -147,15 +151,13 @@ def plan(spaces: Sequence[str], settings: SpaceSettings) -> list[Call]:
 def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
     of_space = {"repo_id": space, "repo_type": "space"}
     yield Call("create_repo", {**of_space, "space_sdk": "docker", "private": settings.private, "exist_ok": True})
-    wheel = settings.package if settings.package is not None and settings.package.endswith(".whl") else None
-    variables, extra = dict(settings.variables), ""
+    variables, package, extra = dict(settings.variables), settings.package, ""
     if settings.trusted_keys is not None:
         variables["DELTASYNC_TRUSTED_KEYS"], extra = f"/app/{_TRUSTED_KEYS}", "[signing]"
-    package = settings.package
     if package is None:
         package = f"deltasync{extra}=={importlib.metadata.version('deltasync')}"
-    elif wheel is not None:
-        package = f"./{Path(wheel).name}{extra}"
+    elif settings.wheel is not None:
+        package = f"./{settings.wheel.name}{extra}"
     for key, value in {"PACKAGE": package, **variables}.items():
         yield Call("add_space_variable", {"repo_id": space, "key": key, "value": value})
     for key, value in settings.secrets.items():
@@ -165,7 +167,7 @@ def _space(space: str, settings: SpaceSettings) -> Iterator[Call]:
         yield Call("request_space_hardware", {"repo_id": space, "hardware": settings.hardware, **sleep})
     if settings.trusted_keys is not None:
         yield Call("upload_file", {**of_space, "path_or_fileobj": settings.trusted_keys, "path_in_repo": _TRUSTED_KEYS})
-    if wheel is not None:
-        yield Call("upload_file", {**of_space, "path_or_fileobj": wheel, "path_in_repo": Path(wheel).name})
+    if (wheel := settings.wheel) is not None:
+        yield Call("upload_file", {**of_space, "path_or_fileobj": settings.package, "path_in_repo": wheel.name})
     yield Call("upload_folder", {**of_space, "folder_path": str(settings.files), "ignore_patterns": [*_NOT_UPLOADED]})
     yield Call("space_info", {"repo_id": space})

@@ -1,7 +1,7 @@
-"""Looking after a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_fold`.
+"""Look after a channel: `forget` and `prune`, `check` and `repair`, `copy`, `Relay`, `export`, `write_fold`.
 
-Each takes a `ChannelReader` and reports progress through a callback; what takes long reads with a few threads. What holds
-weights is imported on first use, so that what only reads documents needs neither torch nor numba.
+Each takes a `ChannelReader` and reports progress through a callback. What holds weights is imported on first use, so that
+what only reads documents needs neither torch nor numba.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
     from deltasync.housekeeping.transfer import Copied, copy, export
 
 _HOME = {
-    "Copied": "transfer",
+    **dict.fromkeys(("Copied", "copy", "export"), "transfer"),
+    **dict.fromkeys(("Repair", "repair", "source_of"), "mend"),
     "Relay": "relay",
-    "Repair": "mend",
-    "copy": "transfer",
-    "export": "transfer",
-    "repair": "mend",
-    "source_of": "mend",
     "write_fold": "folds",
 }
 

@@ -1,4 +1,4 @@
-"""What this machine can do at a channel's URL, tried out: for people who set up a trainer or a replica."""
+"""Try out what this machine can do at a channel's URL, for people who set up a trainer or a replica."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
 from typing import Literal
 
@@ -21,7 +21,7 @@ from deltasync.stores.probe import decides
 
 CHANGED_FRACTION = 0.01
 BITS_PER_CHANGED = 9.84
-"""Those of `packed` at 1 % changed, see docs/benchmarks.md."""
+"""What `packed` takes at 1 % changed, see docs/benchmarks.md."""
 
 _BLOB_BYTES = 8 << 20
 _READS = 7
@@ -46,117 +46,100 @@ class Finding:
     advice: str = ""
 
 
+_ADVICE = {
+    "list": "Check the URL, the credentials, and that they allow to list.",
+    "write": "A replica works without, but nobody sees its heartbeat. A publisher needs it.",
+    "read": "Allow to read objects.",
+    "clock": "",
+    "create": "",
+    "speed": "",
+    "delete": "Publishing works without, but nothing is pruned, and the object just stored stays.",
+}
+"""The checks of a store, in order, and what to do if one fails; each builds on those before it."""
+
+
 def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
-    """Try the store out, look at the channel and at what is installed here. Findings come as they are made.
+    """Try out the store, look at the channel and at what is installed here. Yields each finding as it is made.
 
     An object of 8 MiB and some small ones are stored under `probe/`, by names that nobody else uses, and deleted again. The
     channel need not exist. Transfer times are calculated for a model of so many parameters.
     """
-    trial = _Trial(reader.store, parameters)
-    steps: tuple[tuple[str, Callable[[], Finding], str], ...] = (
-        ("list", trial.list, "Check the URL, the credentials, and that they allow to list."),
-        ("write", trial.write, "A replica works without, but nobody sees its heartbeat. A publisher needs it."),
-        ("read", trial.read, "Allow to read objects."),
-        ("clock", trial.clock, ""),
-        ("create", trial.create, ""),
-        ("speed", trial.speed, ""),
-        ("delete", trial.delete, "Publishing works without, but nothing is pruned, and the object just stored stays."),
-    )
-    reached = False
-    try:
-        for check, action, advice in steps:
+    with contextlib.closing(_try_store(reader.store, parameters)) as findings:
+        for check, advice in _ADVICE.items():
             try:
-                finding = action()
+                finding = next(findings)
             except DeltaSyncError as error:
                 yield Finding(check, "warning" if check == "delete" else "failure", str(error), advice)
                 break
             yield finding
-            reached = True
-    finally:
-        trial.clean_up()
-    if reached:
+    if check != "list":  # it can be listed
         yield from _channel(reader)
     yield from _installed()
     yield _gpu()
 
 
-class _Trial:
-    """The store's checks, in order: each builds on those before it. All raise DeltaSyncError."""
+def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None]:
+    """Make the checks of `_ADVICE`. Raises DeltaSyncError when one fails; what was stored is deleted in any case."""
+    next(iter(store.list(keys.VERSIONS)), None)
+    yield Finding("list", "ok", "Objects can be listed.")
+    key, small, blob = keys.probe(f"doctor-{secrets.token_hex(8)}"), os.urandom(16), os.urandom(_BLOB_BYTES)
 
-    def __init__(self, store: Store, parameters: float) -> None:
-        self._store = store
-        self._parameters = parameters
-        self._key = keys.probe(f"doctor-{secrets.token_hex(8)}")
-        self._small = os.urandom(16)
-        self._began_s = self._ended_s = 0.0
-        self._stored = False
+    def read(wanted: bytes) -> None:
+        if store.read(key, len(wanted)) != wanted:
+            raise CorruptDataError("The store gave other bytes than were stored.")
 
-    def list(self) -> Finding:
-        next(iter(self._store.list(keys.VERSIONS)), None)
-        return Finding("list", "ok", "Objects can be listed.")
+    stored = True
+    try:
+        began_s = time.time()
+        store.put(key, small)
+        ended_s = time.time()
+        yield Finding("write", "ok", "Objects can be stored.")
 
-    def write(self) -> Finding:
-        self._began_s, self._stored = time.time(), True
-        self._store.put(self._key, self._small)
-        self._ended_s = time.time()
-        return Finding("write", "ok", "Objects can be stored.")
+        read(small)
+        seconds = [_timed(lambda: read(small)) for _ in range(_READS)]
+        round_trip_s = statistics.median(seconds)
+        found = f"A small read takes {round_trip_s * 1e3:.0f} ms ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})."
+        if round_trip_s < _LATE_S:
+            yield Finding("read", "ok", found)
+        else:
+            yield Finding("read", "warning", found, "Each version takes two such times: choose a bucket that is nearer.")
 
-    def read(self) -> Finding:
-        self._read(self._small)
-        seconds = [_timed(lambda: self._read(self._small)) for _ in range(_READS)]
-        self._round_trip_s = statistics.median(seconds)
-        found = (
-            f"A small read takes {self._round_trip_s * 1e3:.0f} ms ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})."
-        )
-        if self._round_trip_s < _LATE_S:
-            return Finding("read", "ok", found)
-        return Finding("read", "warning", found, "Each version takes two such times: choose a bucket that is nearer.")
+        yield _clock(next((info.modified_s for info in store.list(key)), 0.0), began_s, ended_s)
 
-    def clock(self) -> Finding:
-        """Leases and `prune` go by the store's clock; lag and the age of heartbeats by this machine's."""
-        stored_s = next((info.modified_s for info in self._store.list(self._key)), 0.0)
-        # Stores tell whole seconds.
-        off_s = min(0.0, stored_s + 1 - self._began_s) + max(0.0, stored_s - self._ended_s)
-        if not stored_s:
-            return Finding("clock", "ok", "The store does not tell when an object was stored.")
-        if abs(off_s) <= _CLOCK_S:
-            return Finding("clock", "ok", "This machine's clock and the store's agree.")
-        found = f"This machine's clock is {abs(off_s):,.0f} s {'behind' if off_s > 0 else 'ahead of'} the store's."
-        return Finding("clock", "warning", found, "Correct it; lag and the age of heartbeats are told wrong otherwise.")
+        if decides(store, f"{key}-create"):
+            yield Finding("create", "ok", "What exists is not created again: the store keeps two publishers apart.")
+        else:
+            found = "What exists can be created again: a lease keeps two publishers apart, not the store."
+            yield Finding("create", "warning", found, "Opening a channel takes half a minute here.")
 
-    def create(self) -> Finding:
-        if decides(self._store, f"{self._key}-create"):
-            return Finding("create", "ok", "What exists is not created again: the store keeps two publishers apart.")
-        found = "What exists can be created again: a lease keeps two publishers apart, not the store."
-        return Finding("create", "warning", found, "Opening a channel takes half a minute here.")
-
-    def speed(self) -> Finding:
-        blob = os.urandom(_BLOB_BYTES)
-        up_s = _timed(lambda: self._store.put(self._key, blob))
-        down_s = _timed(lambda: self._read(blob))
+        up_s, down_s = _timed(lambda: store.put(key, blob)), _timed(lambda: read(blob))
         up, down = (f"{8 * _BLOB_BYTES / seconds / 1e6:,.0f} Mbit/s" for seconds in (up_s, down_s))
-        version_bytes = self._parameters * CHANGED_FRACTION * BITS_PER_CHANGED / 8
-        takes_s = version_bytes / _BLOB_BYTES * (up_s + down_s) + 2 * self._round_trip_s
+        version_bytes = parameters * CHANGED_FRACTION * BITS_PER_CHANGED / 8
+        takes_s = version_bytes / _BLOB_BYTES * (up_s + down_s) + 2 * round_trip_s
         found = (
-            f"One connection stores {up} and reads {down}. A version of {self._parameters / 1e9:g} billion parameters "
+            f"One connection stores {up} and reads {down}. A version of {parameters / 1e9:g} billion parameters "
             f"with {CHANGED_FRACTION:.0%} changed ({version_bytes / 1e6:,.1f} MB) would take {takes_s:.1f} s to a replica."
         )
-        return Finding("speed", "ok", found)
+        yield Finding("speed", "ok", found)
 
-    def delete(self) -> Finding:
-        self._stored = False
-        self._store.delete(self._key)
-        return Finding("delete", "ok", "Objects can be deleted.")
-
-    def clean_up(self) -> None:
-        """Delete what a check that failed has left."""
-        if self._stored:
+        stored = False
+        store.delete(key)
+        yield Finding("delete", "ok", "Objects can be deleted.")
+    finally:
+        if stored:
             with contextlib.suppress(StoreError):
-                self._store.delete(self._key)
+                store.delete(key)
 
-    def _read(self, wanted: bytes) -> None:
-        if self._store.read(self._key, len(wanted)) != wanted:
-            raise CorruptDataError("The store gave other bytes than were stored.")
+
+def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
+    """Leases and `prune` use the store's clock; lag and the age of heartbeats are measured by this machine's."""
+    if not stored_s:
+        return Finding("clock", "ok", "The store does not tell when an object was stored.")
+    off_s = min(0.0, stored_s + 1 - began_s) + max(0.0, stored_s - ended_s)  # stores tell whole seconds
+    if abs(off_s) <= _CLOCK_S:
+        return Finding("clock", "ok", "This machine's clock and the store's agree.")
+    found = f"This machine's clock is {abs(off_s):,.0f} s {'behind' if off_s > 0 else 'ahead of'} the store's."
+    return Finding("clock", "warning", found, "Correct it; lag and the age of heartbeats are wrong otherwise.")
 
 
 def _channel(reader: ChannelReader) -> Iterator[Finding]:
@@ -184,7 +167,7 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
 
 
 def _installed() -> Iterator[Finding]:
-    """vLLM and TRL against the versions that deltasync's own requirements allow."""
+    """Compare vLLM and TRL with the versions that deltasync's own requirements allow."""
     from packaging.requirements import Requirement
 
     for wanted in map(Requirement, metadata.requires("deltasync") or []):

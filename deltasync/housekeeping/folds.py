@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -36,15 +37,15 @@ def write_fold(
     signer: Signer | None = None,
     progress: Progress = quiet,
 ) -> Stored:
-    """Store the fold of the deltas from one version to another; if the channel has it already, nothing is written.
+    """Store the fold from one version to a later one, and return it. If the channel has it already, nothing is written.
 
-    It compares the bits of both versions, which gives every codec what it needs, also across anchors and dense tensors. What
-    was encoded is decoded again before it is stored. Holds the weights twice.
+    It compares the bits of both versions, which works for every codec, also across anchors and dense tensors. What was
+    encoded is decoded again before it is stored. Holds the weights twice.
 
     Raises:
         ConfigError: `base` is not before `version`, or the channel is signed and there is no `signer`.
         UnsupportedFormatError: there is no such codec.
-        MissingVersionError: one of the two is not in the channel.
+        MissingVersionError: one of the two versions is not in the channel.
     """
     if not 1 <= base < version:
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
@@ -52,7 +53,12 @@ def write_fold(
     reader.channel()
     encoder = chosen.encoder(weight_elements(reader.specs.values()))
     signing.require_signer(signer, reader.signed)
-    start, end = _end(reader, base), _end(reader, version)
+    try:
+        start, end = (reader.numbered(number).version for number in (base, version))
+    except MissingVersionError as error:
+        raise MissingVersionError(
+            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
+        ) from error
     for span, info in reader.folds():
         if (span.base, span.version) == (base, version):
             with contextlib.suppress(FormatError, MissingVersionError):
@@ -76,8 +82,11 @@ def write_fold(
         progress("tensors", done, len(reader.specs))
     payload = encoder.finish(version, base) if changed else None
     delta = Delta(codec=codec_name, changed=changed)
-    stored = encode_fold(reader, start, end, delta, payload, replica.fingerprints, signer)
-    _prove(reader, stored, old, {name: bits_of(tensor) for name, tensor in replica.state_dict().items()})
+    stored = encode_fold(reader, start, end, payload, replica.fingerprints, signer, keys.new_author(), delta=delta)
+    for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):  # as a replica does
+        patch.apply(old[patch.name])
+    if wrong := [name for name, tensor in replica.state_dict().items() if not np.array_equal(old[name], bits_of(tensor))]:
+        raise CorruptDataError(f"{stored.key} would not give the bits of {', '.join(wrong[:5])}; it was not stored.")
     return store(reader, stored)
 
 
@@ -85,21 +94,21 @@ def encode_fold(
     reader: ChannelReader,
     base: Version | None,
     version: Version,
-    what: Delta | Anchor,
     payload: Encoded | None,
     fingerprints: Mapping[str, int],
     signer: Signer | None,
-    author: str | None = None,
+    author: str,
+    **content: Any,
 ) -> Stored:
-    """The object of a fold, taken apart again by a reader's code.
+    """Encode a fold from `base`, None for nothing, to `version`, whose tensors have these fingerprints.
 
-    It leads from `base`, None for nothing, to `version`, where tensors have these fingerprints, by a delta with its payload,
-    None if nothing changes, or announces an anchor, whose files `author` wrote.
+    `content` is the `anchor` that it announces, or the `delta`, with a `payload` unless nothing changes. The result was
+    decoded again as a reader does.
 
     Raises:
-        CorruptDataError: it cannot be read, or is larger than it may be.
+        CorruptDataError: it cannot be decoded, or is larger than a fold may be.
     """
-    key = keys.fold(0 if base is None else base.version, version.version, author or keys.new_author())
+    key = keys.fold(0 if base is None else base.version, version.version, author)
     document = Record(
         kind="fold",
         run_id=reader.channel().run_id,
@@ -108,9 +117,8 @@ def encode_fold(
         created_at=documents.now(),
         base=base,
         fingerprint=fingerprint.to_hex(model_fingerprint(fingerprints)),
-        delta=what if isinstance(what, Delta) else None,
-        anchor=what if isinstance(what, Anchor) else None,
         sha256=version.sha256,
+        **content,
     )
     stored = record.encode(document, key, payload, signer)
     assert stored.data is not None
@@ -120,7 +128,7 @@ def encode_fold(
 
 
 def store(reader: ChannelReader, stored: Stored) -> Stored:
-    """Store an encoded fold. If this raises, the fold may exist, and is right."""
+    """Store an encoded fold. If this raises, the fold may have been stored; that does no harm."""
     assert stored.data is not None
     reader.store.put(stored.key, stored.data)
     logger.info("stored key=%s bytes=%d", stored.key, stored.size)
@@ -136,10 +144,10 @@ def write_anchor(
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
 ) -> Stored:
-    """Store the weights of a replica as an anchor, with `companions` beside them, and announce it.
+    """Store the weights of a replica as an anchor, with `companions` beside them, and the fold that announces it.
 
     Raises:
-        CorruptDataError: what was encoded does not decode to the weights; the announcement was not stored.
+        CorruptDataError: what was encoded does not decode to the weights; the fold was not stored.
     """
     version, author = replica.identity, keys.new_author()
     assert version is not None
@@ -156,22 +164,5 @@ def write_anchor(
         reader.store.put(f"{folder}/{name}", data)
         (files if weights else beside).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
         progress("files", len(files) + len(beside), len(files) + len(beside))
-    what = Anchor(directory=folder, files=files, companions=beside)
-    return store(reader, encode_fold(reader, None, version, what, None, replica.fingerprints, signer, author))
-
-
-def _end(reader: ChannelReader, version: int) -> Version:
-    try:
-        return reader.numbered(version).version
-    except MissingVersionError as error:
-        raise MissingVersionError(
-            f"No fold can begin or end there: {error} `deltasync log` lists the versions that are there."
-        ) from error
-
-
-def _prove(reader: ChannelReader, stored: Stored, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> None:
-    """Decode it as a replica does, onto the old bits, and raise CorruptDataError unless they become the new."""
-    for patch, _ in payloads.patches(reader, stored, lambda name: old[name].copy()):
-        patch.apply(old[patch.name])
-    if wrong := [name for name in new if not np.array_equal(old[name], new[name])]:
-        raise CorruptDataError(f"{stored.key} would not give the bits of {', '.join(wrong[:5])}; it was not stored.")
+    anchor = Anchor(directory=folder, files=files, companions=beside)
+    return store(reader, encode_fold(reader, None, version, None, replica.fingerprints, signer, author, anchor=anchor))

@@ -1,10 +1,9 @@
-"""Repair a channel: put back the bytes that a digest names, or make a way around them. The publisher may run meanwhile."""
+"""Repair a channel: put lost bytes back, or store a way around them. The publisher may run meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +29,12 @@ from deltasync.housekeeping.transfer import companions
 from deltasync.housekeeping.verify import Damage, Examined
 from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.replicas import Replica
-from deltasync.stores import Store, open_store
+from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)
 
 Source = Callable[[str, str | None, int], bytes | None]
-"""Gives the bytes that (key, sha256 or None, most bytes) had, or None; they are not to be believed."""
+"""Returns the bytes of (key, sha256 or None, most bytes), None if it has none. They must be checked."""
 
 _ROUNDS = 3  # a record that is put back may name files that are missing too
 
@@ -58,14 +57,14 @@ class Repaired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repair:
-    """What `repair` did; `lost` are versions that are in the channel and cannot be reached afterwards."""
+    """What `repair` did; `lost` are versions in the channel that still cannot be reached."""
 
     objects: list[Repaired]
     lost: list[int]
 
     @property
     def exit_code(self) -> int:
-        """0 if every version that is there can be reached, and nothing was left as it is."""
+        """0 if every version can be reached and no object was left as it is."""
         return MissingVersionError.exit_code if self.lost or any(each.outcome == "left" for each in self.objects) else 0
 
 
@@ -77,16 +76,16 @@ def repair(
     signer: Signer | None = None,
     progress: Progress = quiet,
 ) -> Repair:
-    """Put back what is missing or damaged from `source`, or make a way around it. Nothing else is deleted or replaced.
+    """Put back what is missing or damaged from `source`, or store a way around it. Nothing else is deleted or replaced.
 
-    The way around is a fold, or a newer anchor in the place of a damaged one, from bits that can still be had. If there are
+    The way around is a fold, or a newer anchor in the place of a damaged one, from bits that can still be read. If there are
     none, the object is left for the publisher's next anchor. `reader` must be fresh, since it remembers channel.json; for
-    `source` see `source_of`. Without `replay` files are only held to their sha256, and nothing is applied.
+    `source` see `source_of`. Without `replay` only the sha256 of each file is checked, and nothing is applied.
 
     Raises:
         NotPublishedError, FormatError: channel.json is missing or damaged, and `source` does not have it.
         ConfigError: the channel is signed and there is no `signer`.
-        StoreError: the store failed; what was done until then stays.
+        StoreError: the store failed; what was repaired until then stays.
     """
     objects = _restore_channel(reader, source)
     signing.require_signer(signer, reader.signed)
@@ -109,14 +108,23 @@ def repair(
 
 
 def source_of(where: str) -> Source:
-    """Lost bytes: from a copy of the channel, by URL or directory, or a directory of files named by sha256 (a node's cache).
+    """Return where to get lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache).
 
     Raises:
-        ConfigError: there is no such directory.
+        ConfigError: it is neither a URL nor a directory.
     """
     directory = Path(where)
     if "://" in where or (directory / keys.CHANNEL).is_file():
-        return functools.partial(_from_copy, open_store(where if "://" in where else directory.absolute().as_uri()))
+        store = open_store(where if "://" in where else directory.absolute().as_uri())
+
+        def from_copy(key: str, sha256: str | None, most_bytes: int) -> bytes | None:
+            try:
+                return store.read(key, most_bytes)
+            except (StoreError, CorruptDataError) as error:
+                logger.info("%s cannot be read from %s: %s", key, store.url, error)
+                return None
+
+        return from_copy
     if not directory.is_dir():
         raise ConfigError(f"{where} is neither the URL of a copy of the channel nor a directory.")
 
@@ -125,14 +133,6 @@ def source_of(where: str) -> Source:
         return path.read_bytes() if path.is_file() and path.stat().st_size <= most_bytes else None
 
     return by_digest
-
-
-def _from_copy(store: Store, key: str, sha256: str | None, most_bytes: int) -> bytes | None:
-    try:
-        return store.read(key, most_bytes)
-    except (StoreError, CorruptDataError) as error:
-        logger.info("%s is not to be had from %s: %s", key, store.url, error)
-        return None
 
 
 def _restore_channel(reader: ChannelReader, source: Source | None) -> list[Repaired]:
@@ -152,7 +152,7 @@ def _restore_channel(reader: ChannelReader, source: Source | None) -> list[Repai
 
 
 def _is_channel(reader: ChannelReader, data: bytes) -> bool:
-    """Whether it describes the run whose records are there."""
+    """Whether this channel.json describes the run whose records are in the store."""
     try:
         if reader.trusted is not None:
             reader.trusted.check(keys.CHANNEL, data)
@@ -168,29 +168,28 @@ def _is_channel(reader: ChannelReader, data: bytes) -> bool:
 
 
 def _put_back(reader: ChannelReader, source: Source, damage: Damage) -> Repaired | None:
-    """Put exactly the named bytes back under their key."""
+    """Store the bytes that an object must have under its key; None if the source does not have them."""
     key, sha256 = damage.key, damage.sha256
     data = source(key, sha256, max(record.most_bytes(key, reader.specs), record.most_payload_bytes(reader.specs)))
-    if data is None or (sha256 is not None and sha256_hex(data) != sha256):
-        return None
-    if sha256 is None and not _may_be(reader, key, data):
+    if data is None or not (_may_be(reader, key, data) if sha256 is None else sha256_hex(data) == sha256):
         return None
     reader.store.put(key, data)
     return Repaired(key=key, problem=str(damage.problem), outcome="put back", how="its bytes were there")
 
 
 def _may_be(reader: ChannelReader, key: str, data: bytes) -> bool:
-    """Whether bytes whose digest nobody names can be those of the object. One key has one content, ever, but head."""
+    """Whether bytes whose digest nothing names can be those of the object: only head ever changes."""
+    run_id = reader.channel().run_id
     with contextlib.suppress(FormatError):
         if keys.slot_of(key) is not None or keys.fold_of(key) is not None:
-            return record.decode(data, key, reader.trusted).record.run_id == reader.channel().run_id
+            return record.decode(data, key, reader.trusted).record.run_id == run_id
         if keys.epoch_of(key) is not None:
-            return documents.decode(data, documents.Opening, key).run_id == reader.channel().run_id
+            return documents.decode(data, documents.Opening, key).run_id == run_id
     return False
 
 
 class _Bypass:
-    """Ways around what cannot be put back."""
+    """Stores ways around objects that cannot be put back."""
 
     def __init__(self, reader: ChannelReader, examined: Examined, signer: Signer | None, progress: Progress) -> None:
         self._reader, self._examined, self._signer, self._progress = reader, examined, signer, progress
@@ -199,42 +198,49 @@ class _Bypass:
         self._line = set(versions)
 
     def around(self, damage: Damage) -> Repaired:
-        """Do what can be done about one object."""
+        """Do what can be done about one object now."""
         try:
             outcome, how = self._around(damage)
         except (FormatError, ChainError, ApplyError) as error:
-            outcome, how = "left", f"no way around it could be made: {error}"
+            outcome, how = "left", f"no way around it could be stored: {error}"
         return Repaired(key=damage.key, problem=str(damage.problem), outcome=outcome, how=how)
 
     def _around(self, damage: Damage) -> tuple[str, str]:
         examined, slot, span = self._examined, keys.slot_of(damage.of), keys.fold_of(damage.of)
         if damage.key == keys.HEAD:
-            return self._write_head()
+            if self._newest is None:
+                return "not needed", "there is no version to name"
+            version, run_id = examined.records[self._newest].version, self._reader.channel().run_id
+            head = Head(run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256)
+            self._reader.store.put(keys.HEAD, documents.encode(head))
+            return "bypassed", f"it names version {version} now"
         if keys.epoch_of(damage.key) is not None:
-            return "not needed", "who opened the channel is also told by its records"
+            return "not needed", "records also tell who opened the channel"
         edge = examined.folds.get(damage.of) or (examined.records.get(slot) if slot is not None else None)
         if edge is not None and examined.usable(edge) and damage.key != damage.of:
             return "left", "the weights can be read without it; a copy of the channel (--from) may have it"
         if span is not None:
             return self._around_anchor(span.version) if span.base == 0 else ("not needed", "other ways lead there")
-        if slot is not None and edge is not None and edge.use_anchor and slot in examined.reached():
+        if slot is None:
+            return "left", "its key does not tell what it is"
+        if edge is not None and edge.use_anchor and slot in examined.reached():
             return self._around_anchor(slot.version)
-        return self._around_record(slot) if slot is not None else ("left", "nobody knows what it is")
+        return self._around_record(slot)
 
     def _around_record(self, slot: Slot) -> tuple[str, str]:
-        """By a fold from the version before to the first one after it that can be had another way."""
+        """Store a fold from the version before to the first one after it that can be read by another way."""
         examined = self._examined
         reached = examined.reached()
         if self._newest is None or slot.newness > self._newest.newness:
-            return "left", "it was the newest; the publisher goes on after it by full weights"
+            return "left", "it was the newest; the publisher continues after it with full weights"
         if slot not in self._line:
             return "not needed", f"version {self._newest.version} does not follow it"
         whole = {each.version: each for each in self._line & reached & examined.records.keys()}
         after = [number for number in sorted(whole) if number >= slot.version]
         if not after:
-            return "left", "nothing after it can be had; the publisher's next anchor is the way on"
+            return "left", "no later version can be read; the publisher's next anchor leads on"
         if slot.version - 1 not in whole:
-            return "not needed", f"version {after[0]} can be had without it"
+            return "not needed", f"version {after[0]} can be read without it"
         if examined.reached([whole[slot.version - 1]], nothing=False) & {whole[number] for number in after}:
             return "not needed", "a fold leads around it"
         fold = write_fold(self._reader, slot.version - 1, after[0], signer=self._signer, progress=self._progress)
@@ -242,15 +248,15 @@ class _Bypass:
         return "bypassed", f"by {fold.key}"
 
     def _around_anchor(self, version: int) -> tuple[str, str]:
-        """By an anchor of the newest version that can be had, unless one as new is there."""
+        """Store an anchor of the newest version that can be read, unless there is one that is not older than this."""
         examined, reached = self._examined, self._examined.reached()
         anchors = [each for each in examined.edges() if each.use_anchor and examined.usable(each)]
         newer = max((each.record.version for each in anchors), default=0)
         if newer >= version:
-            return "not needed", f"version {newer} can be had from nothing"
+            return "not needed", f"there is an anchor of version {newer}"
         there = [slot for slot in self._line & reached & examined.records.keys() if slot.version >= version]
         if not there:
-            return "left", "its weights cannot be had any more; the publisher's next anchor takes its place"
+            return "left", "its weights cannot be read any more; the publisher's next anchor takes its place"
         replica = Replica(self._reader)
         replica.sync(max(there).version)
         assert replica.identity is not None
@@ -258,12 +264,3 @@ class _Bypass:
         made = write_anchor(self._reader, replica, beside, signer=self._signer, progress=self._progress)
         examined.folds[made.key] = made
         return "bypassed", f"by {made.key}, an anchor of version {made.record.version}"
-
-    def _write_head(self) -> tuple[str, str]:
-        stored = None if self._newest is None else self._examined.records[self._newest]
-        if stored is None:
-            return "not needed", "there is no version to name"
-        found = stored.version
-        head = Head(run_id=stored.record.run_id, version=found.version, epoch=found.epoch, sha256=found.sha256)
-        self._reader.store.put(keys.HEAD, documents.encode(head))
-        return "bypassed", f"it names version {found} now"

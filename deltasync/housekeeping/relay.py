@@ -1,7 +1,8 @@
-"""Keep copies of a channel in other stores up to date: `copy` to catch up, then each new record as it appears."""
+"""Keep copies of a channel in other stores up to date: `copy` first, then each new record as it appears."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -15,14 +16,14 @@ from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, q
 from deltasync.replicas import Course
 from deltasync.stores.base import ObjectInfo, Store
 
-_LOOK_S = 60.0  # between two looks for new folds and anchors
+_LOOK_S = 60.0  # between two listings of folds and announced anchors
 
 
 class Relay:
     """Copies a channel to other stores, version by version. Not thread-safe.
 
-    Nothing at the targets is replaced but head, nothing is deleted, and nothing is written to the source's store. Each
-    target is empty, or holds an earlier copy. Several relays may serve one target.
+    At the targets nothing is deleted and nothing but head is replaced; nothing is written to the source. Each target is
+    empty or holds an earlier copy. Several relays may serve one target.
 
     Raises:
         ConfigError: a URL occurs twice.
@@ -41,11 +42,10 @@ class Relay:
         self._look_due_s = 0.0
 
     def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
-        """Copy what there is to copy now.
+        """Copy what is new, and return what was stored in all targets together; None if nothing was new.
 
-        After return everything that was copied can be read at every target. If it raised, what is missing there is copied
-        by the next step. Gives what was stored in the targets together; None if there was nothing new. `known` is what an
-        event told of a new record.
+        After return everything that was copied can be read at every target. If it raised, the next step copies what is
+        missing there. `known` is what an event told of a new record.
 
         Raises:
             NotPublishedError: the source holds no channel yet.
@@ -66,7 +66,7 @@ class Relay:
         for stored in way:
             done += self._copy_stored(stored)
             if any(isinstance(each, DeltaSyncError) for each in done):
-                return self._catch_up(progress)  # which leaves out what is damaged, and says so
+                return self._catch_up(progress)  # which leaves out what is damaged, and reports it
             if stored.is_fold:
                 self._folds.add(stored.key)
             else:
@@ -83,19 +83,17 @@ class Relay:
         problems = {str(problem): problem for copied in each for problem in copied.problems}
         self.version, self._folds, self._head_due, self._behind = oldest.version, folds, True, False
         self._look_due_s, self._started = time.monotonic() + _LOOK_S, True
-        objects = sum(copied.objects for copied in each)
-        if started and before == self.version and not objects and not problems:
-            return None
-        return Copied(
+        total = Copied(
             version=self.version,
-            objects=objects,
+            objects=sum(copied.objects for copied in each),
             bytes=sum(copied.bytes for copied in each),
             skipped=sum(copied.skipped for copied in each),
             problems=[*problems.values()],
         )
+        return total if total.objects or problems or before != self.version or not started else None
 
     def _is_next(self, way: Sequence[Stored]) -> bool:
-        """Whether these are the next records of this epoch. A new epoch also brings a seal and a document."""
+        """Whether these are the next records of this epoch. A new epoch also has a seal and a document to copy."""
         have = self.version
         for stored in way:
             if have is None or stored.is_fold or stored.record.base != have or stored.record.epoch != have.epoch:
@@ -104,14 +102,14 @@ class Relay:
         return True
 
     def _new_folds(self) -> list[Stored]:
-        """Folds and announced anchors that the targets lack and whose versions they have."""
+        """Folds and announced anchors that the targets lack, of versions that they have."""
         assert self.version is not None
         new = [(span, info) for span, info in self._source.folds() if info.key not in self._folds]
         found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 
     def _copy_stored(self, stored: Stored) -> list[Outcome]:
-        """Copy the files of a record or fold, then itself, unless one of its files is damaged."""
+        """Copy the files of a record or fold, then the object itself, unless one of its files is damaged."""
         done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
         if not any(isinstance(each, DeltaSyncError) for each in done):
             item = File(key=stored.key, bytes=stored.size, sha256=stored.sha256)
@@ -119,16 +117,16 @@ class Relay:
         return done
 
     def _copy_file(self, item: File) -> Outcome:
-        data = attempt(lambda: read_object(self._source, item))
+        data = attempt(functools.partial(read_object, self._source), item)
         return data if isinstance(data, DeltaSyncError) else self._store(item.key, data)
 
     def _store(self, key: str, data: bytes) -> int | None:
-        """Store an object in every target; its bytes for each that did not have it, None if all had."""
+        """Store an object in every target, and return how many bytes were stored; None if all targets had it."""
         lacked = sum(_create(target, key, data) for target in self._targets)
         return lacked * len(data) if lacked else None
 
     def _copy_head(self) -> None:
-        """Copy head, unless it names a version that the targets do not have yet."""
+        """Copy head, unless it is ahead of the targets."""
         assert self.version is not None
         try:
             data = self._source.store.read(keys.HEAD, documents.SMALL_BYTES)
@@ -142,7 +140,7 @@ class Relay:
 
 
 def _create(target: Store, key: str, data: bytes) -> bool:
-    """Store an immutable object unless it is there. Raises ObjectExistsError if it is there with other bytes."""
+    """Whether an immutable object was stored; False if it was there. Raises ObjectExistsError if it has other bytes."""
     if target.can_create:
         try:
             target.create(key, data)
@@ -155,7 +153,7 @@ def _create(target: Store, key: str, data: bytes) -> bool:
     except ObjectMissingError:
         target.put(key, data)
         return True
-    except FormatError:  # larger
+    except FormatError:  # it is larger
         same = False
     if not same:
         raise ObjectExistsError(f"{target.url} has other bytes at {key}. They were left as they are.")

@@ -1,4 +1,4 @@
-"""What to forget and what to prune: decisions over documents and listings that were read before. Pure: no I/O, no weights.
+"""Decide what to forget and what to prune, from documents and listings that were read before. Pure: no I/O, no weights.
 
 Versions are told apart by their slots, number and epoch: a damaged record has no other name.
 """
@@ -16,17 +16,17 @@ from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
 
 Records = Mapping[Slot, Record | None]
-"""What is in each slot; None where it is damaged."""
+"""The record in each slot, None where it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """Which versions stay: those that any of these names. The newest version always stays.
+    """Which versions to keep: every version that at least one attribute names, and always the newest.
 
     Attributes:
-        last: How many of the newest versions.
-        anchors: How many of the newest versions with an anchor.
-        step_every: The versions whose trainer's step is a multiple of this.
+        last: Keep the newest N versions.
+        anchors: Keep the newest N versions with an anchor.
+        step_every: Keep versions whose trainer's step is a multiple of N.
 
     Raises:
         ConfigError: nothing was given, or a number below 1.
@@ -41,20 +41,20 @@ class Keep:
         if not given:
             raise ConfigError("Say which versions to keep: the last ones, those with an anchor, or every N-th step.")
         if min(given) < 1:
-            raise ConfigError("What to keep is counted from 1.")
+            raise ConfigError("Numbers of versions to keep start at 1.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Forgetting:
-    """What `forget` does. Slots are ascending.
+    """What `forget` keeps and deletes. Slots are ascending.
 
     Attributes:
-        asked: Versions that were asked for, and the newest.
-        leading: Those that lead to them.
-        recent: Those that became dispensable less than the time of grace ago.
+        asked: Versions that `Keep` names.
+        leading: Versions that those are built on.
+        recent: Versions that were still needed within the grace period.
         versions: Versions to forget.
-        folds: Keys of folds that start or end at a version that does not stay.
-        keys: All objects to delete, in this order: at any moment the versions that are left can be read.
+        folds: Keys of folds to forget: one of their ends is not kept.
+        keys: All objects to delete, in this order, so that the versions that are left can be read at any moment.
     """
 
     asked: list[Slot]
@@ -66,7 +66,7 @@ class Forgetting:
 
     @property
     def kept(self) -> list[Slot]:
-        """All versions that stay."""
+        """All versions that are kept."""
         return sorted({*self.asked, *self.leading, *self.recent})
 
 
@@ -75,32 +75,30 @@ class Holding:
     """What a channel holds.
 
     Attributes:
-        stored_s: When each record and each fold was stored, by key; 0 where the store does not tell.
-        announced: Versions whose anchor is announced, all of its files being listed -> when it was announced.
-        folds: Keys of all folds.
+        stored_s: When each record and each fold was stored, by key; 0 if the store does not tell.
+        announced: When each version's anchor was announced; only anchors whose files are all there.
     """
 
     records: Records
     stored_s: Mapping[str, float]
     announced: Mapping[Slot, float]
-    folds: Collection[str] = ()
 
     def before(self, time_s: float) -> Holding:
-        """What it held then of what it holds now."""
-        records = {slot: record for slot, record in self.records.items() if was(self.stored_s[slot.key], time_s)}
-        announced = {slot: stored_s for slot, stored_s in self.announced.items() if was(stored_s, time_s)}
-        return Holding(records=records, stored_s=self.stored_s, announced=announced)
+        """The part of it that was stored before a time."""
+        records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
+        announced = {slot: stored_s for slot, stored_s in self.announced.items() if was_stored(stored_s, time_s)}
+        return dataclasses.replace(self, records=records, announced=announced)
 
     def has_anchor(self, slot: Slot) -> bool:
-        """Whether a reader can begin there."""
+        """Whether a reader can start at this version."""
         record = self.records.get(slot)
         return slot in self.announced or (record is not None and record.anchor is not None)
 
     def leading_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
-        """What a reader without any weights goes by, the version first: back to the nearest anchor, or to `passed`.
+        """Yield a version and those that it is built on, back to the nearest anchor or to one in `passed`.
 
         Raises:
-            MissingVersionError: the way ends before.
+            MissingVersionError: a version on the way is missing.
         """
         at: Slot | None = slot
         while at not in passed:
@@ -116,9 +114,9 @@ class Holding:
 
 
 def line(records: Records) -> list[Slot]:
-    """The newest version of the greatest epoch that has one, and all that it follows, newest first.
+    """The newest version of the greatest epoch that has one, and all versions that it follows, newest first.
 
-    Goes on below what was forgotten. Empty if no record of a version can be read.
+    It goes on below versions that were forgotten. Empty if no record of a version can be read.
     """
     readable = (slot for slot, record in records.items() if record is not None and record.is_version)
     newest = max(readable, key=lambda slot: slot.newness, default=None)
@@ -136,7 +134,7 @@ def line(records: Records) -> list[Slot]:
 
 
 def _base(records: Records, slot: Slot) -> Slot | None:
-    """What a version follows; of a damaged one, what is likely."""
+    """The version that another one follows; for a damaged record, the likely one."""
     record = records[slot]
     if record is not None:
         return None if record.base is None else record.base.slot
@@ -144,12 +142,12 @@ def _base(records: Records, slot: Slot) -> Slot | None:
 
 
 def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
-    """Decide what to forget. Seals stay, and so do damaged records that nothing follows in their epoch: they may be seals.
+    """Decide what to forget. Seals are kept, and so is a damaged record at the end of its epoch: it may be a seal.
 
-    What became dispensable after `since_s` stays too: something newer made it so when that was stored. Infinity for nothing.
+    What was still needed at `since_s` is kept too. Infinity keeps nothing for that reason.
 
     Raises:
-        MissingVersionError: a version that stays cannot be read as it is, so that forgetting could only make it worse.
+        MissingVersionError: a version to keep cannot be read, so that forgetting could only make it worse.
     """
     records = holding.records
     asked = _asked(holding, keep)
@@ -157,13 +155,12 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     for slot in asked:
         needed.update(holding.leading_to(slot, needed))
     before = holding.before(since_s)
-    recent = {slot for slot in records if slot not in before.records}
-    past = Holding(records=records, stored_s=holding.stored_s, announced=before.announced)
-    since: set[Slot] = set()
-    for slot in {*_asked(before, keep), *recent}:
+    past = dataclasses.replace(holding, announced=before.announced)
+    was_needed: set[Slot] = set()
+    for slot in {*_asked(before, keep), *(records.keys() - before.records.keys())}:
         with contextlib.suppress(MissingVersionError):
-            since.update(past.leading_to(slot, since))
-    kept = (needed | since) & records.keys()
+            was_needed.update(past.leading_to(slot, was_needed))
+    kept = needed | was_needed
     last = {slot.epoch: slot for slot in sorted(records)}
     gone = {
         slot
@@ -171,7 +168,15 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
         if slot not in kept and (record.is_version if record is not None else last[slot.epoch] != slot)
     }
     versions = {slot for slot, record in records.items() if record is not None and record.is_version} & kept
-    folds = _folds_to_forget(holding, {slot.version for slot in needed | since}, since_s)
+    numbers = {slot.version for slot in kept}
+    folds = {  # by version numbers, because a fold may be damaged; where epochs fork, more are kept than necessary
+        key: span
+        for key, stored_s in holding.stored_s.items()
+        if (span := keys.fold_of(key)) is not None
+        and span.version <= max(numbers, default=0)
+        and not {span.base or span.version, span.version} <= numbers
+        and was_stored(stored_s, since_s)
+    }
     order = [(slot.version, slot.epoch, 1, slot.key) for slot in gone]
     order += [(span.version, "", 0, key) for key, span in folds.items()]
     return Forgetting(
@@ -184,21 +189,8 @@ def forgetting(holding: Holding, keep: Keep, since_s: float) -> Forgetting:
     )
 
 
-def _folds_to_forget(holding: Holding, kept: Collection[int], since_s: float) -> dict[str, keys.Span]:
-    """By numbers: a fold may be damaged, and of forks more than need be stay."""
-    newest = max(kept, default=0)
-    spans = {key: span for key in holding.folds if (span := keys.fold_of(key)) is not None}
-    return {
-        key: span
-        for key, span in spans.items()
-        if span.version <= newest
-        and not {span.base or span.version, span.version}.issubset(kept)
-        and was(holding.stored_s[key], since_s)
-    }
-
-
-def was(stored_s: float, time_s: float) -> bool:
-    """Whether it was there at that time, as far as is known."""
+def was_stored(stored_s: float, time_s: float) -> bool:
+    """Whether an object was there at a time. One whose age is unknown (0) was not, unless the time is infinity."""
     return time_s == math.inf or 0 < stored_s <= time_s
 
 
@@ -208,15 +200,13 @@ def _asked(holding: Holding, keep: Keep) -> set[Slot]:
     if keep.anchors is not None:
         asked.update([slot for slot in versions if holding.has_anchor(slot)][: keep.anchors])
     if keep.step_every is not None:
-        for slot in versions:
-            record = holding.records[slot]
-            if record is not None and record.step is not None and record.step % keep.step_every == 0:
-                asked.add(slot)
+        steps = {slot: record.step for slot in versions if (record := holding.records[slot]) is not None}
+        asked.update(slot for slot, step in steps.items() if step is not None and step % keep.step_every == 0)
     return asked
 
 
 class References:
-    """The files that records and folds, None where damaged, name, and those that an author may still be about to name."""
+    """Which files are named by records and folds (None where damaged), and which may still be named by their author."""
 
     def __init__(self, records: Records, folds: Mapping[str, Record | None]) -> None:
         found = [record for record in (*records.values(), *folds.values()) if record is not None]
@@ -232,17 +222,17 @@ class References:
                 self._damaged.add(Slot(span.version, span.author))
             elif fold.anchor is not None:
                 anchored.append(Slot(span.version, span.author))
-        self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # version of each epoch
-        self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # last anchor of each author
+        self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # newest version of each epoch
+        self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # newest anchor of each author
         self._newest_epoch = max(self._last, default="")
 
     def __contains__(self, key: str) -> bool:
-        """Whether a document names the file, or may: a damaged one in the same slot. All in an anchor's folder is of it."""
+        """Whether a document names a file, or a damaged one of its slot may. An anchor's folder belongs to it as a whole."""
         folder = "/".join(key.split("/")[:2])
         return key in self._keys or folder in self._folders or keys.file_of(key) in self._damaged
 
     def under_way(self, key: str) -> bool:
-        """Whether the author of a file may still name it, however old it is: nobody has succeeded it yet."""
+        """Whether the author of a file may still name it, however old it is: no later writer has published yet."""
         of = keys.file_of(key)
         assert of is not None
         last = self._anchors if key.startswith(keys.ANCHORS) else self._last

@@ -1,10 +1,11 @@
-"""Take a channel elsewhere: copy it to another store, or export one version as a checkpoint directory."""
+"""Copy a channel to another store, or export one version as a checkpoint directory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import uuid
@@ -30,7 +31,7 @@ from deltasync.replicas import Replica
 from deltasync.stores.base import ObjectInfo, Store
 
 Outcome = int | DeltaSyncError | None
-"""Of copying an object: its bytes, what is wrong with it in the source, or None where the target had it."""
+"""What copying one object gave: its bytes, what is wrong with it in the source, or None if the target had it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +40,9 @@ class Copied:
 
     Attributes:
         version: The newest version that was listed.
-        objects, bytes: Stored in the target; head not counted.
-        skipped: Objects that the target had already.
-        problems: Objects that are damaged or missing in the source and were left out.
+        objects, bytes: What was stored in the target, without head.
+        skipped: How many objects the target had already.
+        problems: What is wrong with objects that were left out, because they are damaged or missing in the source.
     """
 
     version: Version | None
@@ -52,23 +53,23 @@ class Copied:
 
     @classmethod
     def of(cls, version: Version | None, done: Sequence[Outcome], problems: Iterable[DeltaSyncError] = ()) -> Self:
-        """From what became of each object; `problems` are of others."""
+        """Count the outcomes of all objects; `problems` are those of objects that were not tried."""
         stored = [each for each in done if isinstance(each, int)]
         wrong = [*problems, *(each for each in done if isinstance(each, DeltaSyncError))]
         return cls(version=version, objects=len(stored), bytes=sum(stored), skipped=done.count(None), problems=wrong)
 
 
 def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) -> Copied:
-    """Copy a channel as it is now, object by object; damaged objects are left out and told.
+    """Copy a channel as it is now, object by object. Damaged objects are left out and reported.
 
     The order is files, folds, records by number, epochs, channel.json, head: a record may need an anchor that only a fold
-    announces. So whenever it is cut short, the target can be read, and running it again goes on. Meanwhile the source may be
-    published to. Do not prune the target meanwhile. Holds a few objects in memory at a time.
+    announces. So the target can be read after an interruption at any point, and running it again goes on. The source may be
+    published to meanwhile; the target must not be pruned. Holds a few objects in memory at a time.
 
     Raises:
         RunMismatchError: the target holds another run.
         ChannelInUseError: the target has versions that the source does not have.
-        ObjectExistsError: the target has an object of another size. Nothing of it was replaced.
+        ObjectExistsError: the target has an object of another size, which was not replaced.
         StoreError: a store failed.
     """
     source.channel()
@@ -86,15 +87,14 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     done = in_parallel(one, parts_first, "files", progress, WHOLE)
     done += in_parallel(one, folds, "folds", progress, WHOLE)
-    for count, item in enumerate(records, start=1):  # one by one: whichever is the newest, what it builds on is there
-        done.append(one(item))
-        progress("records", count, len(records))
+    done += in_parallel(one, records, "records", progress, 1)  # one by one: what the newest one builds on is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
     done += [one(item) for item in (*small, File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))]
     if head is not None:
         target.put(keys.HEAD, head)
-    slots = [slot for slot, found in held.records.items() if found is not None and found.is_version]
-    newest = source.slot(max(slots, key=lambda slot: slot.newness)) if slots else None
+    slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)
+    last = max(slots, key=lambda slot: slot.newness, default=None)
+    newest = None if last is None else source.slot(last)
     return Copied.of(None if newest is None else newest.version, done, held.problems.values())
 
 
@@ -103,7 +103,7 @@ def _file(info: ObjectInfo, sha256: str = "") -> File:
 
 
 def _check_target(source: ChannelReader, target: Store, held: Survey, there: Mapping[str, int]) -> None:
-    """Refuse a target that is something else than an earlier copy."""
+    """Raise unless the target is empty or holds an earlier copy."""
     run_id = source.channel().run_id
     if keys.CHANNEL in there:
         found = ChannelReader(target, source.trusted).channel().run_id
@@ -117,7 +117,7 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
     last = max((slot.newness for slot in held.slots), default=("", 0))
     if strange := [slot for slot in slots if slot.epoch not in known]:
         raise ChannelInUseError(
-            f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not know: somebody published "
+            f"{target.url} has {strange[0].key}, of an epoch that {source.store.url} does not have: somebody published "
             "there. Nothing was copied; choose another target. Are SOURCE and TARGET swapped?"
         )
     if ahead := [slot for slot in slots if slot.newness > last]:
@@ -128,14 +128,14 @@ def _check_target(source: ChannelReader, target: Store, held: Survey, there: Map
 
 
 def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> Outcome:
-    """Store one object, whose `sha256` is empty where nothing names it, in the target, which held `there`: key -> bytes."""
+    """Copy one object, whose `sha256` is empty if nothing names it. `there` is what the target held: key -> bytes."""
     if there.get(item.key) == item.bytes:
         return None
     if item.key in there:
         raise ObjectExistsError(
             f"{target.url} has other bytes at {item.key}. They were left as they are; choose another target, or delete them."
         )
-    data = attempt(lambda: read_object(source, item))
+    data = attempt(functools.partial(read_object, source), item)
     if isinstance(data, DeltaSyncError):
         return data
     target.put(item.key, data)
@@ -143,7 +143,7 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
 
 
 def read_object(source: ChannelReader, item: File) -> bytes:
-    """An object of the source, checked as far as anything tells what it must be."""
+    """Read an object of the source, and check it against its digest or its signature if it has one."""
     if keys.slot_of(item.key) or keys.fold_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
         assert data is not None
@@ -161,18 +161,18 @@ def export(
     shard_bytes: int = 1 << 30,
     progress: Progress = quiet,
 ) -> Version:
-    """Write one version as a checkpoint directory that transformers and vLLM load; every bit is checked.
+    """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load; check every bit.
 
-    The files beside the weights (config, tokenizer) come from the nearest anchor that has any, or the checkpoint that it
-    refers to. The directory appears as a whole, or not at all. Holds the weights once, and one weight file of at most
-    `shard_bytes`, unless a single tensor is larger. Without a `version` it is the newest one.
+    The files beside the weights (config, tokenizer) come from the nearest anchor that has any, or from the checkpoint that
+    it refers to. The directory appears as a whole, or not at all. Holds the weights once, and one weight file of at most
+    `shard_bytes`, unless a single tensor is larger.
 
     Raises:
-        ConfigError: the directory holds something, or cannot be written.
+        ConfigError: the directory is not empty, or cannot be written.
         ChainError, FormatError: the version cannot be read.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is there already and not empty. It was left as it is; choose another directory.")
+        raise ConfigError(f"{directory} exists and is not empty. It was left as it is; choose another directory.")
     directory = directory.absolute()
     replica = Replica(reader)
     progress("weights", 0, 1)
@@ -182,31 +182,24 @@ def export(
     files = companions(reader, replica.identity)
     temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
     try:
-        temporary.mkdir(parents=True)
-        for name, small in files.items():
-            _write(temporary / name, small)
         weights = anchors.weight_files(replica.state_dict(), replica.fingerprints, shard_bytes)
-        for done, (name, data) in enumerate(weights, start=1):
-            _write(temporary / name, data)
+        for done, (name, data) in enumerate(itertools.chain(files.items(), weights), start=1):
+            path = temporary / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
             progress("files written", done, done)
         os.replace(temporary, directory)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}.") from error
     finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
     return replica.identity
 
 
-def _write(path: Path, data: bytes | memoryview) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
-    """What lies beside the weights of an anchor, by name in its folder; empty if no anchor that can be read has anything.
+    """Return the files beside the weights of an anchor, by name; empty if no anchor that can be read has any.
 
-    Announced anchors come first, then those in the log, most of which begin an epoch; of these the nearest to the version.
+    Announced anchors are tried first, then those in records, most of which begin an epoch; of these the nearest first.
     """
 
     def first_of_epochs(slots: Iterable[Slot]) -> list[Slot]:
@@ -216,7 +209,7 @@ def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
         return record.kind != "fold", record.version > version.version, abs(record.version - version.version)
 
     for wanted in (first_of_epochs, list):
-        held = survey(reader, wanted=wanted, wanted_fold=lambda span: span.base == 0)
+        held = survey(reader, wanted=wanted, anchors_only=True)
         for record in sorted(held.whole(), key=distance):
             with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
                 if found := _companions_of(reader, record):

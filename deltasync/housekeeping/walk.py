@@ -1,4 +1,4 @@
-"""What a channel holds: two listings, and the records and folds in them, read a few at a time."""
+"""Survey a channel: list its records and folds, and read their documents with a few threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from deltasync.channel.documents import Record
-from deltasync.channel.keys import Slot, Span
+from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
@@ -18,25 +18,23 @@ from deltasync.stores.base import ObjectInfo
 from deltasync.stores.retries import retried
 
 THREADS, WHOLE = 8, 4
-"""Documents, and whole objects, that are read at the same time."""
-
-_TRIES = 3
+"""How many documents, and how many whole objects, are read at the same time."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 def quiet(what: str, done: int, total: int) -> None:
-    """A `Progress` that tells nobody."""
+    """A `Progress` that does nothing."""
 
 
 def in_parallel(
     action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress, threads: int = THREADS
 ) -> list[_Result]:
-    """`action` of each item, in their order, by a few threads. The first error ends it; nothing is begun after that."""
+    """Return `action` of each item, in order, by a few threads. The first error ends it; no further item is started."""
     results = []
     with contextlib.closing(ahead(action, items, threads)) as found:
         for result in found:
@@ -47,14 +45,15 @@ def in_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What a channel holds, by documents: it tells what to keep, what to copy and what to show.
+    """Records and folds of a channel. Those that were forgotten during the survey are left out.
 
     Attributes:
-        slots: What the store says of each record, ascending; those that were forgotten meanwhile are left out.
-        records: Their documents, None where one is damaged.
-        fold_infos, folds: The same of folds, by key; documents of the wanted ones only.
-        problems: What is wrong with damaged ones, by key.
-        stored: Those that were read as a whole, by key, without their bytes.
+        slots: What the listing says of each record, ascending.
+        records: Document of each record, None where it is damaged.
+        fold_infos: What the listing says of each fold, by key.
+        folds: Document of each fold that was read, None where it is damaged, by key.
+        problems: What is wrong with each damaged object, by key.
+        stored: Objects that were read as a whole, by key, without their bytes.
     """
 
     slots: dict[Slot, ObjectInfo]
@@ -70,13 +69,13 @@ class Survey:
 
 
 def digests(records: Collection[Record]) -> dict[Slot, str]:
-    """Digests of records, as those that follow them name them, and only where these are silent folds."""
+    """Digests of records, as those that build on them name them; where none does, as a fold that leads there names it."""
     ends = {record.slot: record.sha256 for record in records if record.sha256 is not None}
     return ends | {record.base.slot: record.base.sha256 for record in records if record.base is not None}
 
 
 def identities(reader: ChannelReader, held: Survey, slots: Iterable[Slot]) -> dict[Slot, str]:
-    """Digests of these records. What nothing names, above all the newest, is read as a whole."""
+    """Digests of these records. A record that no other one names, such as the newest, is read as a whole."""
     found = digests(held.whole())
     for slot in [slot for slot in slots if slot not in found]:
         with contextlib.suppress(FormatError):
@@ -91,13 +90,13 @@ def survey(
     progress: Progress = quiet,
     *,
     wanted: Callable[[Iterable[Slot]], Iterable[Slot]] = list,
-    wanted_fold: Callable[[Span], bool] = lambda _: True,
+    anchors_only: bool = False,
     whole: bool = False,
 ) -> Survey:
     """List records and folds, and read their documents.
 
-    `wanted`, given all slots, ascending, and `wanted_fold` pick those whose documents are needed. With `whole` all of each
-    object is read; otherwise only the document at its end, which is held to no digest.
+    `wanted` picks from all slots, ascending, those whose documents to read; `anchors_only` those folds that announce an
+    anchor. With `whole` each object is read as a whole; otherwise only the document at its end, without checking its digest.
 
     Raises:
         NotPublishedError: there is no channel.
@@ -109,12 +108,11 @@ def survey(
     reader.channel()
     listed = dict(reader.slots())
     slots = {slot: listed[slot] for slot in wanted(listed)}
-    spans = {info.key: (span, info) for span, info in reader.folds()}
-    folds = {key: info for key, (span, info) in spans.items() if wanted_fold(span)}
-    infos = [*slots.values(), *folds.values()]
-    threads = WHOLE if whole else THREADS
-    results = in_parallel(lambda info: attempt(lambda: read(info)), infos, "records", progress, threads)
-    read_of = dict(zip([info.key for info in infos], results, strict=True))
+    spans = reader.folds()
+    folds = [info for span, info in spans if not anchors_only or span.base == 0]
+    infos = [*slots.values(), *folds]
+    results = in_parallel(lambda info: attempt(read, info), infos, "records", progress, WHOLE if whole else THREADS)
+    read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
     stored = {key: found for key, found in read_of.items() if isinstance(found, Stored)}
     documents = {key: found for key, found in read_of.items() if isinstance(found, Record)}
@@ -122,19 +120,21 @@ def survey(
     return Survey(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
-        fold_infos={key: info for key, (_, info) in spans.items() if key not in gone},
-        folds={key: documents.get(key) for key in folds if key not in gone},
+        fold_infos={info.key: info for _, info in spans if info.key not in gone},
+        folds={info.key: documents.get(info.key) for info in folds if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,
     )
 
 
-def attempt(read: Callable[[], _Result]) -> _Result | FormatError | MissingVersionError | ObjectMissingError:
-    """What `read` returns, or what is wrong with the object.
+def attempt(
+    read: Callable[[_Item], _Result], item: _Item
+) -> _Result | FormatError | MissingVersionError | ObjectMissingError:
+    """Return what `read` returns for an item, or the error that says what is wrong with the object.
 
-    Asked for again after errors that may pass: of many objects one would often fail, and all would be read in vain.
+    Errors that may pass are retried: of many objects one would often fail, and all would have been read in vain.
     """
     try:
-        return retried(read, _TRIES - 1, passing=(TransientStoreError, FormatError), level=logging.DEBUG)
+        return retried(lambda: read(item), 2, passing=(TransientStoreError, FormatError), level=logging.DEBUG)
     except (FormatError, MissingVersionError, ObjectMissingError) as error:
         return error

@@ -425,7 +425,8 @@ def _wrong_fold(store: Store) -> None:
     encoder.add(reader.specs["w"], index_K[1:], step_K[1:], new, f"{cpu.fingerprint(fingerprint.tensor_key('w'), new):016x}")
     two, six = reader.numbered(2).version, reader.numbered(6)
     delta = Delta(codec="packed", changed=index_K.size - 1)
-    made = folds.encode_fold(reader, two, six.version, delta, encoder.finish(6, 2), {"w": 0, "ids": 0}, None)
+    prints, author = {"w": 0, "ids": 0}, keys.new_author()
+    made = folds.encode_fold(reader, two, six.version, encoder.finish(6, 2), prints, None, author, delta=delta)
     assert made.data is not None
     right = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
     payload = encoder.finish(6, 2)

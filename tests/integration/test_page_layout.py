@@ -99,7 +99,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         stored_bytes=98_765_432_100,
         storage_usd=2.5,
         traffic_usd=12.3,
-        notes=["Each replica is taken to have fetched every delta up to its version once, and nothing else."],
+        notes=["Each replica is assumed to have fetched every delta up to its version once, and nothing else."],
     )
     return Snapshot(
         url="s3://a-bucket-with-a-long-name/and/a/prefix/run-2026-11-23",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import io
 import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,18 +18,19 @@ from rich.console import Console
 
 from deltasync import Publisher, codec, housekeeping, open_store
 from deltasync.channel import heartbeat, keys, payloads
+from deltasync.channel.documents import Anchor, Delta, File, Record
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.channel.record import Stored as StoredRecord
+from deltasync.channel.record import Stored
 from deltasync.cli import watch
 from deltasync.config import Retention
 from deltasync.dashboard import Observer, PageServer, page
-from deltasync.dashboard.costs import RATES, Stored, estimate
+from deltasync.dashboard.costs import RATES, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
 from deltasync.housekeeping import Keep
 from deltasync.stores import ObjectInfo
-from tests.channels import RUN, filled, states_of
+from tests.channels import EPOCH, RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
 
 SHAPES = {
@@ -105,7 +106,7 @@ def test_layer_of_a_tensor(name: str, layer: str) -> None:
     assert layer_of(name) == layer
 
 
-def records(store: FaultyStore) -> dict[int, StoredRecord]:
+def records(store: FaultyStore) -> dict[int, Stored]:
     reader = ChannelReader(store.inner)
     return {slot.version: reader.numbered(slot.version) for slot, _ in reader.slots()}
 
@@ -356,16 +357,24 @@ def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: di
 def test_costs_add_up() -> None:
     hour_ago = time.time() - 3600
     gigabyte = 10**9
-    stored = [Stored(kind="delta", version=version, payload_bytes=gigabyte, objects=1) for version in (1, 2, 3)]
-    stored[0] = dataclasses.replace(stored[0], objects=0)  # in its record
-    stored.append(Stored(kind="anchor", version=1, payload_bytes=10 * gigabyte, objects=2))
-    stored.append(Stored(kind="fold", version=3, payload_bytes=2 * gigabyte, objects=1))
+
+    def record_of(kind: str, version: int, delta: Delta | None = None, **more: Any) -> Record:
+        created_at = "2026-11-22T00:00:00+00:00"
+        return Record(run_id="r", kind=kind, version=version, epoch=EPOCH, created_at=created_at, delta=delta, **more)
+
+    part, file = (File(key=key, bytes=size, sha256="0" * 64) for key, size in (("p", gigabyte), ("f", 10 * gigabyte)))
+    stored = [record_of("delta", version, Delta(codec="packed", changed=1, parts=[part])) for version in (2, 3)]
+    stored.append(record_of("delta", 1, Delta(codec="packed", changed=1), body_bytes=gigabyte))  # in its record
+    stored.append(record_of("fold", 1, anchor=Anchor(files=[file])))
+    stored.append(record_of("fold", 3, Delta(codec="packed", changed=1), body_bytes=2 * gigabyte))
+    stored.append(record_of("seal", 4))
     held = [ObjectInfo("a", 13 * gigabyte, hour_ago), ObjectInfo("b", gigabyte)]  # of the last the store tells no time
     beats = [
         Heartbeat(replica_id=name, run_id="r", version=version, state="serving", time_s=hour_ago + 3600)
         for name, version in (("a", 3), ("b", 1))
     ]
-    costs = estimate("s3://bucket/run", stored, held, 3, beats, hour_ago, hour_ago + 3600)
+    times: dict[str, Any] = {"newest": 3, "created_s": hour_ago, "now_s": hour_ago + 3600}
+    costs = estimate("s3://bucket/run", stored, held, beats, **times)
     rows = {row.what: row for row in costs.rows}
     assert {what: (row.times, row.requests) for what, row in rows.items()} == {
         "deltas, upload": (3, 2),
@@ -384,8 +393,8 @@ def test_costs_add_up() -> None:
     requests_usd = (2 + 2 + 1 + 9 + 720) * 0.005 / 1000 + (6 + 7280) * 0.0004 / 1000
     assert costs.usd == pytest.approx(requests_usd + 14 * 0.023 / 730)
     for url in ("file:///run", "hf://buckets/a/b/run", "s3://bucket/run?endpoint=http://localhost:1"):
-        assert estimate(url, stored, held, 3, beats, hour_ago, hour_ago + 3600).usd is None
-    costs = estimate("file:///run", stored, held, 3, beats, hour_ago, hour_ago + 3600)
+        assert estimate(url, stored, held, beats, **times).usd is None
+    costs = estimate("file:///run", stored, held, beats, **times)
     assert sum(row.requests for row in costs.rows) == 0
 
 

@@ -65,7 +65,6 @@ def _holding(
         records=records,
         stored_s=times,
         announced={slot: times.get(keys.fold(0, slot.version, slot.epoch), 1.0) for slot in announced},
-        folds=folds,
     )
 
 
@@ -301,4 +300,4 @@ def test_the_files_of_a_damaged_record_stay() -> None:
     [(1.0, 3600, True), (6400.0, 3600, True), (6401.0, 3600, False), (0.0, 3600, False), (0.0, 0, True), (1e9, 0, True)],
 )
 def test_what_is_old(modified_s: float, grace_s: float, old: bool) -> None:
-    assert retention.was(modified_s, math.inf if grace_s <= 0 else 10_000.0 - grace_s) == old
+    assert retention.was_stored(modified_s, math.inf if grace_s <= 0 else 10_000.0 - grace_s) == old
