@@ -1,9 +1,9 @@
-"""`s3://bucket/prefix` and every server that speaks S3; `gs://` and `az://` by the same adapter.
+"""`s3://`, for every server that speaks S3, and `gs://` and `az://`.
 
-Time and retries of one call: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
-upload (`_REPLY_WITHIN`). The client itself tries three times at most, 0.1 and 0.2 s apart, within a minute: 5xx, 429, 408,
-and dropped connections and timeouts of reads. More than that is the caller's: the uploader tries again as
-`PublisherSettings.retries` says, a follower at its next look at head.
+Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
+upload (`_REPLY_WITHIN`). The client makes at most three attempts within a minute, 0.1 and 0.2 s apart, after 5xx, 429, 408,
+dropped connections and read timeouts. Further retries are the caller's: of an uploader `PublisherSettings.retries`, of a
+replica its next poll.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 
-# Largest body of a request, and the seconds within which it is sent and the reply begins.
+# Largest body of a request, and the seconds in which it must be sent and the reply begin.
 _REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
 
 _RETRIES: RetryConfig = {
@@ -57,10 +57,10 @@ class Place:
 class CloudStore(ObstoreStore):
     """The bucket at an `s3://`, `gs://` or `az://` URL, as `open_store` describes it.
 
-    The client is created on first use, so that the store may be opened before a fork, and pickled.
+    Clients are created on first use, so that the store can be pickled, and opened before a fork.
 
     Raises:
-        ConfigError: the URL is not of that form.
+        ConfigError: the URL has another form.
     """
 
     def __init__(self, url: str) -> None:
@@ -69,20 +69,19 @@ class CloudStore(ObstoreStore):
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
     def client(self, upload_bytes: int = 0) -> ObjectStore:
-        within_s = next((limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes), 900)
-        return self._client(within_s)
+        return self._client(next(limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes))
 
     def once_client(self) -> ObjectStore:
-        """See `ObstoreStore.once_client`: a client of its own, so that a request makes it ready."""
+        """See `ObstoreStore.once_client`. A request connects this client of its own first."""
         client = self._client(REQUEST_S, once=True)
         with contextlib.suppress(BaseError, FileNotFoundError):
             obstore.list(client, prefix="probe").collect()
         return client
 
     def _client(self, within_s: float, once: bool = False) -> ObjectStore:
-        mark_process(alone=True)
+        mark_process(needs_threads=True)
         if (within_s, once) not in self._clients:
-            # Two threads may both do so; the second one wins.
+            # Two threads may both do this; the second client stays.
             self._clients[within_s, once] = _connect(self._to, within_s, once)
         return self._clients[within_s, once]
 
@@ -91,7 +90,7 @@ class CloudStore(ObstoreStore):
 
 
 def parse(url: str) -> Place:
-    """The parts of a URL. See `CloudStore`."""
+    """Parse a URL; raise ConfigError as `CloudStore` does."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
@@ -108,9 +107,9 @@ def parse(url: str) -> Place:
         if name not in known:
             shown = f"{name}=" if re.fullmatch(r"[a-z_]{1,24}", name) else "(not shown)"  # it may be a secret
             if "key" in name or "token" in name or "secret" in name:
-                raise ConfigError(f"A channel URL holds no credentials ({shown}); set the variables of the environment.")
+                raise ConfigError(f"A channel URL holds no credentials ({shown}); set environment variables.")
             raise ConfigError(
-                f"Unknown option {shown} in a channel URL; {parts.scheme}:// knows {', '.join(known) or 'none'}."
+                f"Unknown option {shown} in a channel URL; options of {parts.scheme}:// are: {', '.join(known) or 'none'}."
             )
     return Place(
         scheme=parts.scheme,
@@ -129,7 +128,9 @@ def _endpoint(text: str | None) -> str | None:
         return None
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
-        raise ConfigError("endpoint= in a channel URL is https://host, with a port and a path if need be, or http://host.")
+        raise ConfigError(
+            "endpoint= in a channel URL must be https://host or http://host, with a port and a path if needed."
+        )
     return text.rstrip("/")
 
 
@@ -142,11 +143,11 @@ def _flag(options: dict[str, str], name: str) -> bool:
 def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=10),
-        # In obstore this one also covers sending the request, and is then the longest wait for a piece of the reply.
+        # In obstore this limit covers sending the request until the reply begins, and then each piece of the reply.
         "read_timeout": timedelta(seconds=within_s),
         "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
         "pool_idle_timeout": timedelta(minutes=5),  # versions may be minutes apart
-        # Without endpoint= it is the environment that may say http://.
+        # Without endpoint=, the environment may name an http:// server.
         "allow_http": place.endpoint is None or place.endpoint.startswith("http://"),
     }
     common: dict[str, Any] = {
@@ -180,7 +181,7 @@ def _s3_config(place: Place) -> S3Config:
 
 
 def _credentials(place: Place) -> S3CredentialProvider | None:
-    """Those of a profile; None where obstore finds them: keys, web identity, container or instance role."""
+    """A profile's credentials; None if obstore has to find them: keys, web identity, container or instance role."""
     profile = place.profile
     if profile is None and "AWS_ACCESS_KEY_ID" not in os.environ:
         profile = os.environ.get("AWS_PROFILE")
