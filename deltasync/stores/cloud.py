@@ -65,7 +65,7 @@ class CloudStore(ObstoreStore):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._to = parse(url)
+        self._parsed = parse(url)
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
     def client(self, upload_bytes: int = 0) -> ObjectStore:
@@ -82,7 +82,7 @@ class CloudStore(ObstoreStore):
         mark_process(needs_threads=True)
         if (within_s, once) not in self._clients:
             # Two threads may both do this; the second client stays.
-            self._clients[within_s, once] = _connect(self._to, within_s, once)
+            self._clients[within_s, once] = _connect(self._parsed, within_s, once)
         return self._clients[within_s, once]
 
     def __getstate__(self) -> dict[str, object]:
@@ -103,7 +103,7 @@ def parse(url: str) -> Place:
         check_key(prefix)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     known = _OPTIONS if parts.scheme == "s3" else ()
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             shown = f"{name}=" if re.fullmatch(r"[a-z_]{1,24}", name) else "(not shown)"  # it may be a secret
             if "key" in name or "token" in name or "secret" in name:
@@ -111,33 +111,32 @@ def parse(url: str) -> Place:
             raise ConfigError(
                 f"Unknown option {shown} in a channel URL; options of {parts.scheme}:// are: {', '.join(known) or 'none'}."
             )
+        if name in ("virtual_hosted", "anonymous") and value not in ("0", "1"):
+            raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
+    endpoint = options.get("endpoint")
+    if endpoint is not None and not _is_endpoint(endpoint):
+        raise ConfigError(
+            "endpoint= in a channel URL must be https://host or http://host, with a port and a path if needed."
+        )
     return Place(
         scheme=parts.scheme,
         bucket=parts.netloc,
         prefix=prefix,
-        endpoint=_endpoint(options.get("endpoint")),
+        endpoint=endpoint and endpoint.rstrip("/"),
         region=options.get("region"),
-        virtual_hosted=_flag(options, "virtual_hosted"),
+        virtual_hosted=options.get("virtual_hosted") == "1",
         profile=options.get("profile"),
-        anonymous=_flag(options, "anonymous"),
+        anonymous=options.get("anonymous") == "1",
     )
 
 
-def _endpoint(text: str | None) -> str | None:
-    if text is None:
-        return None
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
-        raise ConfigError(
-            "endpoint= in a channel URL must be https://host or http://host, with a port and a path if needed."
-        )
-    return text.rstrip("/")
-
-
-def _flag(options: dict[str, str], name: str) -> bool:
-    if options.get(name, "0") not in ("0", "1"):
-        raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
-    return options.get(name) == "1"
+def _is_endpoint(url: str) -> bool:
+    parts = urlsplit(url)
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and not ("@" in parts.netloc or parts.query or parts.fragment)
+    )
 
 
 def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
