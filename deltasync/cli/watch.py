@@ -1,4 +1,4 @@
-"""`deltasync watch | dashboard`: a run in the terminal or as a page, from its channel alone."""
+"""`deltasync watch | dashboard`: show a run, from its channel alone, in the terminal or as a web page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 from rich.filesize import decimal as size_of
 
 from deltasync.cli.options import channel_command, interval, timeout
-from deltasync.cli.output import cell, count, echo, echo_json, table, with_bars
+from deltasync.cli.output import cell, count, echo, echo_json, table, text_of, with_bars
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,16 +28,15 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 
 
 @channel_command("watch", "One JSON object per change.")
-@click.option("--once", is_flag=True, help="Show what is there and exit.")
+@click.option("--once", is_flag=True, help="Show the channel once and exit.")
 @interval
 @timeout
-@click.option(
-    "--last", type=click.IntRange(min=1), default=100, show_default=True, help="Versions to begin with, the newest."
-)
+@click.option("--last", type=click.IntRange(min=1), default=100, show_default=True, help="Start with the newest N versions.")
 def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
-    """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
+    """Watch CHANNEL live: its versions, folds, replicas and cost.
 
-    Not on a terminal: one line per change. Reads documents and heartbeats only. Ends with Ctrl-C, or as the options say.
+    If the output is not a terminal, one line is printed for each change. Only documents and heartbeats are read. Ends with
+    Ctrl-C, or as the options say.
     """
     from rich.console import Console
     from rich.live import Live
@@ -46,7 +45,7 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
     from deltasync.errors import DeltaSyncError
 
     if once:
-        reader.channel()  # nothing to show is a mistake in the URL
+        reader.channel()  # raises if there is none: the URL is probably wrong
     observer = Observer(reader.store, last=last, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
     before: Snapshot | None = None
@@ -75,12 +74,12 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
 
 
 def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]]:
-    """What is new since the snapshot before, oldest first; everything if there is none."""
+    """Yield what is new since the snapshot before, oldest first; everything if that is None."""
     if before is None and found.newest_version is None:
         yield {"event": "waiting", "channel": found.url}
     seen = {} if before is None else dict(_events(before))
     for identity, event in _events(found):
-        # A version tells of its anchor itself; an anchor by itself is one that was announced later.
+        # The event of a version includes its anchor. Only an anchor that was announced later is an event of its own.
         if identity not in seen and (event["event"] != "anchor" or ("version", event["version"]) in seen):
             yield event
     if before is not None and found.forgotten > before.forgotten:
@@ -107,50 +106,53 @@ def _events(found: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def named(version: int, sha256: str | None, step: int | None = None) -> str:
-    """`version 7 (41d2cb0e8f0a, step 70)`."""
-    beside = ", ".join([*([sha256[:12]] if sha256 else []), *([] if step is None else [f"step {step}"])])
-    return f"version {version} ({beside})" if beside else f"version {version}"
+    """Return a text such as `version 7 (41d2cb0e8f0a, step 70)`."""
+    details = ", ".join([*([sha256[:12]] if sha256 else []), *([] if step is None else [f"step {step}"])])
+    return f"version {version} ({details})" if details else f"version {version}"
 
 
 def sentence(change: dict[str, Any]) -> str:
-    """A change as a line for people."""
-    match what := change["event"]:
+    """Return a change as a line for people."""
+    match kind := change["event"]:
         case "waiting":
             return f"{change['channel']}: waiting for the first version"
         case "version":
-            said = _version(change)
+            text = _version(change)
         case "anchor":
-            said = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+            text = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
         case "fold":
-            said = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+            text = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
         case "replica":
-            said = _replica(change)
+            text = _replica(change)
         case "forgotten":
-            said = f"{count(change['count'], 'version')} forgotten, {change['left']} left"
+            text = f"{count(change['count'], 'version')} forgotten, {change['left']} left"
         case _:
-            said = f"{what}: {change[what]}"
-    return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {said}"
+            text = f"{kind}: {change[kind]}"
+    return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {text}"
 
 
 def _version(change: dict[str, Any]) -> str:
     sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
     payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
-    changed = "" if change["changed_fraction"] is None else f", {change['changed_fraction']:.3%} changed"
+    changed = text_of(change["changed_fraction"], ", {:.3%} changed".format)
     return f"{named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
 
 
 def _replica(change: dict[str, Any]) -> str:
-    live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
-    error = "" if change["error"] is None else f": {change['error']}"
-    behind = f", {change['behind']} behind" if change["behind"] else ""
     serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
-    strange = ", which is another than the channel's" if change["strange"] else ""
-    pin = "" if change["pin"] is None else f", pinned to {change['pin']}"
-    return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{pin}{live}{error}"
+    parts = [
+        f"replica {change['replica_id']}: {change['state']}, {serves}",
+        ", which is another than the channel's" if change["strange"] else "",
+        f", {change['behind']} behind" if change["behind"] else "",
+        text_of(change["pin"], ", pinned to {}".format),
+        "" if change["live"] else f", last heard of {duration(change['age_s'])} ago",
+        text_of(change["error"], ": {}".format),
+    ]
+    return "".join(parts)
 
 
 def screen(found: Snapshot) -> RenderableType:
-    """All of it, for a terminal."""
+    """Return the whole snapshot for a terminal."""
     from rich.console import Group
 
     parts: list[RenderableType] = [cell(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
@@ -185,11 +187,11 @@ def _versions(found: Snapshot) -> RenderableType:
         shown.add_row(
             str(row.version),
             (row.sha256 or "")[:12],
-            "" if row.step is None else str(row.step),
+            text_of(row.step),
             duration(found.time_s - row.created_s),
             "" if row.changed is None else f"{row.changed / max(found.element_count, 1):.4%}",
-            "" if row.delta_bytes is None else size_of(row.delta_bytes),
-            row.kind if row.kind == "reference" else "" if row.anchor_bytes is None else size_of(row.anchor_bytes),
+            text_of(row.delta_bytes, size_of),
+            row.kind if row.kind == "reference" else text_of(row.anchor_bytes, size_of),
             ", ".join(folds.get(row.version, [])),
         )
     return shown
@@ -207,10 +209,10 @@ def _replicas(found: Snapshot) -> RenderableType:
             cell(row.replica_id),
             cell(state if row.pin is None else f"{state}, pinned to {row.pin}", _COLOURS.get(state, "yellow")),
             "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
-            "" if row.behind is None else str(row.behind),
-            "" if row.lag_s is None else duration(row.lag_s),
+            text_of(row.behind),
+            text_of(row.lag_s, duration),
             f"{duration(row.age_s)} ago",
-            cell(row.error or ""),
+            cell(text_of(row.error)),
         )
     return shown
 
@@ -229,13 +231,13 @@ def _cost(found: Snapshot) -> str:
 
 
 def sparkline(numbers: list[int]) -> str:
-    """A bar for each number, from 0 to the greatest."""
+    """Return a bar for each number, scaled from 0 to the greatest."""
     most = max(numbers, default=0) or 1
     return "".join(_BARS[round((len(_BARS) - 1) * number / most)] for number in numbers)
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `5 min`, `3.2 h`."""
+    """Return a text such as `0.4 s`, `12 s`, `5 min` or `3.2 h`."""
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     if seconds < 120:
@@ -244,15 +246,21 @@ def duration(seconds: float) -> str:
 
 
 @channel_command("dashboard")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file, and exit.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="On 127.0.0.1; 0 for any.")
-@interval
-@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Versions to show, the newest.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
 @click.option(
-    "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Versions to show per-layer changes for."
+    "--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port on 127.0.0.1; 0 for a free one."
+)
+@interval
+@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Show the newest N versions.")
+@click.option(
+    "--heat",
+    type=click.IntRange(min=0),
+    default=200,
+    show_default=True,
+    help="Show the changes of each layer for the newest N versions.",
 )
 def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
-    """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
+    """Show CHANNEL as a web page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
 
     Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
     """
@@ -260,7 +268,7 @@ def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: fl
 
     observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
     if out is not None:
-        reader.channel()  # a page of nothing is a mistake in the URL
+        reader.channel()  # raises if there is none: the URL is probably wrong
         with_bars(observer.look)
         with_bars(observer.read_headers, heat)
         out.write_bytes(page(observer.snapshot()))
