@@ -110,13 +110,28 @@ class CachedStore(WrappedStore):
             if cached is not None:
                 return cached
             data = self._download(key, check, most_bytes, known)
-            self._keep(sha256, data)
+            self.keep(sha256, data)
         return data
 
     def keep(self, sha256: str, data: bytes) -> None:
-        """Add an object that was read in another way. Its digest is not checked here, but at each use."""
-        if time.monotonic() >= self._off_until:
-            self._keep(sha256, data)
+        """Add an object. Its digest is not checked here, but at each use.
+
+        The file is not synced: after a power failure, that check detects damage.
+        """
+        if time.monotonic() < self._off_until or len(data) > self._limit_bytes:
+            return
+        temporary = f".{sha256}.tmp"
+        with self._lock("store", _STORE_S) as folder:
+            if folder is None:
+                return
+            try:
+                self._make_room(folder, len(data))
+                _write(folder, temporary, data)
+                os.replace(temporary, sha256, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as error:
+                self._give_up(error)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
 
     def _download(self, key: str, check: Check, most_bytes: int, known: ObjectInfo | None) -> bytes:
         data = self.inner.read(key, most_bytes, known)
@@ -154,21 +169,6 @@ class CachedStore(WrappedStore):
         except OSError as error:
             self._give_up(error)
         return None
-
-    def _keep(self, name: str, data: bytes) -> None:
-        """Add a file. It is not synced: after a power failure its check detects damage."""
-        temporary = f".{name}.tmp"
-        with self._lock("store", _STORE_S) as folder:
-            if folder is None or len(data) > self._limit_bytes:
-                return
-            try:
-                self._make_room(folder, len(data))
-                _write(folder, temporary, data)
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError as error:
-                self._give_up(error)
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
 
     def _make_room(self, folder: int, size: int) -> None:
         """Delete the least recently read files until `size` bytes fit in. The caller holds .lock-store."""

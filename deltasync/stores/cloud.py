@@ -8,7 +8,6 @@ replica its next poll.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -16,7 +15,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -68,22 +66,14 @@ class CloudStore(ObstoreStore):
         self._parsed = parse(url)
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
-    def client(self, upload_bytes: int = 0) -> ObjectStore:
-        return self._client(next(limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes))
-
-    def once_client(self) -> ObjectStore:
-        """See `ObstoreStore.once_client`. A request connects this client of its own first."""
-        client = self._client(REQUEST_S, once=True)
-        with contextlib.suppress(BaseError, FileNotFoundError):
-            obstore.list(client, prefix="probe").collect()
-        return client
-
-    def _client(self, within_s: float, once: bool = False) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
         mark_process(needs_threads=True)
-        if (within_s, once) not in self._clients:
+        allowed_s = next(limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes)
+        key = (REQUEST_S if once else allowed_s, once)
+        if key not in self._clients:
             # Two threads may both do this; the second client stays.
-            self._clients[within_s, once] = _connect(self._parsed, within_s, once)
-        return self._clients[within_s, once]
+            self._clients[key] = _connect(self._parsed, *key)
+        return self._clients[key]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_clients": {}}

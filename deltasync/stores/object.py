@@ -53,14 +53,10 @@ class ObstoreStore:
         self.url = url
         self._opened = client
 
-    def client(self, upload_bytes: int = 0) -> ObjectStore:
-        """Return the client for requests with a body of at most this size."""
+    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
+        """Return the client for a body of this size. With `once`, it does not retry and gives up after `REQUEST_S`."""
         mark_process()
         return self._opened
-
-    def once_client(self) -> ObjectStore:
-        """Return a connected client, with credentials, that sends a request once and gives it up after `REQUEST_S`."""
-        return self.client()
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one put with If-None-Match, whatever the size."""
@@ -69,8 +65,10 @@ class ObstoreStore:
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         with self._sending(key, len(data)):
-            client = self.client(len(data)) if guard is None else self.once_client()
+            client = self.client(len(data), once=guard is not None)
         if guard is not None:
+            with contextlib.suppress(obstore_errors.BaseError, FileNotFoundError):
+                obstore.list(client, prefix="probe").collect()  # connects, and fetches credentials
             guard()
         with self._mapped(key):
             obstore.put(client, key, data, mode="overwrite", use_multipart=False)
@@ -162,7 +160,7 @@ class PortableStore(ObstoreStore):
         self._root = root
         self._local: ObjectStore | None = None
 
-    def client(self, upload_bytes: int = 0) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
         """See `ObstoreStore.client`."""
         if self._local is None:
             self._local = LocalStore(self._root, mkdir=True, automatic_cleanup=True)
