@@ -31,7 +31,7 @@ class _Parameters(click.ParamType[float]):
         return float(match[1]) * _SCALE[match[2]]
 
 
-@channel_command("doctor", "The findings as JSON.")
+@channel_command("The findings as JSON.")
 @click.option(
     "--model", type=_Parameters(), default="8B", show_default=True, help="Size of the model, to estimate transfer times."
 )

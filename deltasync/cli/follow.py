@@ -25,7 +25,7 @@ class _News(threading.Event):
 
     _info: ObjectInfo | None = None
 
-    def tell(self, info: ObjectInfo | None) -> None:
+    def report(self, info: ObjectInfo | None) -> None:
         """Callback for `Poll`."""
         self._info = info
         self.set()
@@ -37,7 +37,7 @@ class _News(threading.Event):
         return info
 
 
-@channel_command("follow", "One JSON object per version.")
+@channel_command("One JSON object per version.")
 @click.option("--once", is_flag=True, help="Go to the newest version and exit.")
 @click.option(
     "--pin", "where", metavar="WHERE", help="Take only some versions, see `deltasync pin`. Default: DELTASYNC_PIN."
@@ -90,11 +90,11 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
                 raise waiting
             return
         if poll is None:
-            poll = Poll(reader.store, settings.poll_interval_s, news.tell)
+            poll = Poll(reader.store, settings.poll_interval_s, news.report)
         news.wait(poll.delay_s(identity != before, settled=not failed))
 
 
-@channel_command("relay", "One JSON object per step that copied something.", metavar="SOURCE")
+@channel_command("One JSON object per step that copied something.", metavar="SOURCE")
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option("--once", is_flag=True, help="Copy what there is and exit, like `cp`.")
 def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: bool) -> None:
@@ -119,7 +119,7 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
         copied = with_bars(relay.step)
         sys.exit(0 if copied is None else show(copied))
     last_error, news = "", _News()
-    with Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, news.tell) as poll:
+    with Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, news.report) as poll:
         while True:
             known, copied, failed = news.take(), None, False
             try:

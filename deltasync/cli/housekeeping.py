@@ -26,7 +26,7 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
     return {"error": type(error).__name__, "exit_code": error.exit_code, "message": str(error)}
 
 
-@channel_command("check", "The report as JSON.")
+@channel_command("The report as JSON.")
 @click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold. Slow.")
 def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     """Check that CHANNEL is complete. Every problem is printed on a line of its own; nothing is repaired.
@@ -63,7 +63,7 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     sys.exit(report.exit_code)
 
 
-@channel_command("repair", "What was done as JSON.", signs=True)
+@channel_command("What was done as JSON.", signs=True)
 @click.option("--from", "source", metavar="URL|DIR", help="A copy of the channel, or a directory of files named by sha256.")
 @click.option("--no-replay", is_flag=True, help="Compare digests only; do not apply every version.")
 def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
@@ -90,7 +90,7 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
     sys.exit(repaired.exit_code)
 
 
-@channel_command("forget", "The versions as JSON.")
+@channel_command("The versions as JSON.")
 @click.option("--keep-last", "last", type=_COUNT, help="Keep the newest N versions.")
 @click.option("--keep-anchors", "anchors", type=_COUNT, help="Keep the newest N versions with an anchor.")
 @click.option("--keep-step-every", "step_every", type=_COUNT, help="Keep versions whose trainer step is a multiple of N.")
@@ -122,7 +122,7 @@ def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, 
     field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{folds}")
 
 
-@channel_command("prune", "The objects as JSON.")
+@channel_command("The objects as JSON.")
 @grace("Keep files newer than this, for replicas that still read them. 90s, 30m, 1h, 7d.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; change nothing.")
 def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
@@ -153,7 +153,7 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
         field(deleted, count(len(pruned.heartbeats), "stale heartbeat"))
 
 
-@channel_command("fold", "The fold's document as JSON, with its key and digest.", signs=True)
+@channel_command("The fold's document as JSON, with its key and digest.", signs=True)
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
 @click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
@@ -184,7 +184,7 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
     return int(value)
 
 
-@channel_command("export", "Version and files as JSON.")
+@channel_command("Version and files as JSON.")
 @click.argument("version", callback=number_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
 def export(reader: ChannelReader, version: int | None, directory: Path, as_json: bool) -> None:
@@ -206,7 +206,7 @@ def export(reader: ChannelReader, version: int | None, directory: Path, as_json:
         )
 
 
-@channel_command("cp", "What was copied as JSON.", metavar="SOURCE")
+@channel_command("What was copied as JSON.", metavar="SOURCE")
 @click.argument("target")
 def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     """Copy the channel SOURCE to the URL TARGET: every version, anchor and fold. Every digest is checked.

@@ -26,12 +26,11 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def channel_command(
-    name: str, json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
+    json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command from a function. Its first argument is a `ChannelReader` of the channel that the user names.
+    """Make a command from a function of its name, whose first argument is a `ChannelReader` of the channel.
 
     Args:
-        name: The command's name.
         json_help: Help of `--json`, which the function gets as `as_json`; None for a command without it.
         signs: Whether the command adds to the channel. The function then gets a `signer`, None without a key.
         metavar: Name of the channel in the help.
@@ -52,7 +51,7 @@ def channel_command(
                 trusted = trusted_keys if signer is None else signer.trusted
             function(ChannelReader(open_store(channel), trusted), **options)
 
-        command = click.command(name)(run)
+        command = click.command()(run)
         command.params.insert(0, click.Argument(["channel"], metavar=metavar))
         command.params += [*([_SIGNING_KEY] if signs else []), TRUSTED_KEYS]
         if json_help is not None:

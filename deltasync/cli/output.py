@@ -84,13 +84,13 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
     with bars as shown:
         tasks = {name: shown.add_task(name, total=None)}
 
-        def tell(what: str, done: int, total: int) -> None:
+        def show_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 shown.update(tasks[name], visible=False)
                 tasks[what] = shown.add_task(what, total=total)
             shown.update(tasks[what], completed=done, total=total)
 
-        return action(*arguments, progress=tell, **options)
+        return action(*arguments, progress=show_progress, **options)
 
 
 def show_copied(copied: Copied, as_json: bool, line: str) -> int:

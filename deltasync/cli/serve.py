@@ -135,15 +135,15 @@ def router(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: P
     """
     from deltasync.deploy.router import servers, write
 
-    found = servers(replicas, ca_file)
+    backends = servers(replicas, ca_file)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        echo(str(write(out, found)))
+        echo(str(write(out, backends)))
         return
     if shutil.which("haproxy") is None:
         raise ConfigError("HAProxy is not installed. On Debian or Ubuntu: apt-get install haproxy.")
     check_port(host, port)
-    file = write(Path(tempfile.mkdtemp(prefix="deltasync-router-")), found)
+    file = write(Path(tempfile.mkdtemp(prefix="deltasync-router-")), backends)
     env = {name: value for name, value in os.environ.items() if name != "ROUTER_REPLICAS"}
     env |= {"ROUTER_BIND": f"{host}:{port}", "ROUTER_PROBES": f"deltasync-router-{host}:{port}"}
     os.execvpe("haproxy", ["haproxy", "-db", "-f", str(file)], env)

@@ -27,7 +27,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 
 
-@channel_command("watch", "One JSON object per change.")
+@channel_command("One JSON object per change.")
 @click.option("--once", is_flag=True, help="Show the channel once and exit.")
 @interval
 @timeout
@@ -53,56 +53,56 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
     with contextlib.nullcontext() if lines else Live(console=Console(), auto_refresh=False) as live:
         while True:
             try:
-                found = with_bars(observer.look) if before is None else observer.look()
+                snapshot = with_bars(observer.look) if before is None else observer.look()
             except DeltaSyncError as error:
                 if once:
                     raise
-                found = observer.snapshot(error=str(error))
+                snapshot = observer.snapshot(error=str(error))
             if live is not None:
-                live.update(screen(found), refresh=True)
+                live.update(screen(snapshot), refresh=True)
             else:
-                for change in changes(before, found):
+                for change in changes(before, snapshot):
                     echo_json(change) if as_json else echo(sentence(change))
-            if before is not None and found.newest_version != before.newest_version:
+            if before is not None and snapshot.newest_version != before.newest_version:
                 moved_s = time.monotonic()
-            before = found
+            before = snapshot
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
-                if found.newest_version is None:
+                if snapshot.newest_version is None:
                     reader.channel()
                 return
             time.sleep(interval_s)
 
 
-def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]]:
+def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     """Yield what is new since the snapshot before, oldest first; everything if that is None."""
-    if before is None and found.newest_version is None:
-        yield {"event": "waiting", "channel": found.url}
+    if before is None and snapshot.newest_version is None:
+        yield {"event": "waiting", "channel": snapshot.url}
     seen = {} if before is None else dict(_events(before))
-    for identity, event in _events(found):
+    for identity, event in _events(snapshot):
         # The event of a version includes its anchor. Only an anchor that was announced later is an event of its own.
         if identity not in seen and (event["event"] != "anchor" or ("version", event["version"]) in seen):
             yield event
-    if before is not None and found.forgotten > before.forgotten:
-        yield {"event": "forgotten", "count": found.forgotten - before.forgotten, "left": len(found.versions)}
+    if before is not None and snapshot.forgotten > before.forgotten:
+        yield {"event": "forgotten", "count": snapshot.forgotten - before.forgotten, "left": len(snapshot.versions)}
 
 
-def _events(found: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """All that a snapshot tells, each with what makes it another one than those of other snapshots."""
-    for row in found.versions:
-        fraction = None if row.changed is None else row.changed / max(found.element_count, 1)
+def _events(snapshot: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield (key, event) pairs. An event is new if the earlier snapshot has none with this key."""
+    for row in snapshot.versions:
+        fraction = None if row.changed is None else row.changed / max(snapshot.element_count, 1)
         yield ("version", row.version), {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
         if row.anchor_bytes is not None:
             anchor = {"version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
             yield ("anchor", row.version), {"event": "anchor", **anchor}
-    for fold in found.folds:
+    for fold in snapshot.folds:
         yield ("fold", fold.base_version, fold.version), {"event": "fold", **dataclasses.asdict(fold)}
-    for replica in found.replicas:
+    for replica in snapshot.replicas:
         state = (replica.version, replica.sha256, replica.state, replica.live, replica.pin, replica.error)
         yield ("replica", replica.replica_id, *state), {"event": "replica", **dataclasses.asdict(replica)}
-    for problem in found.problems:
+    for problem in snapshot.problems:
         yield ("problem", problem), {"event": "problem", "problem": problem}
-    if found.error is not None:
-        yield ("error", found.error), {"event": "error", "error": found.error}
+    if snapshot.error is not None:
+        yield ("error", snapshot.error), {"event": "error", "error": snapshot.error}
 
 
 def named(version: int, sha256: str | None, step: int | None = None) -> str:
@@ -151,45 +151,47 @@ def _replica(change: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def screen(found: Snapshot) -> RenderableType:
+def screen(snapshot: Snapshot) -> RenderableType:
     """Return the whole snapshot for a terminal."""
     from rich.console import Group
 
-    parts: list[RenderableType] = [cell(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
-    if found.newest_version is None:
+    parts: list[RenderableType] = [
+        cell(f"{snapshot.url}  run {snapshot.run_id[:12]}" if snapshot.run_id else snapshot.url, "bold")
+    ]
+    if snapshot.newest_version is None:
         parts.append(cell("Waiting for the first version.", "yellow"))
     else:
-        parts += [cell(_summary(found)), _versions(found), _replicas(found), cell(_cost(found), "dim")]
-    parts += [cell(problem, "yellow") for problem in found.problems[-3:]]
-    if found.error is not None:
-        parts.append(cell(found.error, "red"))
+        parts += [cell(_summary(snapshot)), _versions(snapshot), _replicas(snapshot), cell(_cost(snapshot), "dim")]
+    parts += [cell(problem, "yellow") for problem in snapshot.problems[-3:]]
+    if snapshot.error is not None:
+        parts.append(cell(snapshot.error, "red"))
     return Group(*parts)
 
 
-def _summary(found: Snapshot) -> str:
-    head = found.versions[-1] if found.versions else None
-    age = "" if head is None else f", {duration(found.time_s - head.created_s)} ago"
-    anchors = sum(row.anchor_bytes is not None for row in found.versions)
-    counts = f"{count(len(found.versions), 'version')}, {anchors} with full weights, {count(len(found.folds), 'fold')}"
-    gone = f", {found.forgotten} forgotten" if found.forgotten else ""
-    newest = "" if head is None else named(head.version, found.head_sha256, head.step)
-    return f"{newest}{age}; {counts}{gone}; model {size_of(found.full_bytes)}"
+def _summary(snapshot: Snapshot) -> str:
+    head = snapshot.versions[-1] if snapshot.versions else None
+    age = "" if head is None else f", {duration(snapshot.time_s - head.created_s)} ago"
+    anchors = sum(row.anchor_bytes is not None for row in snapshot.versions)
+    counts = f"{count(len(snapshot.versions), 'version')}, {anchors} with full weights, {count(len(snapshot.folds), 'fold')}"
+    gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
+    newest = "" if head is None else named(head.version, snapshot.head_sha256, head.step)
+    return f"{newest}{age}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
 
 
-def _versions(found: Snapshot) -> RenderableType:
+def _versions(snapshot: Snapshot) -> RenderableType:
     columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from")
-    deltas = [row.delta_bytes or 0 for row in found.versions[-60:]]
+    deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
     shown = table([(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None)
     folds: dict[int, list[str]] = {}
-    for fold in found.folds:
+    for fold in snapshot.folds:
         folds.setdefault(fold.version, []).append(str(fold.base_version))
-    for row in found.versions[-_SHOWN:]:
+    for row in snapshot.versions[-_SHOWN:]:
         shown.add_row(
             str(row.version),
             (row.sha256 or "")[:12],
             text_of(row.step),
-            duration(found.time_s - row.created_s),
-            "" if row.changed is None else f"{row.changed / max(found.element_count, 1):.4%}",
+            duration(snapshot.time_s - row.created_s),
+            "" if row.changed is None else f"{row.changed / max(snapshot.element_count, 1):.4%}",
             text_of(row.delta_bytes, size_of),
             row.kind if row.kind == "reference" else text_of(row.anchor_bytes, size_of),
             ", ".join(folds.get(row.version, [])),
@@ -197,13 +199,13 @@ def _versions(found: Snapshot) -> RenderableType:
     return shown
 
 
-def _replicas(found: Snapshot) -> RenderableType:
-    if not found.replicas:
+def _replicas(snapshot: Snapshot) -> RenderableType:
+    if not snapshot.replicas:
         return cell("No replica has reported.", "yellow")
     names, numbers = ("replica", "state"), ("version", "behind", "lag", "heard")
     columns = [*((name, "left") for name in names), *((name, "right") for name in numbers), ("error", "left")]
     shown = table(columns, box=None)
-    for row in found.replicas:
+    for row in snapshot.replicas:
         state = row.state if row.live or row.state == "stopped" else "silent"
         shown.add_row(
             cell(row.replica_id),
@@ -217,8 +219,8 @@ def _replicas(found: Snapshot) -> RenderableType:
     return shown
 
 
-def _cost(found: Snapshot) -> str:
-    costs = found.costs
+def _cost(snapshot: Snapshot) -> str:
+    costs = snapshot.costs
     if costs is None:
         return ""
     up, down = sum(row.up_bytes for row in costs.rows), sum(row.down_bytes for row in costs.rows)
@@ -245,7 +247,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-@channel_command("dashboard")
+@channel_command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port on 127.0.0.1; 0 for a free one."

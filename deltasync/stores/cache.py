@@ -106,7 +106,7 @@ class CachedStore(WrappedStore):
         if not self._shared:
             return self._download(key, check, most_bytes, known)
         with self._lock(sha256[:2], _DOWNLOAD_S):
-            cached = self._load(sha256, check, most_bytes)  # whoever held the lock before may have added it
+            cached = self._load(sha256, check, most_bytes)  # the previous holder of the lock may have added it
             if cached is not None:
                 return cached
             data = self._download(key, check, most_bytes, known)

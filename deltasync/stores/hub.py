@@ -156,10 +156,10 @@ class HubStore:
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> EventWatch:
         """See `Store.watch`: this reads the bucket's feed of events, on a connection and in a thread of its own."""
 
-        def tell(info: ObjectInfo | None) -> None:
+        def report(info: ObjectInfo | None) -> None:
             on_change(info and dataclasses.replace(info, key=info.key.removeprefix(self._start)))
 
-        return EventWatch(f"{self._api.address}/events", self._start + prefix, tell)
+        return EventWatch(f"{self._api.address}/events", self._start + prefix, report)
 
     def _path(self, key: str) -> str:
         return self._start + check_key(key)

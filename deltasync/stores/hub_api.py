@@ -176,8 +176,8 @@ class BucketApi:
         if not with_token:
             return StoreError(f"{self._url} needs a token. {_LOGIN}.")
         if "expired" in reason:
-            return StoreError(f"The Hub's token for {self._url} has expired. {_LOGIN} anew.")
-        return StoreError(f"The Hub does not accept the token for {self._url}: {reason}. {_LOGIN} anew.")
+            return StoreError(f"The Hub's token for {self._url} has expired. {_LOGIN} again.")
+        return StoreError(f"The Hub does not accept the token for {self._url}: {reason}. {_LOGIN} again.")
 
     def _decoded(self, response: httpx.Response, kind: type[_Result]) -> _Result:
         try:
