@@ -44,11 +44,14 @@ connect or nothing is published, 6 store failed, 7 not published, 8 model does n
 applied, 10 not served in time, 130 interrupted."""
 
 
-def _add_epilog(command: click.Command) -> None:
-    """Add the exit codes to the help of a command and its subcommands."""
+def _complete_help(command: click.Command) -> None:
+    """Make the help of a command and its subcommands show defaults and exit codes."""
     command.epilog = _EPILOG
+    for option in command.params:
+        if isinstance(option, click.Option) and option.show_default is None:
+            option.show_default = True
     for inner in command.commands.values() if isinstance(command, click.Group) else []:
-        _add_epilog(inner)
+        _complete_help(inner)
 
 
 class _LazyGroup(click.Group):
@@ -61,7 +64,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"deltasync.cli.{_COMMANDS[cmd_name][0]}"), cmd_name)
-        _add_epilog(command)
+        _complete_help(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -19,18 +19,16 @@ from deltasync.errors import ConfigError
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("demo-out"),
-    show_default=True,
     help="Directory for the model, the channel, logs, summary.json and run.png. That of an earlier demo is replaced.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Optimizer steps.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of model, prompts and trainer.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server. Default: a free one.")
-@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the deltas.")
+@click.option("--steps", type=click.IntRange(min=1), default=40, help="Optimizer steps.")
+@click.option("--seed", type=int, default=0, help="Seed of model, prompts and trainer.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port of the server.")
+@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the deltas.")
 @click.option(
     "--task",
     default="counting",
     metavar="NAME",
-    show_default=True,
     help="What the model learns: counting, or wordle if examples/wordle is installed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")

@@ -62,7 +62,7 @@ _COMMON = (
         help="What pip installs in the image: a requirement or the path of a wheel. Default: this version of deltasync.",
     ),
     click.option("--dry-run", is_flag=True, help="Print the calls to the Hub, and make none."),
-    click.option("--json", "as_json", is_flag=True, help="The calls, and the addresses of the Spaces, as JSON."),
+    click.option("--json", "as_json", is_flag=True, help="Print the calls and the addresses of the Spaces as JSON."),
 )
 
 
@@ -74,7 +74,7 @@ def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group("deploy")
 def deploy() -> None:
-    """Create Spaces on the Hugging Face Hub that follow a channel."""
+    """Create Spaces on the Hugging Face Hub."""
 
 
 @deploy.group("space")
@@ -85,7 +85,9 @@ def space() -> None:
 @space.command("vllm")
 @click.option("--channel", metavar="URL", required=True, help="The channel to follow. Its bucket is created.")
 @click.option("--model", required=True, help="The model that the trainer starts from.")
-@click.option("--vllm-arguments", default="", metavar="TEXT", help="More arguments of vLLM, in one string.")
+@click.option(
+    "--vllm-arguments", default="", show_default=False, metavar="TEXT", help="More arguments of vLLM, in one string."
+)
 @click.option(
     "--trusted-keys",
     metavar="FILE",
@@ -112,7 +114,6 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
     "--files",
     type=click.Path(path_type=Path),
     default=Path("examples/wordle"),
-    show_default=True,
     help="The environment's folder in a checkout of deltasync.",
 )
 @_with_common_options

@@ -31,10 +31,8 @@ class _Parameters(click.ParamType[float]):
         return float(match[1]) * _SCALE[match[2]]
 
 
-@channel_command("The findings as JSON.")
-@click.option(
-    "--model", type=_Parameters(), default="8B", show_default=True, help="Size of the model, to estimate transfer times."
-)
+@channel_command("the findings as JSON")
+@click.option("--model", type=_Parameters(), default="8B", help="Size of the model, to estimate transfer times.")
 def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
     """Test what a trainer and a replica on this machine need at CHANNEL.
 

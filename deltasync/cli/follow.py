@@ -37,7 +37,7 @@ class _News(threading.Event):
         return info
 
 
-@channel_command("One JSON object per version.")
+@channel_command("one JSON object per version")
 @click.option("--once", is_flag=True, help="Go to the newest version and exit.")
 @click.option(
     "--pin", "where", metavar="WHERE", help="Take only some versions, see `deltasync pin`. Default: DELTASYNC_PIN."
@@ -94,7 +94,7 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
         news.wait(poll.delay_s(identity != before, settled=not failed))
 
 
-@channel_command("One JSON object per step that copied something.", metavar="SOURCE")
+@channel_command("one JSON object per step that copied something", metavar="SOURCE")
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option("--once", is_flag=True, help="Copy what there is and exit, like `cp`.")
 def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: bool) -> None:

@@ -26,7 +26,7 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
     return {"error": type(error).__name__, "exit_code": error.exit_code, "message": str(error)}
 
 
-@channel_command("The report as JSON.")
+@channel_command("the report as JSON")
 @click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold. Slow.")
 def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     """Check that CHANNEL is complete. Every problem is printed on a line of its own; nothing is repaired.
@@ -63,7 +63,7 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     sys.exit(report.exit_code)
 
 
-@channel_command("What was done as JSON.", signs=True)
+@channel_command("what was done as JSON", signs=True)
 @click.option("--from", "source", metavar="URL|DIR", help="A copy of the channel, or a directory of files named by sha256.")
 @click.option("--no-replay", is_flag=True, help="Compare digests only; do not apply every version.")
 def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
@@ -71,7 +71,7 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
 
     An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a fold around it is stored, or
     an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be restored from
-    a copy. Exits with 0 if replicas can reach every version afterwards, else with 5.
+    a copy. Exits with 0 if every version in it can be reached afterwards, else with 5.
     """
     from deltasync import housekeeping
 
@@ -90,11 +90,13 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
     sys.exit(repaired.exit_code)
 
 
-@channel_command("The versions as JSON.")
-@click.option("--keep-last", "last", type=_COUNT, help="Keep the newest N versions.")
-@click.option("--keep-anchors", "anchors", type=_COUNT, help="Keep the newest N versions with an anchor.")
-@click.option("--keep-step-every", "step_every", type=_COUNT, help="Keep versions whose trainer step is a multiple of N.")
-@grace("Keep versions that were needed within this time, for replicas that still read them. 90s, 30m, 1h, 7d.")
+@channel_command("the versions as JSON")
+@click.option("--keep-last", "last", type=_COUNT, metavar="N", help="Keep the newest N versions.")
+@click.option("--keep-anchors", "anchors", type=_COUNT, metavar="N", help="Keep the newest N versions with an anchor.")
+@click.option(
+    "--keep-step-every", "step_every", type=_COUNT, metavar="N", help="Keep versions whose trainer step is a multiple of N."
+)
+@grace("Keep versions that were needed within this time, for replicas that still read them.")
 @click.option("--dry-run", is_flag=True, help="Print what would be forgotten; change nothing.")
 def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
     """Remove versions from CHANNEL by deleting their records. `deltasync prune` deletes their files later.
@@ -122,8 +124,8 @@ def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, 
     field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{folds}")
 
 
-@channel_command("The objects as JSON.")
-@grace("Keep files newer than this, for replicas that still read them. 90s, 30m, 1h, 7d.")
+@channel_command("the objects as JSON")
+@grace("Keep files newer than this, for replicas that still read them.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; change nothing.")
 def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
     """Delete the parts and anchors of CHANNEL that no record and no fold names.
@@ -153,10 +155,10 @@ def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -
         field(deleted, count(len(pruned.heartbeats), "stale heartbeat"))
 
 
-@channel_command("The fold's document as JSON, with its key and digest.", signs=True)
+@channel_command("the fold's document as JSON, with its key and digest", signs=True)
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
-@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
+@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the fold.")
 def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
     """Store a fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
 
@@ -184,7 +186,7 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
     return int(value)
 
 
-@channel_command("Version and files as JSON.")
+@channel_command("the version and its files as JSON")
 @click.argument("version", callback=number_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
 def export(reader: ChannelReader, version: int | None, directory: Path, as_json: bool) -> None:
@@ -206,7 +208,7 @@ def export(reader: ChannelReader, version: int | None, directory: Path, as_json:
         )
 
 
-@channel_command("What was copied as JSON.", metavar="SOURCE")
+@channel_command("what was copied as JSON", metavar="SOURCE")
 @click.argument("target")
 def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     """Copy the channel SOURCE to the URL TARGET: every version, anchor and fold. Every digest is checked.

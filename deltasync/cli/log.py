@@ -56,8 +56,8 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     }
 
 
-@channel_command("One JSON object per line, oldest first.")
-@click.option("--last", type=click.IntRange(min=1), help="Show only the newest N versions.")
+@channel_command("one JSON object per row, oldest first")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N versions.")
 def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by the folds and anchors that lead to it."""
     rows, newest, problems = with_bars(_read, reader, last)
@@ -131,7 +131,7 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
     return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
 
 
-@channel_command("The document as JSON, with its key and digest.")
+@channel_command("the document as JSON, with its key and digest")
 @click.argument("what", metavar="[VERSION|KEY]", default="latest")
 def show(reader: ChannelReader, what: str, as_json: bool) -> None:
     """Show a record of CHANNEL: its document, its signature, the ways that lead to it, its most changed tensors.

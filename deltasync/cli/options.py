@@ -31,7 +31,7 @@ def channel_command(
     """Make a command from a function of its name, whose first argument is a `ChannelReader` of the channel.
 
     Args:
-        json_help: Help of `--json`, which the function gets as `as_json`; None for a command without it.
+        json_help: What `--json` prints; the function gets the flag as `as_json`. None for a command without it.
         signs: Whether the command adds to the channel. The function then gets a `signer`, None without a key.
         metavar: Name of the channel in the help.
     """
@@ -55,7 +55,7 @@ def channel_command(
         command.params.insert(0, click.Argument(["channel"], metavar=metavar))
         command.params += [*([_SIGNING_KEY] if signs else []), TRUSTED_KEYS]
         if json_help is not None:
-            command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
+            command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=f"Print {json_help}."))
         return command
 
     return decorate
@@ -72,16 +72,11 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 def grace(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the option `--grace DURATION`, one hour by default, with this help."""
     return click.option(
-        "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", show_default=True, help=text
+        "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", help=f"{text} Examples: 90s, 30m, 1h, 7d."
     )
 
 
 interval = click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(min=0.1),
-    default=2.0,
-    show_default=True,
-    help="Seconds between two reads.",
+    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two reads."
 )
 timeout = click.option("--timeout", "timeout_s", type=float, help="Exit after this many seconds without a new version.")

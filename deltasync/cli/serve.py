@@ -59,8 +59,8 @@ def vllm_command(
 @click.option(
     "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel holds an adapter; serve it as NAME."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all addresses.")
-@click.option("--port", default=8000, show_default=True, help="vLLM's port.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all addresses.")
+@click.option("--port", default=8000, help="vLLM's port.")
 @click.option("--dry-run", is_flag=True, help="Print the environment and the command line; start nothing.")
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(
@@ -116,11 +116,9 @@ def serve(
 
 @click.command("router")
 @click.argument("replicas", nargs=-1, required=True, metavar="URL...")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8080, show_default=True)
-@click.option(
-    "--ca-file", default="@system-ca", show_default=True, help="Certificates of the authorities for https:// replicas."
-)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8080, help="Port to listen on.")
+@click.option("--ca-file", default="@system-ca", help="Certificates of the authorities for https:// replicas.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write HAProxy's files there; start nothing.")
 def router(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Path | None) -> None:
     """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.

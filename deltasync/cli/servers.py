@@ -12,15 +12,14 @@ _TIMEOUT = click.option(
     "timeout_s",
     type=click.FloatRange(0, 3600, min_open=True),
     default=60.0,
-    show_default=True,
     help="Seconds to wait for the server.",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="The server's answer: `version` and `waited_s`.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON: `version` and `waited_s`.")
 
 
 @click.command("sync")
 @_SERVER
-@click.option("--version", type=click.IntRange(min=1), help="Wait for this version or a later one; the newest by default.")
+@click.option("--version", type=click.IntRange(min=1), help="Wait for this version or a later one. Default: the newest.")
 @_TIMEOUT
 @_JSON
 def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> None:

@@ -27,11 +27,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 
 
-@channel_command("One JSON object per change.")
+@channel_command("one JSON object per change")
 @click.option("--once", is_flag=True, help="Show the channel once and exit.")
 @interval
 @timeout
-@click.option("--last", type=click.IntRange(min=1), default=100, show_default=True, help="Start with the newest N versions.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", default=100, help="Start with the newest N versions.")
 def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
     """Watch CHANNEL live: its versions, folds, replicas and cost.
 
@@ -249,16 +249,14 @@ def duration(seconds: float) -> str:
 
 @channel_command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="Port on 127.0.0.1; 0 for a free one."
-)
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port on 127.0.0.1; 0 for a free one.")
 @interval
-@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Show the newest N versions.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", default=500, help="Show the newest N versions.")
 @click.option(
     "--heat",
     type=click.IntRange(min=0),
+    metavar="N",
     default=200,
-    show_default=True,
     help="Show the changes of each layer for the newest N versions.",
 )
 def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
