@@ -47,9 +47,11 @@ def _one_of(*names: str) -> _Rule:
 
 _Natural = Annotated[int, _Rule("at least 0", lambda value: value >= 0)]
 _Positive = Annotated[int, _Rule("at least 1", lambda value: value >= 1)]
+_NaturalButOne = Annotated[int, _Rule("0, or at least 2", lambda value: value == 0 or value >= 2)]
 _Seconds = Annotated[float, _Rule("at least 0", lambda value: value >= 0)]
 _PositiveSeconds = Annotated[float, _Rule("more than 0", lambda value: value > 0)]
 _Name = Annotated[str, _matches("1 to 100 letters, digits, '.', '_' or '-'", r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")]
+_AbsolutePath = Annotated[str, _Rule("an absolute path", os.path.isabs)]
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "a whole number"),
@@ -240,14 +242,10 @@ class Retention(_Settings):
             replica loads full weights.
     """
 
-    fold_every: _Natural = 0
+    fold_every: _NaturalButOne = 0
     keep_last: _Positive | None = None
     keep_anchors: _Positive | None = None
     prune_grace_s: _Seconds = 3600.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.fold_every != 1, "fold_every must be 0, or at least 2 versions.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,6 +258,22 @@ class TrainerSettings(_Settings):
     """
 
     max_behind: _Natural | None = None
+
+
+def _is_plain(url: str) -> bool:
+    """Whether a URL has no options, no escapes and no `.` or `..` parts, so that prefixes of it can be compared."""
+    return re.search(r"[?#%\\\s]", url) is None and not {".", ".."} & set(url.split("/"))
+
+
+def _prefixes(text: str | None) -> list[str]:
+    prefixes = (prefix.strip().rstrip("/") for prefix in (text or "").split(","))
+    return [prefix for prefix in prefixes if prefix]
+
+
+_CHANNEL_PREFIXES = _Rule(
+    "prefixes of URLs, separated by commas, without options (`?`) and `..`",
+    lambda text: all("://" in prefix and _is_plain(prefix) for prefix in _prefixes(text)),
+)
 
 
 def _default_replica_id() -> str:
@@ -294,7 +308,7 @@ class ReplicaSettings(ReaderSettings):
 
     channel: str | None = None
     adapter: _Name | None = None
-    allowed_channels: str | None = None
+    allowed_channels: Annotated[str, _CHANNEL_PREFIXES] | None = None
     replica_id: _Name = dataclasses.field(default_factory=_default_replica_id)
     pin: Annotated[str, _matches("newest, a version, `every K` or `K behind`", PIN)] = "newest"
     poll_interval_s: _PositiveSeconds = 1.0
@@ -303,28 +317,12 @@ class ReplicaSettings(ReaderSettings):
     ready_behind: _Natural = 8
     wait_ready: bool = False
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
-    cache_dir: str | None = None
+    cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30
     digest_route: bool = False
     http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = dataclasses.field(
         default=None, repr=False
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(
-            self.cache_dir is None or os.path.isabs(self.cache_dir),
-            f"cache_dir must be an absolute path, not {self.cache_dir!r}.",
-        )
-        _require(
-            all("://" in prefix and _is_plain(prefix) for prefix in self._prefixes),
-            "allowed_channels must be prefixes of URLs, separated by commas, without options (`?`) and `..`.",
-        )
-
-    @property
-    def _prefixes(self) -> list[str]:
-        prefixes = (prefix.strip().rstrip("/") for prefix in (self.allowed_channels or "").split(","))
-        return [prefix for prefix in prefixes if prefix]
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
         """Return these settings with a replica id that a restarted server at this port has again, unless one was given.
@@ -349,15 +347,10 @@ class ReplicaSettings(ReaderSettings):
             isinstance(channel, str) and _is_plain(channel),
             "A channel that a caller names has no '?', '#', '%' or '..'; options may only come from the server's settings.",
         )
-        allowed = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in self._prefixes)
+        allowed = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in _prefixes(self.allowed_channels))
         configured = "follows no channel" if self.channel is None else "follows the channel of its DELTASYNC_CHANNEL"
         _require(
             allowed,
             f"This server {configured}, and callers may not name {channel!r}, which is not in DELTASYNC_ALLOWED_CHANNELS.",
         )
         return dataclasses.replace(self, channel=channel)
-
-
-def _is_plain(url: str) -> bool:
-    """Whether a URL has no options, no escapes and no `.` or `..` parts, so that prefixes of it can be compared."""
-    return re.search(r"[?#%\\\s]", url) is None and not {".", ".."} & set(url.split("/"))
