@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -25,32 +25,25 @@ _VERSIONS = "4"  # of an adapter, that running requests may use at the same time
 
 
 def vllm_command(
-    model: str,
-    channel: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    adapter: str | None = None,
-    trusted_keys: str | None = None,
+    model: str, channel: str, arguments: Sequence[str], adapter: str | None = None, trusted_keys: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line and the environment that start vLLM as a replica.
+    """Return the command line that starts vLLM as a replica, and the environment variables to set for it.
 
     vLLM's own `arguments` replace the defaults here. `adapter` is None for a channel of the model, `trusted_keys` None for
     those of the environment.
     """
-    given = {argument.split("=")[0] for argument in arguments}
-    defaults = (
-        {"--worker-extension-cls": [_EXTENSION]} if adapter is None else {"--enable-lora": [], "--max-loras": [_VERSIONS]}
-    )
+    if adapter is None:
+        variables, defaults = {"DELTASYNC_CHANNEL": channel}, {"--worker-extension-cls": [_EXTENSION]}
+    else:
+        variables = {"DELTASYNC_CHANNEL": channel, "DELTASYNC_ADAPTER": adapter}
+        defaults = {"--enable-lora": [], "--max-loras": [_VERSIONS]}
+    if trusted_keys is not None:
+        variables["DELTASYNC_TRUSTED_KEYS"] = os.path.abspath(trusted_keys)
     # A trainer compares them with its own, so they must be those with which the tokens were sampled.
     defaults["--logprobs-mode"] = ["processed_logprobs"]
+    given = {argument.split("=")[0] for argument in arguments}
     extra = [word for option, values in defaults.items() if option not in given for word in (option, *values)]
-    env = {**environ, "DELTASYNC_CHANNEL": channel}
-    if adapter is not None:
-        env["DELTASYNC_ADAPTER"] = adapter
-    if trusted_keys is not None:
-        env["DELTASYNC_TRUSTED_KEYS"] = os.path.abspath(trusted_keys)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments]
-    return command, env
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments], variables
 
 
 @click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})
@@ -96,15 +89,13 @@ def serve(
             "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
         )
     arguments = [*vllm_arguments, "--port", str(port), "--host", host]
-    line, env = vllm_command(model, channel, arguments, os.environ, adapter, trusted_keys)
+    line, variables = vllm_command(model, channel, arguments, adapter, trusted_keys)
     if dry_run:
-        given = {"DELTASYNC_ADAPTER": adapter, "DELTASYNC_TRUSTED_KEYS": trusted_keys}
-        names = ["DELTASYNC_CHANNEL", *(name for name, value in given.items() if value is not None)]
-        shown = [f"{name}={shlex.quote(env[name])}" for name in names]
-        echo(" ".join([*shown, shlex.join(line)]))
+        echo(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(line)]))
         return
     require_vllm()
     check_port(host, port)
+    env = {**os.environ, **variables}
     if host not in _LOOPBACK and not env.get(_TOKEN):
         env[_TOKEN] = secrets.token_urlsafe(24)
         echo(
