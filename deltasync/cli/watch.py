@@ -142,7 +142,7 @@ def _replica(change: dict[str, Any]) -> str:
     serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
     parts = [
         f"replica {change['replica_id']}: {change['state']}, {serves}",
-        ", which is another than the channel's" if change["strange"] else "",
+        ", which is not the channel's" if change["strange"] else "",
         f", {change['behind']} behind" if change["behind"] else "",
         text_of(change["pin"], ", pinned to {}".format),
         "" if change["live"] else f", last heard of {duration(change['age_s'])} ago",
@@ -169,22 +169,20 @@ def screen(snapshot: Snapshot) -> RenderableType:
 
 
 def _summary(snapshot: Snapshot) -> str:
-    head = snapshot.versions[-1] if snapshot.versions else None
-    age = "" if head is None else f", {duration(snapshot.time_s - head.created_s)} ago"
+    newest = ""
+    if snapshot.versions:
+        head = snapshot.versions[-1]
+        newest = f"{named(head.version, snapshot.head_sha256, head.step)}, {duration(snapshot.time_s - head.created_s)} ago"
     anchors = sum(row.anchor_bytes is not None for row in snapshot.versions)
     counts = f"{count(len(snapshot.versions), 'version')}, {anchors} with full weights, {count(len(snapshot.folds), 'fold')}"
     gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
-    newest = "" if head is None else named(head.version, snapshot.head_sha256, head.step)
-    return f"{newest}{age}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
+    return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
 
 
 def _versions(snapshot: Snapshot) -> RenderableType:
     columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from")
     deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
     shown = table([(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None)
-    folds: dict[int, list[str]] = {}
-    for fold in snapshot.folds:
-        folds.setdefault(fold.version, []).append(str(fold.base_version))
     for row in snapshot.versions[-_SHOWN:]:
         shown.add_row(
             str(row.version),
@@ -194,7 +192,7 @@ def _versions(snapshot: Snapshot) -> RenderableType:
             "" if row.changed is None else f"{row.changed / max(snapshot.element_count, 1):.4%}",
             text_of(row.delta_bytes, size_of),
             row.kind if row.kind == "reference" else text_of(row.anchor_bytes, size_of),
-            ", ".join(folds.get(row.version, [])),
+            ", ".join(str(fold.base_version) for fold in snapshot.folds if fold.version == row.version),
         )
     return shown
 
