@@ -71,7 +71,7 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
 
     An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a fold around it is stored, or
     an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be restored from
-    a copy. Exits with 0 if every version in it can be reached afterwards, else with 5.
+    a copy. Exits with 0 if every version of CHANNEL can be reached afterwards, else with 5.
     """
     from deltasync import housekeeping
 
