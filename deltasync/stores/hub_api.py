@@ -129,7 +129,7 @@ class BucketApi:
             kind = TransientStoreError if may_pass(status) else StoreError
             raise kind(
                 f"The bucket {self._bucket} does not exist and could not be created: {status} {_reason(error.response)}. "
-                "Create it by hand, or use a token that may create it."
+                "Create it by hand, or use a token that has this right."
             ) from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
             raise TransientStoreError(f"The bucket {self._bucket} could not be created: {one_line(error)}.") from error
@@ -170,7 +170,9 @@ class BucketApi:
                 time.sleep(min(_asked_wait_s(response), _LONGEST_WAIT_S))
             return TransientStoreError(f"{self._url}: the Hub answered {status}: {reason}.")
         if status == 403:
-            return StoreError(f"The token may not do this in {self._url}: {reason}. {_LOGIN}, with a token that may.")
+            return StoreError(
+                f"The token may not do this in {self._url}: {reason}. {_LOGIN}, with a token that has this right."
+            )
         if status != 401:
             return StoreError(f"{self._url}: the Hub answered {status}: {reason}.")
         if not with_token:
