@@ -9,7 +9,7 @@
     with follow(model, "file:///data/run"):       # or in any torch.nn.Module
         model.generate(...)
 
-The names below are imported on first use, so that `import deltasync`, the command line and vLLM's plugin loader stay quick.
+These names are imported on first use, so that `import deltasync`, the command line and vLLM's plugin loader stay quick.
 """
 
 from __future__ import annotations

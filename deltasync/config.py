@@ -1,19 +1,18 @@
-"""Settings, each a frozen keyword-only dataclass, and the only reader of `DELTASYNC_*`.
+"""Settings. Only this module reads the environment variables `DELTASYNC_*`.
 
-An explicit argument (anything but None) beats the environment, which beats the default.
+An explicit argument other than None beats the environment, which beats the default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 import os
 import re
 import socket
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict
 
@@ -21,39 +20,38 @@ from deltasync.errors import ConfigError
 
 CODECS = ("packed", "context", "raw")
 AUTO = "auto"
-"""The `codec` of a publisher that chooses between `packed` and `context` itself (`deltasync.publish.choose`)."""
+"""The `codec` of a publisher that chooses `packed` or `context` for each version (`deltasync.publish.choose`)."""
 _CASTS = "(bfloat16|float16|float32|keep)"
 DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
-"""How a setting says the dtype of each tensor (`deltasync.tensors.bits.dtype_for`)."""
+"""Pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)."""
 _DTYPES = "one of bfloat16, float16, float32, fp8, keep, or dtypes by names as in bfloat16,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
-"""How a setting says which versions a replica takes (`deltasync.replicas.Pin`)."""
+"""Pattern of the setting `pin` (`deltasync.replicas.Pin`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What values of a setting are allowed beside their type."""
+    """Which values of a type a setting allows: a description for messages, and a test."""
 
-    said: str
-    pattern: str = ""
-    least: float = -math.inf
-    above: float = -math.inf
+    description: str
+    allows: Callable[[Any], object]
 
-    def allows(self, value: Any) -> bool:
-        if self.pattern:
-            return re.fullmatch(self.pattern, value) is not None
-        return bool(value >= self.least and value > self.above)
+
+def _matches(description: str, pattern: str) -> _Rule:
+    return _Rule(description, re.compile(pattern).fullmatch)
 
 
 def _one_of(*names: str) -> _Rule:
-    return _Rule(f"one of {', '.join(names)}", pattern="|".join(names))
+    return _matches(f"one of {', '.join(names)}", "|".join(names))
 
 
-_Natural = Annotated[int, _Rule("at least 0", least=0)]
-_Positive = Annotated[int, _Rule("at least 1", least=1)]
-_Seconds = Annotated[float, _Rule("at least 0", least=0)]
-_PositiveSeconds = Annotated[float, _Rule("more than 0", above=0)]
-_Name = Annotated[str, _Rule("1 to 100 letters, digits, '.', '_' or '-'", pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")]
+_Natural = Annotated[int, _Rule("at least 0", lambda value: value >= 0)]
+_Positive = Annotated[int, _Rule("at least 1", lambda value: value >= 1)]
+_NaturalButOne = Annotated[int, _Rule("0, or at least 2", lambda value: value == 0 or value >= 2)]
+_Seconds = Annotated[float, _Rule("at least 0", lambda value: value >= 0)]
+_PositiveSeconds = Annotated[float, _Rule("more than 0", lambda value: value > 0)]
+_Name = Annotated[str, _matches("1 to 100 letters, digits, '.', '_' or '-'", r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")]
+_AbsolutePath = Annotated[str, _Rule("an absolute path", os.path.isabs)]
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "a whole number"),
@@ -65,7 +63,7 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Reads each field `x` from `DELTASYNC_X` where no argument was given. Types and rules are checked when one is made."""
+    """Base class. Without an argument, a field `x` is read from `DELTASYNC_X`. Types and rules are checked on creation."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self), include_extras=True)
@@ -74,14 +72,14 @@ class _Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Self:
-        """Settings from explicit arguments, then the environment, then defaults.
+        """Return settings from explicit arguments, else the environment, else the defaults.
 
         Args:
             environ: Read instead of `os.environ`, for tests.
             **explicit: Fields by name; None means "not given".
 
         Raises:
-            ConfigError: unknown field, or a value that does not parse or is out of range.
+            ConfigError: a field is unknown, or a value does not parse or is out of range.
         """
         env = os.environ if environ is None else environ
         hints = typing.get_type_hints(cls)
@@ -111,30 +109,31 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; of anything else itself."""
+    """Return the members of a union type, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
-    """Hold a value to its annotation; ConfigError if it is of another type, or out of range."""
+    """Raise ConfigError if a value does not have the annotated type, or breaks the type's rules."""
     options = _options(hint)
     if value is None and type(None) in options:
         return
     given = f"not {value!r}" if shown else "and this one (not shown) is not"
     rules: list[_Rule] = [rule for option in options for rule in getattr(option, "__metadata__", ())]
-    kinds = [_KINDS[getattr(option, "__origin__", option)] for option in options if option is not type(None)]
+    types_allowed = [getattr(option, "__origin__", option) for option in options if option is not type(None)]
+    kinds = [_KINDS[allowed] for allowed in types_allowed]
     fits = any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind, _ in kinds)
-    said = " or ".join([rule.said for rule in rules if rule.pattern] or [said for _, said in kinds])
-    _require(fits and value == value, f"{name} must be {said}, {given}.")
+    expected = [rule.description for rule in rules] if rules and types_allowed == [str] else [text for _, text in kinds]
+    _require(fits and value == value, f"{name} must be {' or '.join(expected)}, {given}.")  # NaN differs from itself
     for rule in rules:
-        _require(rule.allows(value), f"{name} must be {rule.said}, {given}.")
+        _require(bool(rule.allows(value)), f"{name} must be {rule.description}, {given}.")
 
 
 def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
-    """A whole number of 64 bits that somebody gave, also one of numpy's.
+    """Return an argument as an int of 64 bits; numpy's are allowed.
 
     Raises:
-        ConfigError: it is something else, or less than `least`.
+        ConfigError: it is not a whole number, or less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 1 << 63:
         bound = f"from {least} on" if least > 0 else "of 64 bits"
@@ -143,10 +142,10 @@ def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
 
 
 def token_ages(value: Any) -> tuple[float, float, float]:
-    """Mean, 95th percentile and maximum age of tokens, in versions, that somebody gave.
+    """Return the argument `token_lag` as floats: mean, 95th percentile and maximum age of tokens, in versions.
 
     Raises:
-        ConfigError: they are something else, or what no reader of the record would take.
+        ConfigError: it is not three numbers, or readers would refuse them in a record.
     """
     ages = value if isinstance(value, Sequence) else ()
     if len(ages) != 3 or not all(isinstance(age, numbers.Real) and 0 <= float(age) < 1 << 63 for age in ages):
@@ -161,11 +160,12 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderSettings(_Settings):
-    """What a reader takes.
+    """What a reader accepts.
 
     Attributes:
-        trusted_keys: File of public keys (`signing.Trusted`); what none of them has signed is refused. None to take all.
-        max_age_s: Refuse to go on while the newest version was encoded longer ago; None for no limit.
+        trusted_keys: File of public keys (`signing.Trusted`); anything that none of them has signed is refused. None accepts
+            everything.
+        max_age_s: Raise an error while the newest version was encoded longer ago than this; None for no limit.
     """
 
     trusted_keys: str | Path | None = None
@@ -173,7 +173,7 @@ class ReaderSettings(_Settings):
 
 
 class PublisherOptions(TypedDict, total=False):
-    """The fields of `PublisherSettings`; None, or nothing, for what the environment or the default says."""
+    """The fields of `PublisherSettings` as arguments. One that is None or missing comes from the environment or default."""
 
     codec: str | None
     anchor_every: int | None
@@ -194,30 +194,30 @@ class PublisherSettings(_Settings):
     """How a publisher writes.
 
     Attributes:
-        codec: Encoding of deltas, one of `CODECS`. Or `auto`: for each, `packed` or `context`, whichever is served sooner on
-            the link that was measured. A sharded trainer stays at `packed`.
-        anchor_every: An anchor accompanies at least every N-th version; by default every 100th, but not after one that is
-            a reference. It also does when replaying the chain since the last anchor would cost more bytes than an anchor.
-        dtype: Served dtype: floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
-            `quantize`; `keep` publishes as given. All but `fp8` may be followed by patterns of names with dtypes of their
-            own, of which the last that matches decides: `bfloat16,*.router.*=float32`.
-        shadow_placement: Where tensors of an accelerator are compared with what was published last. `device`: there, with a
-            second copy of those bits in its memory, and only what changed crosses to the host. `host`: all weights cross.
-            `auto`: the former for CUDA tensors where training and a tenth of the device's memory leave room for it.
+        codec: Encoding of deltas, one of `CODECS`; or `auto`: for each version `packed` or `context`, whichever is served
+            sooner on the measured link. With `auto`, a sharded trainer always uses `packed`.
+        anchor_every: An anchor accompanies at least every N-th version. By default every 100th, but not after a reference.
+            An anchor is also written when replaying the deltas since the last one would cost more bytes than an anchor.
+        dtype: Served dtype. Floating tensors are cast to it (round to nearest even); `fp8` quantizes matrices by blocks, see
+            `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their own dtypes, as in
+            `bfloat16,*.router.*=float32`; the last matching pattern counts.
+        shadow_placement: Where tensors of an accelerator are compared with the last published bits. `device`: there, with a
+            second copy of those bits in its memory; only changes are copied to the host. `host`: all weights are copied.
+            `auto`: `device` for CUDA tensors if that leaves room for training and a tenth of the device's memory.
         shard_bytes: Largest weight file of an anchor (a single larger tensor still makes one file).
         anchor_compression: `none`, for anchors that transformers and vLLM load, or `zstd`, for smaller ones.
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
-        settle_s: Where the store cannot decide which of two publishers may write, how long one that opens a channel waits
-            for requests of the one before (`publish.log.Lease`).
-        peer_timeout_s: How long the ranks of a sharded trainer wait for one that is behind, or dead.
-        signing_key: File of the private key that documents are signed with (`signing.Signer`); None to not sign.
-        trusted_keys: File of the public keys of those who wrote before, if they had other ones.
+        settle_s: If the store cannot decide which of two publishers may write: how long a publisher that opens a channel
+            waits for requests of the previous one (`publish.log.Lease`).
+        peer_timeout_s: How long the ranks of a sharded trainer wait for one that is slow or dead.
+        signing_key: File of the private key that signs documents (`signing.Signer`); None to not sign.
+        trusted_keys: File of the public keys of earlier publishers, if they signed with other keys.
     """
 
     codec: Annotated[str, _one_of(*CODECS, AUTO)] = "packed"
     anchor_every: _Positive | None = None
-    dtype: Annotated[str, _Rule(_DTYPES, DTYPE)] = "bfloat16"
+    dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = "bfloat16"
     shadow_placement: Annotated[str, _one_of("auto", "device", "host")] = "auto"
     shard_bytes: _Positive = 1 << 26
     anchor_compression: Annotated[str, _one_of("none", "zstd")] = "none"
@@ -231,25 +231,21 @@ class PublisherSettings(_Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention(_Settings):
-    """How a publisher looks after its channel in the background. By default it does nothing: all versions stay.
+    """How a publisher cleans up its channel in the background. By default it keeps all versions and writes no folds.
 
     Attributes:
         fold_every: Write a fold over every N versions, for replicas that catch up; 0 for none. Costs memory for the changes
             of N versions, and the time to encode them with the last one.
         keep_last: Keep the newest N versions and their bases; None to keep all.
         keep_anchors: Also keep the newest N versions with full weights.
-        prune_grace_s: Delete the bytes of what was forgotten longer ago; more than the slowest replica takes to
-            load full weights.
+        prune_grace_s: Delete the files of versions that were forgotten longer ago; must exceed the time in which the slowest
+            replica loads full weights.
     """
 
-    fold_every: _Natural = 0
+    fold_every: _NaturalButOne = 0
     keep_last: _Positive | None = None
     keep_anchors: _Positive | None = None
     prune_grace_s: _Seconds = 3600.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.fold_every != 1, "fold_every must be 0, or at least 2 versions.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,11 +253,27 @@ class TrainerSettings(_Settings):
     """How a trainer keeps step with its fleet.
 
     Attributes:
-        max_behind: Versions that the fleet may serve behind the newest one while training goes on; 0 to wait for each. None
-            leaves it to the kind of trainer.
+        max_behind: How many versions the fleet may be behind the newest one while training goes on; 0 to wait for each. None
+            for the default of the trainer.
     """
 
     max_behind: _Natural | None = None
+
+
+def _is_plain(url: str) -> bool:
+    """Whether a URL has no options, no escapes and no `.` or `..` parts, so that prefixes of it can be compared."""
+    return re.search(r"[?#%\\\s]", url) is None and not {".", ".."} & set(url.split("/"))
+
+
+def _prefixes(text: str | None) -> list[str]:
+    prefixes = (prefix.strip().rstrip("/") for prefix in (text or "").split(","))
+    return [prefix for prefix in prefixes if prefix]
+
+
+_CHANNEL_PREFIXES = _Rule(
+    "prefixes of URLs, separated by commas, without options (`?`) and `..`",
+    lambda text: all("://" in prefix and _is_plain(prefix) for prefix in _prefixes(text)),
+)
 
 
 def _default_replica_id() -> str:
@@ -270,68 +282,52 @@ def _default_replica_id() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaSettings(ReaderSettings):
-    """How a replica follows; also `ReaderSettings`.
+    """How a replica follows, in addition to `ReaderSettings`.
 
     Attributes:
-        channel: URL of the channel, or several of it and its copies with spaces between them; None when deltasync is not
+        channel: URL of the channel, or of the channel and its copies, separated by spaces; None if deltasync is not
             configured.
-        adapter: Name under which vLLM serves the adapter that the channel holds; None if it holds the served model.
-        allowed_channels: Prefixes, with commas between them, of the channels that callers of vLLM's weight-transfer routes
-            may name instead of `channel`, such as `s3://bucket/runs`; None for no other channel.
-        replica_id: Name of the heartbeat object: the host's by default, for a server with its port (`at_port`).
+        adapter: Name under which vLLM serves the channel's adapter; None if the channel has the served model.
+        allowed_channels: Prefixes of channels, separated by commas, that callers of vLLM's weight-transfer routes may name
+            instead of `channel`, such as `s3://bucket/runs`; None for no other channel.
+        replica_id: Name of the heartbeat object. By default the host's name, for a server with its port (`at_port`).
         pin: The versions to take: `newest`, a number to stay at, `every 10` for multiples, `2 behind` the newest.
         poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
-        heartbeat_interval_s: Longest wait between two heartbeats; one is also written at every change.
-        audit_interval_s: How often all bits in memory are read and held to the version, while no other version is there to
-            be taken; 0 for never.
-        ready_behind: Versions that a server may lie behind the newest and still call itself ready.
+        heartbeat_interval_s: Longest wait between two heartbeats; each change also writes one.
+        audit_interval_s: How often all bits in memory are compared with the version's fingerprints, unless another version
+            is waiting; 0 for never.
+        ready_behind: How many versions a server that calls itself ready may be behind the newest.
         wait_ready: Answer no request before the server was ready once.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
-        cache_dir: Where the processes of a machine share what they download, an absolute path; None for a directory of this
-            user's in the system's temporary one.
+        cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for one of this
+            user in the system's temporary directory.
         cache_bytes: Most bytes of files in it; 0 for no cache.
         digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
-        http_token: What requests to the replica's routes must present; None leaves them open. Never shown.
+        http_token: Token that requests to the replica's routes must present; None for no token. Never shown.
     """
 
     channel: str | None = None
     adapter: _Name | None = None
-    allowed_channels: str | None = None
+    allowed_channels: Annotated[str, _CHANNEL_PREFIXES] | None = None
     replica_id: _Name = dataclasses.field(default_factory=_default_replica_id)
-    pin: Annotated[str, _Rule("newest, a version, `every K` or `K behind`", pattern=PIN)] = "newest"
+    pin: Annotated[str, _matches("newest, a version, `every K` or `K behind`", PIN)] = "newest"
     poll_interval_s: _PositiveSeconds = 1.0
     heartbeat_interval_s: _PositiveSeconds = 10.0
     audit_interval_s: _Seconds = 3600.0
     ready_behind: _Natural = 8
     wait_ready: bool = False
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
-    cache_dir: str | None = None
+    cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30
     digest_route: bool = False
-    http_token: Annotated[str, _Rule("visible ASCII characters without spaces", pattern="[!-~]+")] | None = (
-        dataclasses.field(default=None, repr=False)
+    http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = dataclasses.field(
+        default=None, repr=False
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(
-            self.cache_dir is None or os.path.isabs(self.cache_dir),
-            f"cache_dir must be an absolute path, not {self.cache_dir!r}.",
-        )
-        _require(
-            all("://" in prefix and _is_plain(prefix) for prefix in self._prefixes),
-            "allowed_channels must be prefixes of URLs with commas between them, without options (`?`) and without `..`.",
-        )
-
-    @property
-    def _prefixes(self) -> list[str]:
-        found = [prefix.strip().rstrip("/") for prefix in (self.allowed_channels or "").split(",")]
-        return [prefix for prefix in found if prefix]
-
     def at_port(self, port: int, rank: int | None = None) -> Self:
-        """These settings with a name that is the same when the server starts again at its port, unless a name was given.
+        """Return these settings with a replica id that a restarted server at this port has again, unless one was given.
 
-        `rank` is the engine's, where several share one port.
+        `rank` is the engine's, if several share one port.
         """
         if self.replica_id != _default_replica_id():
             return self
@@ -339,27 +335,22 @@ class ReplicaSettings(ReaderSettings):
         return dataclasses.replace(self, replica_id=place)
 
     def with_called_channel(self, channel: str | None) -> Self:
-        """These settings with the channel that a caller over the network names, None for the configured one.
+        """Return these settings with the channel that a caller over the network names; None for the configured one.
 
         Raises:
-            ConfigError: it is another one than the configured one, and not below one of `allowed_channels`; or it has
-                options, by which a caller could choose a server (`?endpoint=`).
+            ConfigError: it is neither the configured channel nor below one of `allowed_channels`; or it has options, with
+                which a caller could choose a server (`?endpoint=`).
         """
         if channel is None or channel == self.channel:
             return self
         _require(
             isinstance(channel, str) and _is_plain(channel),
-            "A channel that a caller names has no '?', '#', '%' and '..': options are for who starts the server.",
+            "A channel that a caller names has no '?', '#', '%' or '..'; options may only come from the server's settings.",
         )
-        below = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in self._prefixes)
+        allowed = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in _prefixes(self.allowed_channels))
         configured = "follows no channel" if self.channel is None else "follows the channel of its DELTASYNC_CHANNEL"
         _require(
-            below,
+            allowed,
             f"This server {configured}, and callers may not name {channel!r}, which is not in DELTASYNC_ALLOWED_CHANNELS.",
         )
         return dataclasses.replace(self, channel=channel)
-
-
-def _is_plain(url: str) -> bool:
-    """Whether a URL is nothing but a place, spelled in one way."""
-    return re.search(r"[?#%\\\s]", url) is None and not {".", ".."} & set(url.split("/"))

@@ -2,25 +2,25 @@
 
     DeltaSyncError                               1  root: catch this to catch everything
     ├── ConfigError (ValueError)                 3  a setting or an argument is wrong; nothing was done
-    ├── FormatError                              4  bytes from a store are not what the format says
+    ├── FormatError                              4  bytes from a store do not follow the format
     │   ├── UnsupportedFormatError               4    written by a newer or a foreign writer
-    │   └── CorruptDataError                     4    truncated, bit-flipped, or not decodable
-    │       └── SignatureError                   4      not signed with a trusted key, or not since it was signed
+    │   └── CorruptDataError                     4    truncated, altered, or not decodable
+    │       └── SignatureError                   4      not signed with a trusted key, or altered since
     ├── ChainError                               5  versions do not connect
     │   ├── NotPublishedError                    5    the channel has no version yet: wait
-    │   ├── MissingVersionError                  5    a version or a payload it needs is gone
-    │   ├── StaleChannelError                    5    the newest version is too old to be taken
+    │   ├── MissingVersionError                  5    a version, or an object it refers to, is not in the store
+    │   ├── StaleChannelError                    5    the newest version is too old
     │   └── RunMismatchError                     5    the channel now belongs to another run
     ├── StoreError                               6  the object store refused or failed
     │   ├── ObjectMissingError                   6    no object has this key
-    │   ├── ObjectExistsError                    6    a create-only put met an existing object
-    │   └── TransientStoreError                  6    worth another try
+    │   ├── ObjectExistsError                    6    an object to be created exists already
+    │   └── TransientStoreError                  6    a retry may succeed
     ├── PublishError                             7  a version did not become visible
     │   ├── ChannelInUseError                    7    the channel holds a run; resume it or choose another URL
     │   ├── FencedError                          7    another publisher has opened the channel; this one must stop
-    │   ├── PublishPendingError                  7    the store has not answered yet; the next publish asks again
+    │   ├── PublishPendingError                  7    the store has not answered yet; the next publish tries again
     │   ├── PublishLostError                     7    given up after all retries; the next publish is an anchor
-    │   └── PublishTimeoutError (TimeoutError)   7    still being uploaded; the upload goes on
+    │   └── PublishTimeoutError (TimeoutError)   7    not uploaded yet; the upload goes on
     ├── ModelMismatchError                       8  names, shapes or dtypes differ from the channel's
     ├── ApplyError                               9  a version did not become live
     │   ├── StageError                           9    live weights untouched, retry
@@ -29,7 +29,7 @@
     │   └── CommitError                          9    weights uncertain, reload
     └── AckTimeoutError                         10  the version is published, but the fleet does not serve it yet
 
-The number is the process exit code of the command line for that class; 2 is a usage error, 130 is Ctrl-C.
+The number is the exit code of the `deltasync` command for that class; 2 is a usage error, 130 is Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from urllib.parse import unquote
 import msgspec
 
 UNREADABLE_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for JSON that is malformed, that has other bytes than UTF-8, or that is nested too deeply."""
+"""What msgspec raises for JSON that is malformed, not UTF-8, or nested too deeply."""
 
 
 class DeltaSyncError(Exception):
     """Root of all errors raised by deltasync.
 
-    Messages quote what a channel, a server or a replica said, and URLs. So each is one printable line without credentials.
+    Messages quote URLs and text from channels, servers and replicas, so each is made one printable line without credentials.
     """
 
     exit_code = 1
@@ -65,13 +65,13 @@ class ConfigError(DeltaSyncError, ValueError):
 
 
 class FormatError(DeltaSyncError):
-    """Bytes from a store are not what the format says."""
+    """Bytes from a store do not follow the format."""
 
     exit_code = 4
 
 
 class UnsupportedFormatError(FormatError):
-    """The object was written in a format, or with a required feature, that this reader does not know."""
+    """The object has a format, or needs a feature, that this reader does not know."""
 
 
 class CorruptDataError(FormatError):
@@ -79,7 +79,7 @@ class CorruptDataError(FormatError):
 
 
 class SignatureError(CorruptDataError):
-    """No trusted key has signed these bytes for this place; nothing in them was looked at."""
+    """No trusted key has signed these bytes for this key of the store; their content was not used."""
 
 
 class ChainError(DeltaSyncError):
@@ -97,11 +97,11 @@ class MissingVersionError(ChainError):
 
 
 class StaleChannelError(ChainError):
-    """The newest version is older than is allowed: nothing newer was published, or it is kept back."""
+    """The newest version is older than allowed: nothing newer was published, or somebody holds it back."""
 
 
 class RunMismatchError(ChainError):
-    """The channel belongs to another run than the one that was followed."""
+    """The channel now belongs to another run than the one that was followed."""
 
 
 class StoreError(DeltaSyncError):
@@ -115,7 +115,7 @@ class ObjectMissingError(StoreError):
 
 
 class ObjectExistsError(StoreError):
-    """A create-only put met an existing object; the existing object is unchanged."""
+    """An object that was to be created exists already; it is unchanged."""
 
 
 class TransientStoreError(StoreError):
@@ -133,15 +133,15 @@ class ChannelInUseError(PublishError):
 
 
 class FencedError(PublishError):
-    """Another publisher has opened the channel, or has written this version; nothing of ours became visible. Stop."""
+    """Another publisher has opened the channel or written this version. Nothing of this one became visible; it must stop."""
 
 
 class PublishPendingError(PublishError):
-    """The store has not said whether it has the version; the same bytes are put again by the next publish."""
+    """The store has not answered whether it has the version; the next publish puts the same bytes again."""
 
 
 class PublishLostError(PublishError):
-    """The version was given up after all retries and is not visible; the next publish starts from an anchor."""
+    """The version was given up after all retries and is not visible; the next publish is an anchor."""
 
 
 class PublishTimeoutError(PublishError, TimeoutError):
@@ -169,7 +169,7 @@ class FingerprintMismatchError(ApplyError):
 
 
 class SleepingError(ApplyError):
-    """vLLM sleeps, so its weights are not in memory; they were not touched."""
+    """vLLM sleeps, so its weights are not in memory; nothing was changed."""
 
 
 class CommitError(ApplyError):
@@ -183,15 +183,15 @@ class AckTimeoutError(DeltaSyncError):
 
 
 def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncError:
-    """The error that another process tells of by its class and message; of `other` if its class is none of these."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, DeltaSyncError):
-        return found(message)
+    """Return the error that another process reports by class and message; an `other` if the class is not one of these."""
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, DeltaSyncError):
+        return error_class(message)
     return other(f"Unexpected {kind}: {message}")
 
 
-# Whoever may write one heartbeat, or the name of one tensor, chooses text that people read. All of it passes `printable`
-# before it is shown: the messages above by themselves, everything else where it is written.
+# Anyone who may write a heartbeat or name a tensor controls text that people read. So all such text passes `printable`
+# before it is shown: of the errors above in their constructor, of everything else where it is printed.
 
 _SHOWN_OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous", "commits")
 _URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>]*)")
@@ -202,14 +202,14 @@ _NO_PORT = ("s3://", "gs://", "az://", "hf://")
 
 
 def printable(text: str) -> str:
-    r"""Text in one line, without characters that command a terminal or hide others: these become `\x1b`, `\n`, `\u202e`."""
+    r"""Return text as one line. Characters that control a terminal or hide others become `\x1b`, `\n`, `\u202e` etc."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def printable_in(document: Any) -> Any:
-    """Plain data (dicts, lists, numbers, strings) with every string in it printable, names too."""
+    """Return plain data (dicts, lists, numbers, strings) with all strings, also names, made printable."""
     if isinstance(document, str):
         return printable(document)
     if isinstance(document, dict):
@@ -218,34 +218,30 @@ def printable_in(document: Any) -> Any:
 
 
 def printable_traceback(error: BaseException) -> str:
-    """The traceback as Python shows it; what the exception says is one printable line without credentials."""
+    """Return the traceback as Python shows it, with the exception's text as one printable line without credentials."""
     lines = []
     for part in traceback.format_exception(error):
         text = part.strip("\n")
-        lines.append(text if part.startswith("  File ") else printable(redacted(text)))  # a frame is our own source
+        lines.append(text if part.startswith("  File ") else printable(redacted(text)))  # a frame shows only source code
     return "\n".join(lines)
 
 
-class _PrintableLines(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = printable(redacted(record.getMessage())), ()
-        if record.exc_info and record.exc_info[1] is not None:
-            record.exc_text = printable_traceback(record.exc_info[1])  # which formatters take as it is
-        return True
-
-
-_PRINTABLE_LINES = _PrintableLines()
+def _made_printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(redacted(record.getMessage())), ()
+    if record.exc_info and record.exc_info[1] is not None:
+        record.exc_text = printable_traceback(record.exc_info[1])  # formatters use it unchanged
+    return True
 
 
 def get_logger(name: str) -> logging.Logger:
-    """As `logging.getLogger`, for loggers of what may have come from elsewhere: lines and tracebacks are printable."""
+    """Return the logger of this name, whose lines and tracebacks are made printable and free of credentials."""
     logger = logging.getLogger(name)
-    logger.addFilter(_PRINTABLE_LINES)
+    logger.addFilter(_made_printable)
     return logger
 
 
 def redacted(text: str) -> str:
-    """Text with the credentials that URLs in it may hold replaced by `***`: users, passwords, and unknown options."""
+    """Return text with users, passwords and unknown options of URLs in it replaced by `***`."""
     return _URL.sub(lambda match: match[1] + _without_credentials(match[1], match[2]), text) if "://" in text else text
 
 

@@ -1,4 +1,4 @@
-"""The `deltasync` command. Commands are imported when used, so that `--help` needs neither torch nor vLLM.
+"""The `deltasync` command. Each command is imported when it is used, so that `--help` needs neither torch nor vLLM.
 
 Data goes to stdout, messages to stderr.
 """
@@ -13,39 +13,30 @@ import click
 
 __all__ = ["main"]
 
+# Module of each command, and its line in the help.
 _COMMANDS = {
-    "demo": "Train a tiny model with TRL while a real vLLM follows it, on this machine.",
-    "serve": "Start vLLM as a replica of a channel.",
-    "follow": "Follow a channel with a replica in host memory.",
-    "sync": "Have a server look at its channel now.",
-    "pin": "Keep a server at a version, or let it go on.",
-    "watch": "Watch a channel: versions, replicas, cost.",
-    "dashboard": "Show a channel as a page, live or as one file.",
-    "log": "List the versions of a channel.",
-    "show": "Show one version.",
-    "doctor": "Try out what this machine needs to use a channel.",
-    "check": "Check that everything that a channel promises is there.",
-    "repair": "Put lost bytes of a channel back, or make ways around them.",
-    "forget": "Take versions out of a channel.",
-    "prune": "Delete the bytes that nothing refers to any more.",
-    "fold": "Store one delta over several versions.",
-    "export": "Write a version as a checkpoint directory.",
-    "cp": "Copy a channel to another store.",
-    "relay": "Keep copies of a channel in other stores up to date.",
-    "router": "Start HAProxy in front of several replicas.",
-    "deploy": "Create Spaces of the Hugging Face Hub that follow a channel.",
-    "keygen": "Make a key to sign a channel with.",
+    "demo": ("demo", "Train a tiny model with TRL while a real vLLM follows it, on this machine."),
+    "serve": ("serve", "Start vLLM as a replica of a channel."),
+    "follow": ("follow", "Follow a channel with a replica in host memory."),
+    "sync": ("servers", "Make a server look at its channel now."),
+    "pin": ("servers", "Keep a server at a version, or let it follow again."),
+    "watch": ("watch", "Watch a channel: versions, replicas, cost."),
+    "dashboard": ("watch", "Show a channel as a web page, live or as one file."),
+    "log": ("log", "List the versions of a channel."),
+    "show": ("log", "Show one version."),
+    "doctor": ("doctor", "Test what this machine needs to use a channel."),
+    "check": ("housekeeping", "Check that a channel is complete."),
+    "repair": ("housekeeping", "Restore lost objects of a channel, or store other ways around them."),
+    "forget": ("housekeeping", "Remove versions from a channel."),
+    "prune": ("housekeeping", "Delete files that no version needs any more."),
+    "fold": ("housekeeping", "Store one delta over several versions."),
+    "export": ("housekeeping", "Write a version as a checkpoint directory."),
+    "cp": ("housekeeping", "Copy a channel to another store."),
+    "relay": ("follow", "Keep copies of a channel in other stores up to date."),
+    "router": ("serve", "Start HAProxy in front of several replicas."),
+    "deploy": ("deploy", "Create Spaces on the Hugging Face Hub that follow a channel."),
+    "keygen": ("housekeeping", "Make a key to sign a channel with."),
 }
-
-_TOGETHER = {
-    **dict.fromkeys(("check", "repair", "forget", "prune", "fold", "export", "cp"), "housekeeping"),
-    **dict.fromkeys(("log", "show"), "log"),
-    **dict.fromkeys(("serve", "router"), "serve"),
-    **dict.fromkeys(("follow", "relay"), "follow"),
-    **dict.fromkeys(("watch", "dashboard"), "watch"),
-    **dict.fromkeys(("sync", "pin"), "servers"),
-}
-"""Modules that hold several commands."""
 
 _EPILOG = """\b
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 wrong setting, 4 damaged or unknown format, 5 versions do not
@@ -53,15 +44,18 @@ connect or nothing is published, 6 store failed, 7 not published, 8 model does n
 applied, 10 not served in time, 130 interrupted."""
 
 
-def _tell_exit_codes(command: click.Command) -> None:
-    """At the end of its help, and of that of its subcommands."""
+def _complete_help(command: click.Command) -> None:
+    """Make the help of a command and its subcommands show defaults and exit codes."""
     command.epilog = _EPILOG
+    for option in command.params:
+        if isinstance(option, click.Option) and option.show_default is None:
+            option.show_default = True
     for inner in command.commands.values() if isinstance(command, click.Group) else []:
-        _tell_exit_codes(inner)
+        _complete_help(inner)
 
 
 class _LazyGroup(click.Group):
-    """Imports `deltasync.cli.<command>` only when that command runs."""
+    """A group that imports the module of a command when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -69,17 +63,16 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"deltasync.cli.{_TOGETHER.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, cmd_name if cmd_name in _TOGETHER else "command")
-        _tell_exit_codes(command)
+        command: click.Command = getattr(importlib.import_module(f"deltasync.cli.{_COMMANDS[cmd_name][0]}"), cmd_name)
+        _complete_help(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; our own errors become one sentence on stderr and their exit code, others a traceback and 1."""
+        """Run the command. Our errors become a line on stderr and their exit code, other errors a traceback and code 1."""
         from deltasync.cli.output import echo
         from deltasync.errors import DeltaSyncError, printable_traceback
 
@@ -92,8 +85,8 @@ class _LazyGroup(click.Group):
             echo("deltasync: interrupted", err=True)
             sys.exit(130)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # for click
-        except Exception as error:  # noqa: BLE001 - shown as Python does, but printable
+            raise  # click handles these
+        except Exception as error:  # noqa: BLE001 - shown like Python does, but printable
             for line in printable_traceback(error).splitlines():
                 echo(line, err=True)
             sys.exit(1)
@@ -104,6 +97,6 @@ class _LazyGroup(click.Group):
 def main() -> None:
     """RL weights travel as the bits that changed.
 
-    A trainer publishes versions of its weights to a channel (a URL such as file:///data/run); replicas follow it and patch
-    their live weights in place, bit for bit.
+    A trainer publishes versions of its weights to a channel, a URL such as file:///data/run. Replicas follow the channel and
+    patch their live weights in place, bit for bit.
     """

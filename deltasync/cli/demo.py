@@ -1,4 +1,4 @@
-"""`deltasync demo`: everything at once on one machine, with a proof of bits at the end."""
+"""`deltasync demo`: a trainer and a server on one machine, and a proof of bits at the end."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from deltasync.errors import ConfigError
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("demo-out"),
-    show_default=True,
-    help="Directory for the model, the channel, logs, summary.json and run.png; an earlier demo's is replaced.",
+    help="Directory for the model, the channel, logs, summary.json and run.png. That of an earlier demo is replaced.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Optimizer steps.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of model, prompts and trainer.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; a free one by default.")
-@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the deltas.")
+@click.option("--steps", type=click.IntRange(min=1), default=40, help="Optimizer steps.")
+@click.option("--seed", type=int, default=0, help="Seed of model, prompts and trainer.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port of the server.")
+@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the deltas.")
 @click.option(
     "--task",
     default="counting",
     metavar="NAME",
-    show_default=True,
-    help="What the model learns; wordle where examples/wordle is installed.",
+    help="What the model learns: counting, or wordle if examples/wordle is installed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
-def command(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
+def demo(out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.
 
-    Builds a tiny Qwen3, starts a real vLLM server that knows nothing but the channel's URL, trains with TRL's
+    This builds a tiny Qwen3, starts a real vLLM server that knows only the channel's URL, trains with TRL's
     AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit.
     """
     if not hasattr(os, "sched_setaffinity"):

@@ -1,9 +1,9 @@
-"""`deltasync deploy`: bring what serves a channel to the Hugging Face Hub."""
+"""`deltasync deploy`: create Spaces on the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,28 +15,54 @@ from deltasync.errors import ConfigError
 if TYPE_CHECKING:
     from deltasync.deploy.space import SpaceSettings
 
+
+def _variables(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"A variable is given as NAME=VALUE, not {text!r}.")
+        values[name] = value
+    return values
+
+
+def _secrets(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> dict[str, str]:
+    for name in names:
+        if not os.environ.get(name):
+            raise ConfigError(f"The value of the secret {name} is taken from the environment, where {name} is not set.")
+    return {name: os.environ[name] for name in names}
+
+
 _COMMON = (
     click.argument("spaces", nargs=-1, required=True, metavar="USER/NAME..."),
     click.option(
-        "--variable", "variables", multiple=True, metavar="NAME=VALUE", help="A variable of the Space; repeatable."
+        "--variable",
+        "variables",
+        multiple=True,
+        callback=_variables,
+        metavar="NAME=VALUE",
+        help="A variable of the Space; repeatable.",
     ),
     click.option(
         "--secret",
         "secrets",
         multiple=True,
+        callback=_secrets,
         metavar="NAME",
-        help="A secret of the Space, with the value that this variable has in the environment here; repeatable.",
+        help="A secret of the Space. Its value is that of the environment variable NAME; repeatable.",
     ),
-    click.option("--hardware", metavar="NAME", help="The Hub's name of it, such as l4x1. By default it stays as it is."),
-    click.option("--sleep-after", "sleep_s", type=int, metavar="SECONDS", help="Stop after so long without requests."),
-    click.option("--private", is_flag=True, help="Requests then need a token of the Hub."),
+    click.option("--hardware", metavar="NAME", help="The Hub's name of the hardware, such as l4x1. Default: unchanged."),
+    click.option(
+        "--sleep-after", "sleep_s", type=int, metavar="SECONDS", help="Stop the Space after this time without requests."
+    ),
+    click.option("--private", is_flag=True, help="Make the Space private: requests then need a token of the Hub."),
     click.option(
         "--package",
         metavar="REQUIREMENT",
-        help="What pip installs in the image: a requirement or the path of a wheel.  [default: this version of deltasync]",
+        help="What pip installs in the image: a requirement or the path of a wheel. Default: this version of deltasync.",
     ),
-    click.option("--dry-run", is_flag=True, help="Print every call, and make none."),
-    click.option("--json", "as_json", is_flag=True, help="The calls, and where the Spaces are, as JSON."),
+    click.option("--dry-run", is_flag=True, help="Print the calls to the Hub, and make none."),
+    click.option("--json", "as_json", is_flag=True, help="Print the calls and the addresses of the Spaces as JSON."),
 )
 
 
@@ -47,29 +73,31 @@ def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.group("deploy")
-def command() -> None:
-    """Bring what serves a channel to the Hugging Face Hub."""
+def deploy() -> None:
+    """Create Spaces on the Hugging Face Hub."""
 
 
-@command.group("space")
+@deploy.group("space")
 def space() -> None:
-    """Create Spaces, or bring them up to date: run the same again, or with other options."""
+    """Create Spaces, or update them: run the same command again, or with other options."""
 
 
 @space.command("vllm")
-@click.option("--channel", metavar="URL", required=True, help="The channel to follow; its bucket is created.")
-@click.option("--model", required=True, help="What the trainer starts from.")
-@click.option("--vllm-arguments", default="", metavar="TEXT", help="More arguments of vLLM, in one text.")
+@click.option("--channel", metavar="URL", required=True, help="The channel to follow. Its bucket is created.")
+@click.option("--model", required=True, help="The model that the trainer starts from.")
+@click.option(
+    "--vllm-arguments", default="", show_default=False, metavar="TEXT", help="More arguments of vLLM, in one string."
+)
 @click.option(
     "--trusted-keys",
     metavar="FILE",
-    help="Public keys, one of which must have signed what the replicas take. The file is uploaded.",
+    help="File of public keys, which is uploaded. Replicas accept only what one of them has signed.",
 )
 @_with_common_options
 def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Serve MODEL by vLLM in each of the Spaces USER/NAME, as a replica of the channel.
+    """Serve MODEL with vLLM in each of the Spaces USER/NAME, as a replica of the channel.
 
-    Needs the secrets DELTASYNC_HTTP_TOKEN, which requests must present, and for a bucket of the Hub HF_TOKEN:
+    This needs the secret DELTASYNC_HTTP_TOKEN, which requests must present, and HF_TOKEN for a bucket of the Hub:
 
     \b
       export HF_TOKEN=... DELTASYNC_HTTP_TOKEN=...
@@ -78,7 +106,7 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
     """
     from deltasync.deploy.space import replica_settings
 
-    _deploy(spaces, replica_settings(**_read(options)), dry_run, as_json)
+    _deploy(spaces, replica_settings(**options), dry_run, as_json)
 
 
 @space.command("wordle")
@@ -86,14 +114,13 @@ def vllm(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) 
     "--files",
     type=click.Path(path_type=Path),
     default=Path("examples/wordle"),
-    show_default=True,
-    help="The environment's folder, of a checkout.",
+    help="The environment's folder in a checkout of deltasync.",
 )
 @_with_common_options
 def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
     """Serve the Wordle environment in each of the Spaces USER/NAME.
 
-    Needs the secret DELTASYNC_ENVIRONMENT_TOKEN, which requests must present:
+    This needs the secret DELTASYNC_ENVIRONMENT_TOKEN, which requests must present:
 
     \b
       export DELTASYNC_ENVIRONMENT_TOKEN=...
@@ -101,29 +128,7 @@ def wordle(spaces: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any
     """
     from deltasync.deploy.space import environment_settings
 
-    _deploy(spaces, environment_settings(**_read(options)), dry_run, as_json)
-
-
-def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with variables and secrets as dictionaries."""
-    return {**options, "variables": _variables(options["variables"]), "secrets": _secrets(options["secrets"])}
-
-
-def _variables(given: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise ConfigError(f"A variable is given as NAME=VALUE, not {text!r}.")
-        found[name] = value
-    return found
-
-
-def _secrets(names: Iterable[str]) -> dict[str, str]:
-    for name in names:
-        if not os.environ.get(name):
-            raise ConfigError(f"The value of the secret {name} is taken from the environment, where {name} is not set.")
-    return {name: os.environ[name] for name in names}
+    _deploy(spaces, environment_settings(**options), dry_run, as_json)
 
 
 def _deploy(spaces: Sequence[str], settings: SpaceSettings, dry_run: bool, as_json: bool) -> None:
@@ -140,8 +145,8 @@ def _deploy(spaces: Sequence[str], settings: SpaceSettings, dry_run: bool, as_js
             if call.method == "space_info":
                 hosts[call.arguments["repo_id"]] = result.host
     if as_json:
-        told = [{"method": call.method, "arguments": call.shown} for call in calls]
-        echo_json({"dry_run": dry_run, "calls": told, "hosts": hosts})
+        shown = [{"method": call.method, "arguments": call.shown} for call in calls]
+        echo_json({"dry_run": dry_run, "calls": shown, "hosts": hosts})
         return
     for name, host in hosts.items():
-        echo(f"{name} is built now, and will answer at {host}")
+        echo(f"{name} is being built, and will answer at {host}")

@@ -1,4 +1,4 @@
-"""`deltasync doctor`: whether a channel can be used from this machine, and how fast."""
+"""`deltasync doctor`: test whether this machine can use a channel, and how fast."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ class _Parameters(click.ParamType[float]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", str(value))
         if match is None or not float(match[1]):
-            self.fail(f"{value!r} is no size of a model; write 600M, 8B or 1T.", param, ctx)
+            self.fail(f"{value!r} is not the size of a model, such as 600M, 8B or 1T.", param, ctx)
         return float(match[1]) * _SCALE[match[2]]
 
 
-@channel_command("doctor", "The findings as JSON.")
-@click.option(
-    "--model", type=_Parameters(), default="8B", show_default=True, help="Size of the model to calculate transfer times for."
-)
-def command(reader: ChannelReader, model: float, as_json: bool) -> None:
-    """Try out what a trainer and a replica need at CHANNEL from this machine.
+@channel_command("the findings as JSON")
+@click.option("--model", type=_Parameters(), default="8B", help="Size of the model, to estimate transfer times.")
+def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
+    """Test what a trainer and a replica on this machine need at CHANNEL.
 
-    Lists, writes (8 MiB, deleted again), reads, creates twice, and times it; compares clocks; looks at the channel, its
-    replicas, and the versions of vLLM, TRL and PyTorch here. CHANNEL need not exist yet. Exits with 1
-    if a line says failure.
+    Lists, writes (8 MiB, deleted again), reads, and creates the same object twice; measures the times; compares clocks;
+    checks the channel, its replicas, and the versions of vLLM, TRL and PyTorch here. CHANNEL need not exist yet. Exits with
+    1 if a line says failure.
     """
     from rich.console import Console
     from rich.table import Table
@@ -51,17 +49,17 @@ def command(reader: ChannelReader, model: float, as_json: bool) -> None:
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         for finding in findings:
-            said = f"{finding.found} {finding.advice}".strip()
-            table.add_row(cell(finding.state, _STYLE[finding.state]), cell(finding.check), cell(said))
+            text = f"{finding.found} {finding.advice}".strip()
+            table.add_row(cell(finding.state, _STYLE[finding.state]), cell(finding.check), cell(text))
         Console(soft_wrap=not sys.stdout.isatty()).print(table)
     sys.exit(any(finding.state == "failure" for finding in findings))
 
 
 def _findings(reader: ChannelReader, model: float, progress: Progress) -> list[Finding]:
-    from deltasync.housekeeping import doctor
+    from deltasync.housekeeping.doctor import examine
 
     findings: list[Finding] = []
-    for finding in doctor.examine(reader, parameters=model):
+    for finding in examine(reader, parameters=model):
         findings.append(finding)
         progress(finding.check, 1, 1)
     return findings

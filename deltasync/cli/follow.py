@@ -1,4 +1,4 @@
-"""`deltasync follow | relay`: go on with a channel, in host memory or in other stores, as versions are published."""
+"""`deltasync follow | relay`: take versions as they are published, to host memory or to other stores."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 
 class _News(threading.Event):
-    """Set when a store tells of a new record."""
+    """Set when a store reports a new record."""
 
     _info: ObjectInfo | None = None
 
-    def tell(self, info: ObjectInfo | None) -> None:
-        """For `Poll`."""
+    def report(self, info: ObjectInfo | None) -> None:
+        """Callback for `Poll`."""
         self._info = info
         self.set()
 
     def take(self) -> ObjectInfo | None:
-        """What was told since the last time."""
+        """Return what was reported since the last call, and clear the event."""
         self.clear()
         info, self._info = self._info, None
         return info
 
 
-@channel_command("follow", "One JSON object per version.")
+@channel_command("one JSON object per version")
 @click.option("--once", is_flag=True, help="Go to the newest version and exit.")
 @click.option(
-    "--pin", "where", metavar="WHERE", help="Take only some versions, as DELTASYNC_PIN says it: see deltasync pin."
+    "--pin", "where", metavar="WHERE", help="Take only some versions, see `deltasync pin`. Default: DELTASYNC_PIN."
 )
 @timeout
 def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: float | None, as_json: bool) -> None:
-    """Follow CHANNEL with a replica in host memory; every version's bits are checked.
+    """Follow CHANNEL with a replica in host memory. The bits of every version are checked.
 
     Waits for the first version. Ends with Ctrl-C, or as the options say.
     """
@@ -72,8 +72,8 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
                 raise
             failed = before is not None
             if failed or waiting is None:
-                then = f"Staying at version {before}." if failed else "Waiting for the first version."
-                echo(f"deltasync: {error} {then}", err=True)
+                now = f"Staying at version {before}." if failed else "Waiting for the first version."
+                echo(f"deltasync: {error} {now}", err=True)
             waiting = None if failed else error
         identity = replica.identity
         if identity != before and identity is not None:
@@ -81,8 +81,8 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
             sync_s = time.perf_counter() - started
             fingerprint = sum(replica.fingerprints.values()) % (1 << 64)
             if as_json:
-                found = {**dataclasses.asdict(identity), "sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"}
-                echo_json(found)
+                checked = {"sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"}
+                echo_json({**dataclasses.asdict(identity), **checked})
             else:
                 echo(f"version {identity}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
         if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
@@ -90,18 +90,18 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
                 raise waiting
             return
         if poll is None:
-            poll = Poll(reader.store, settings.poll_interval_s, news.tell)
+            poll = Poll(reader.store, settings.poll_interval_s, news.report)
         news.wait(poll.delay_s(identity != before, settled=not failed))
 
 
-@channel_command("relay", "One JSON object per step that copied something.", metavar="SOURCE")
+@channel_command("one JSON object per step that copied something", metavar="SOURCE")
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option("--once", is_flag=True, help="Copy what there is and exit, as `cp` does.")
+@click.option("--once", is_flag=True, help="Copy what there is and exit, like `cp`.")
 def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: bool) -> None:
     """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is checked.
 
-    Waits for the channel. Nothing at TARGET is replaced but head, and nothing is deleted. Stopped or killed, each TARGET can
-    be read, and running it again goes on. Ends with Ctrl-C or SIGTERM.
+    Waits for the channel. Only head is replaced at TARGET, and nothing is deleted. If this is stopped or killed, each TARGET
+    can be read, and the same command continues. Ends with Ctrl-C or SIGTERM.
     """
     from deltasync import housekeeping
     from deltasync.config import ReplicaSettings
@@ -118,19 +118,19 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
     if once:
         copied = with_bars(relay.step)
         sys.exit(0 if copied is None else show(copied))
-    said, news = "", _News()
-    with Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, news.tell) as poll:
+    last_error, news = "", _News()
+    with Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, news.report) as poll:
         while True:
             known, copied, failed = news.take(), None, False
             try:
                 copied = relay.step(known) if relay.version else with_bars(relay.step)
-                said = ""
+                last_error = ""
             except (RunMismatchError, ChannelInUseError, ObjectExistsError, ConfigError):
-                raise  # a target is something else
+                raise  # a target holds something else
             except DeltaSyncError as error:
                 failed = True
-                if str(error) != said:
-                    said = str(error)
+                if str(error) != last_error:
+                    last_error = str(error)
                     echo(f"deltasync: {error} Trying again.", err=True)
             if copied is not None:
                 show(copied)

@@ -1,4 +1,4 @@
-"""What looks after a channel: `deltasync check | repair | forget | prune | fold | export | cp`."""
+"""Commands that maintain a channel: `deltasync check | repair | forget | prune | fold | export | cp | keygen`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from deltasync.config import CODECS
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.signing import Signer
+    from deltasync.errors import DeltaSyncError
 
 _COUNT = click.IntRange(min=1)
 
 
-@channel_command("check", "The report as JSON.")
-@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold; takes long.")
-def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
-    """Check CHANNEL; report every problem on a line of its own, repair nothing.
+def _problem(error: DeltaSyncError) -> dict[str, object]:
+    return {"error": type(error).__name__, "exit_code": error.exit_code, "message": str(error)}
 
-    Without --read-data it reads records and folds, and lists parts and anchors. With it, the bits of every version are
-    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. What nothing names is no
+
+@channel_command("the report as JSON")
+@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and fold. Slow.")
+def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
+    """Check that CHANNEL is complete. Every problem is printed on a line of its own; nothing is repaired.
+
+    Records and folds are read, parts and anchors only listed. With --read-data, the bits of every version are also proven in
+    host memory. Exits with the highest exit code of the problems, 0 if there are none. Files that nothing names are no
     problem.
     """
     from deltasync import housekeeping
 
     report = with_bars(housekeeping.check, reader, read_data=read_data)
     if as_json:
-        document = dataclasses.asdict(dataclasses.replace(report, problems=[]))
-        document["problems"] = [
-            {"error": type(problem).__name__, "exit_code": problem.exit_code, "message": str(problem)}
-            for problem in report.problems
-        ]
-        echo_json(document, indent=2)
+        echo_json(msgspec.to_builtins(report, enc_hook=_problem), indent=2)
         sys.exit(report.exit_code)
     for problem in report.problems:
         echo(f"{type(problem).__name__}: {problem}")
@@ -63,103 +63,106 @@ def check(reader: ChannelReader, read_data: bool, as_json: bool) -> None:
     sys.exit(report.exit_code)
 
 
-@channel_command("repair", "What was done as JSON.", signs=True)
+@channel_command("what was done as JSON", signs=True)
 @click.option("--from", "source", metavar="URL|DIR", help="A copy of the channel, or a directory of files named by sha256.")
 @click.option("--no-replay", is_flag=True, help="Compare digests only; do not apply every version.")
 def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
-    """Repair CHANNEL: find what is missing or damaged, and say what was done about each object.
+    """Find what is missing or damaged in CHANNEL, and print what was done about each object.
 
-    Its bytes are put back from --from, a copy or the cache of a node. Otherwise a fold is stored around it, or an anchor
-    announced in its place. Nothing is deleted, and the publisher may run meanwhile. channel.json can only come from a copy.
-    Exits with 0 if every version that is there can be reached afterwards, with 5 otherwise.
+    An object is restored from --from, a copy of the channel or the cache of a node. Otherwise a fold around it is stored, or
+    an anchor in its place. Nothing is deleted, and the publisher may go on meanwhile. channel.json can only be restored from
+    a copy. Exits with 0 if every version of CHANNEL can be reached afterwards, else with 5.
     """
     from deltasync import housekeeping
 
     where = None if source is None else housekeeping.source_of(source)
-    found = with_bars(housekeeping.repair, reader, source=where, replay=not no_replay, signer=signer)
+    repaired = with_bars(housekeeping.repair, reader, source=where, replay=not no_replay, signer=signer)
     if as_json:
-        echo_json({**dataclasses.asdict(found), "exit_code": found.exit_code}, indent=2)
-        sys.exit(found.exit_code)
-    for done in found.objects:
+        echo_json({**dataclasses.asdict(repaired), "exit_code": repaired.exit_code}, indent=2)
+        sys.exit(repaired.exit_code)
+    for done in repaired.objects:
         field(done.outcome, f"{done.key}: {done.how}")
         field("", done.problem)
-    if found.lost:
-        field("not reachable", ranges(found.lost))
-    if not found.objects:
+    if repaired.lost:
+        field("not reachable", ranges(repaired.lost))
+    if not repaired.objects:
         echo(f"{reader.store.url}: nothing to repair")
-    sys.exit(found.exit_code)
+    sys.exit(repaired.exit_code)
 
 
-@channel_command("forget", "The versions as JSON.")
-@click.option("--keep-last", "last", type=_COUNT, help="Keep the newest N versions.")
-@click.option("--keep-anchors", "anchors", type=_COUNT, default=None, help="Keep the newest N versions with an anchor.")
-@click.option("--keep-step-every", "step_every", type=_COUNT, help="Keep versions whose trainer's step is a multiple.")
-@grace("Keep what was still needed this long ago, for those who still read it. 90s, 30m, 1h, 7d.")
-@click.option("--dry-run", is_flag=True, help="Tell what would be forgotten, change nothing.")
+@channel_command("the versions as JSON")
+@click.option("--keep-last", "last", type=_COUNT, metavar="N", help="Keep the newest N versions.")
+@click.option("--keep-anchors", "anchors", type=_COUNT, metavar="N", help="Keep the newest N versions with an anchor.")
+@click.option(
+    "--keep-step-every", "step_every", type=_COUNT, metavar="N", help="Keep versions whose trainer step is a multiple of N."
+)
+@grace("Keep versions that were needed within this time, for replicas that still read them.")
+@click.option("--dry-run", is_flag=True, help="Print what would be forgotten; change nothing.")
 def forget(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
-    """Forget versions of CHANNEL: delete their records. `deltasync prune` deletes their files later.
+    """Remove versions from CHANNEL by deleting their records. `deltasync prune` deletes their files later.
 
-    A version is kept if any option keeps it, and so is what leads to it; the newest one always is. At least one --keep
-    option is needed. Refuses if a version that is kept cannot be read. After an interruption, run it again.
+    A version is kept if any option keeps it, together with the versions that lead to it. The newest is always kept. At least
+    one --keep option is needed. If a version to be kept cannot be read, nothing is forgotten. After an interruption, run the
+    command again.
     """
     if not any(keep.values()):
         raise click.UsageError("Say what to keep: --keep-last, --keep-anchors or --keep-step-every.")
     from deltasync import housekeeping
 
-    found = with_bars(housekeeping.forget, reader, housekeeping.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
-    kept, gone = [slot.version for slot in found.kept], [slot.version for slot in found.versions]
+    done = with_bars(housekeeping.forget, reader, housekeeping.Keep(**keep), grace_s=grace_s, dry_run=dry_run)
+    kept, gone = [slot.version for slot in done.kept], [slot.version for slot in done.versions]
     if as_json:
-        named = {name: [slot.key for slot in getattr(found, name)] for name in ("asked", "leading", "recent")}
-        deleted = {"deleted": found.keys, "folds": found.folds}
+        named = {name: [slot.key for slot in getattr(done, name)] for name in ("asked", "leading", "recent")}
+        deleted = {"deleted": done.keys, "folds": done.folds}
         echo_json({"kept": kept, "forgotten": gone, **named, **deleted, "dry_run": dry_run})
         return
-    reasons = ((found.leading, "lead to others"), (found.recent, f"were needed less than {grace_s:g} s ago"))
+    reasons = ((done.leading, "lead to others"), (done.recent, f"were needed less than {grace_s:g} s ago"))
     why = "".join(f"; {len(slots)} of them {reason}" for slots, reason in reasons if slots)
     field("would keep" if dry_run else "kept", f"{count(len(kept), 'version')}: {ranges(kept)}{why}")
-    folds = f", and {count(len(found.folds), 'fold')}" if found.folds else ""
+    folds = f", and {count(len(done.folds), 'fold')}" if done.folds else ""
     shown = f": {ranges(gone)}" if gone else ""
     field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{folds}")
 
 
-@channel_command("prune", "The objects as JSON.")
-@grace("Keep files newer than this, for those who still read them. 90s, 30m, 1h, 7d.")
-@click.option("--dry-run", is_flag=True, help="Tell what would be deleted, change nothing.")
+@channel_command("the objects as JSON")
+@grace("Keep files newer than this, for replicas that still read them.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted; change nothing.")
 def prune(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool) -> None:
-    """Delete the files of CHANNEL, parts and anchors, that no record and no fold names.
+    """Delete the parts and anchors of CHANNEL that no record and no fold names.
 
-    Those are what `deltasync forget` left and what publishers left that died. It is safe while a publisher writes and
-    replicas read. Heartbeats of replicas that have not been heard of for a week go too. After an interruption, run it again.
+    `deltasync forget`, and publishers that died, leave such files. This is safe while a publisher writes and replicas read.
+    Heartbeats of replicas that have been silent for a week are deleted too. After an interruption, run the command again.
     """
     from deltasync import housekeeping
 
-    found = with_bars(housekeeping.prune, reader, grace_s=grace_s, dry_run=dry_run)
-    freed, waiting, young = (sum(info.bytes for info in infos) for infos in (found.objects, found.waiting, found.young))
+    pruned = with_bars(housekeeping.prune, reader, grace_s=grace_s, dry_run=dry_run)
+    freed, waiting, young = (sum(info.bytes for info in infos) for infos in (pruned.objects, pruned.waiting, pruned.young))
     if as_json:
-        keys = {"objects": [info.key for info in found.objects], "heartbeats": found.heartbeats, "bytes": freed}
-        spared = {"waiting_objects": len(found.waiting), "waiting_bytes": waiting, "young_objects": len(found.young)}
+        keys = {"objects": [info.key for info in pruned.objects], "heartbeats": pruned.heartbeats, "bytes": freed}
+        spared = {"waiting_objects": len(pruned.waiting), "waiting_bytes": waiting, "young_objects": len(pruned.young)}
         echo_json({**keys, **spared, "dry_run": dry_run})
         return
     if dry_run:
-        for info in found.objects:
+        for info in pruned.objects:
             echo(f"{info.bytes:>16,} {info.key}")
     deleted = "would delete" if dry_run else "deleted"
-    field(deleted, f"{count(len(found.objects), 'object')}, {freed:,} bytes")
-    if found.waiting:
-        field("spared", f"{count(len(found.waiting), 'object')}, {waiting:,} bytes: being published")
-    if found.young:
-        field("not looked at", f"{count(len(found.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
-    if found.heartbeats:
-        field(deleted, count(len(found.heartbeats), "stale heartbeat"))
+    field(deleted, f"{count(len(pruned.objects), 'object')}, {freed:,} bytes")
+    if pruned.waiting:
+        field("spared", f"{count(len(pruned.waiting), 'object')}, {waiting:,} bytes: being published")
+    if pruned.young:
+        field("not looked at", f"{count(len(pruned.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
+    if pruned.heartbeats:
+        field(deleted, count(len(pruned.heartbeats), "stale heartbeat"))
 
 
-@channel_command("fold", "The fold's document as JSON, with its key and digest.", signs=True)
+@channel_command("the fold's document as JSON, with its key and digest", signs=True)
 @click.argument("base", type=click.IntRange(min=1))
 @click.argument("version", type=click.IntRange(min=1))
-@click.option("--codec", type=click.Choice(CODECS), default="packed", show_default=True, help="Encoding of the fold.")
+@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the fold.")
 def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Signer | None, as_json: bool) -> None:
-    """Store the fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
+    """Store a fold from version BASE to VERSION of CHANNEL, for replicas that catch up.
 
-    Does nothing if the channel has that fold. Holds the weights twice in memory.
+    Does nothing if the channel has this fold. Needs memory for two copies of the weights.
     """
     from deltasync import housekeeping
 
@@ -175,7 +178,7 @@ def fold(reader: ChannelReader, base: int, version: int, codec: str, signer: Sig
 
 
 def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """The version, None for `latest`."""
+    """Return the number of a version, None for `latest`."""
     if value == "latest":
         return None
     if not value.isdecimal() or int(value) < 1:
@@ -183,14 +186,13 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
     return int(value)
 
 
-@channel_command("export", "Version and files as JSON.")
+@channel_command("the version and its files as JSON")
 @click.argument("version", callback=number_or_latest)
 @click.argument("directory", type=click.Path(path_type=Path))
 def export(reader: ChannelReader, version: int | None, directory: Path, as_json: bool) -> None:
     """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
 
-    DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer come from the channel, if its publisher
-    had any.
+    DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer are written if the publisher stored them.
     """
     from deltasync import housekeeping
 
@@ -206,19 +208,33 @@ def export(reader: ChannelReader, version: int | None, directory: Path, as_json:
         )
 
 
-@channel_command("cp", "What was copied as JSON.", metavar="SOURCE")
+@channel_command("what was copied as JSON", metavar="SOURCE")
 @click.argument("target")
 def cp(reader: ChannelReader, target: str, as_json: bool) -> None:
     """Copy the channel SOURCE to the URL TARGET: every version, anchor and fold. Every digest is checked.
 
-    Nothing is replaced but head, and what TARGET has is not copied again: interrupted, TARGET is a channel or none yet, and
-    running it again goes on. Publishing to SOURCE may go on; run it again to copy what came since. Damaged objects are left
-    out; the exit code is then that of the problem.
+    Only head is replaced at TARGET, and what TARGET has is not copied again. After an interruption TARGET is a channel or
+    none yet; run the command again to continue, or later to copy new versions. Publishing to SOURCE may go on meanwhile.
+    Damaged objects are left out; the exit code is then that of the problem.
     """
     from deltasync import housekeeping
     from deltasync.stores import open_store
 
     copied = with_bars(housekeeping.copy, reader, open_store(target))
-    there = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
-    stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{there}"
+    skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
+    stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
     sys.exit(show_copied(copied, as_json, f"{target} is at version {copied.version}: {stored}"))
+
+
+@click.command("keygen")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--name", help="Name that people see. Default: the file's name.")
+def keygen(path: Path, name: str | None) -> None:
+    """Make an Ed25519 key: the private key in PATH, readable by its owner only, the public key in PATH.pub.
+
+    The publisher signs with PATH (DELTASYNC_SIGNING_KEY). Replicas get a file with the line of PATH.pub
+    (DELTASYNC_TRUSTED_KEYS). That file may hold several keys, and is read again when it changes.
+    """
+    from deltasync.channel import signing
+
+    echo(signing.new_key(path, name or path.name).rstrip("\n"))

@@ -1,11 +1,11 @@
-"""`deltasync log | show`: the versions of a channel as a table, and one record or fold in full."""
+"""`deltasync log | show`: a table of the versions of a channel, and one record or fold in full."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +13,7 @@ import msgspec
 from rich.filesize import decimal as size_of
 
 from deltasync.cli.options import channel_command
-from deltasync.cli.output import cell, echo, echo_json, field, table, with_bars
+from deltasync.cli.output import cell, echo, echo_json, field, table, text_of, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.documents import Record
@@ -30,9 +30,9 @@ _field = functools.partial(field, width=16)
 
 
 def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, Any]:
-    """What `log` tells of a version, a fold or an announced anchor, as plain data.
+    """Return the row that `log` prints for a version, a fold or an announced anchor, as plain data.
 
-    `sha256` is that of the version that it is or leads to, `total` the elements of all tensors.
+    `sha256` is the digest of the version that the record is or leads to, `total` the elements of all tensors.
     """
     delta, anchor, reference = record.delta, record.anchor, record.reference
     changed = total if delta is None else delta.changed
@@ -56,8 +56,8 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
     }
 
 
-@channel_command("log", "One JSON object per line, oldest first.")
-@click.option("--last", type=click.IntRange(min=1), default=None, help="Show only the newest N versions.")
+@channel_command("one JSON object per row, oldest first")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N versions.")
 def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by the folds and anchors that lead to it."""
     rows, newest, problems = with_bars(_read, reader, last)
@@ -70,7 +70,7 @@ def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
     from rich.console import Console
 
     days = {each["created_at"][:10] for each in rows}
-    time = slice(11, 19) if len(days) < 2 else slice(5, 16)  # of a day's, or with the day
+    time = slice(11, 19) if len(days) < 2 else slice(5, 16)  # the time of day, or also the day
     run = f"run {reader.channel().run_id[:12]}  newest version {newest}  {max(days, default='')}"
     title = cell(reader.store.url).append("\n").append_text(cell(run))
     columns = [(name, "left" if name in _LEFT else "right") for name in _COLUMNS]
@@ -81,32 +81,33 @@ def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
             f"{each['base_version']}-{each['version']}" if is_fold else str(each["version"]),
             (each["sha256"] or "")[:12] if is_version else "",
             each["kind"] if is_version or is_fold else "anchor",
-            _text(each["step"]),
+            text_of(each["step"]),
             cell(each["created_at"][time].replace("T", " ")),
             "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",
-            _text(each["delta_bytes"], size_of),
-            _text(each["bits_per_changed"], "{:.2f}".format),
-            "reference" if each["reference"] else _text(each["anchor_bytes"], size_of),
+            text_of(each["delta_bytes"], size_of),
+            text_of(each["bits_per_changed"], "{:.2f}".format),
+            "reference" if each["reference"] else text_of(each["anchor_bytes"], size_of),
         )
-    # Not to a terminal: nothing is cut off.
+    # Nothing is cut off if this is not a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
 
 
 def _read(
     reader: ChannelReader, last: int | None, progress: Progress
 ) -> tuple[list[dict[str, Any]], str, list[DeltaSyncError]]:
-    """The rows, which version is the newest, and what is damaged."""
+    """Return the rows, the newest version as text, and the problems."""
     from deltasync import housekeeping
+    from deltasync.tensors import weight_elements
 
     def newest(slots: Iterable[Slot]) -> list[Slot]:
-        """Those that may be of the last versions; each epoch that ends among them has a seal."""
-        found = list(slots)
-        return found if last is None else [slot for slot in found if slot.version > found[-1].version - last - 2]
+        """Return the slots that may hold the last versions; epochs that end among them have a seal each."""
+        listed = list(slots)
+        return listed if last is None else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
 
     held = housekeeping.survey(reader, progress, wanted=newest)
     shown = housekeeping.line(held.records)[: last or None][::-1]
     digests = housekeeping.identities(reader, held, shown)
-    total = sum(spec.element_count for spec in reader.specs.values())
+    total = weight_elements(reader.specs.values())
     rows = []
     for slot in shown:
         record = held.records[slot]
@@ -120,7 +121,7 @@ def _read(
 
 
 def _totals(rows: Iterable[dict[str, Any]]) -> str:
-    """Bytes of each kind, of the rows that are shown."""
+    """Return how many rows of each kind there are, and their bytes."""
     sizes: dict[str, list[int]] = {"deltas": [], "anchors": [], "folds": []}
     for each in rows:
         if each["delta_bytes"] is not None:
@@ -130,22 +131,19 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
     return ", ".join(f"{len(listed)} {kind} {sum(listed):,} bytes" for kind, listed in sizes.items() if listed)
 
 
-def _text(value: Any, shown: Callable[[Any], str] = str) -> str:
-    return "" if value is None else shown(value)
-
-
-@channel_command("show", "The document as JSON, with its key and digest.")
+@channel_command("the document as JSON, with its key and digest")
 @click.argument("what", metavar="[VERSION|KEY]", default="latest")
 def show(reader: ChannelReader, what: str, as_json: bool) -> None:
     """Show a record of CHANNEL: its document, its signature, the ways that lead to it, its most changed tensors.
 
-    By number, `latest` (the default), or the key of a record, seal or fold as `deltasync log --json` and listings show it.
+    Give a version's number, `latest` (the default), or the key of a record, seal or fold from `deltasync log --json`.
     """
     from deltasync.channel.record import signed_by
+    from deltasync.tensors import weight_elements
 
     stored = _find(reader, what)
     assert stored.data is not None
-    name = signed_by(stored.data)
+    signer = signed_by(stored.data)
     document = msgspec.to_builtins(stored.record)
     if as_json:
         echo_json({"key": stored.key, "sha256": stored.sha256, "bytes": stored.size, "document": document}, indent=2)
@@ -153,15 +151,15 @@ def show(reader: ChannelReader, what: str, as_json: bool) -> None:
     _field("key", stored.key)
     _field("sha256", stored.sha256)
     _field("bytes", f"{stored.size:,}")
-    for of_document, value in document.items():
-        if of_document == "base" and value is not None:
+    for name, value in document.items():
+        if name == "base" and value is not None:
             _field("base", f"{stored.record.base}  {value['epoch']}")
-        elif of_document == "sha256" and value is not None:
+        elif name == "sha256" and value is not None:
             _field("of record", value)
-        elif of_document not in ("delta", "anchor", "sha256") and value not in (None, []):
-            _field(of_document, value)
-    if name is not None:
-        _field("signed by", f"{name}{'' if reader.trusted else ' (not checked)'}")
+        elif name not in ("delta", "anchor", "sha256") and value not in (None, []):
+            _field(name, value)
+    if signer is not None:
+        _field("signed by", f"{signer}{'' if reader.trusted else ' (not checked)'}")
     if stored.record.reference is not None:
         _field("reference", stored.record.reference)
     for file in stored.record.files:
@@ -171,7 +169,7 @@ def show(reader: ChannelReader, what: str, as_json: bool) -> None:
         more = "" if way.delta is None else f"  {way.delta.changed:,} changed"
         _field("anchor" if way.delta is None else "fold", f"{key}  {way.payload_bytes:,} bytes{more}")
     if stored.record.delta is not None and stored.record.base is not None:
-        total = sum(spec.element_count for spec in reader.specs.values())
+        total = weight_elements(reader.specs.values())
         since = f"since version {stored.record.base.version}"
         _field("changed", f"{stored.record.delta.changed:,} of {total:,} elements {since}")
     fractions = {name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed}
@@ -199,9 +197,9 @@ def _find(reader: ChannelReader, what: str) -> Stored:
 
 
 def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[dict[str, Record], dict[str, int]]:
-    """Folds and announced anchors of a version, by key, and changed elements by tensor.
+    """Return folds and announced anchors of a version by key, and changed elements by tensor.
 
-    These are out of the headers of payloads, which are not held to their digests.
+    The latter come from the headers of payloads, whose digests are not checked.
     """
     from deltasync.channel.documents import File
     from deltasync.dashboard.heat import read_changed
@@ -210,8 +208,8 @@ def _around(reader: ChannelReader, stored: Stored, progress: Progress) -> tuple[
     record, ways, changed = stored.record, {}, Counter[str]()
     if record.is_version:
         infos = [info for span, info in reader.folds() if span.version == record.version]
-        found = zip(infos, in_parallel(reader.document, infos, "folds", progress), strict=True)
-        ways = {info.key: way for info, way in found if way.sha256 == stored.sha256}
+        folds = in_parallel(reader.document, infos, "folds", progress)
+        ways = {info.key: fold for info, fold in zip(infos, folds, strict=True) if fold.sha256 == stored.sha256}
     if record.delta is not None and record.base is not None:
         files = [File(key=stored.key, bytes=stored.size, sha256=stored.sha256), *record.delta.parts]
         for counts in in_parallel(lambda file: read_changed(reader.store, file), files, "payload headers", progress):

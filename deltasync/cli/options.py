@@ -1,4 +1,4 @@
-"""What several commands take in the same way: a channel with its keys, `--json`, durations."""
+"""Arguments and options that several commands share: a channel and its keys, `--json`, durations."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ TRUSTED_KEYS = click.Option(
     ["--trusted-keys"],
     type=_FILE,
     metavar="FILE",
-    help="Take only what one of the public keys in FILE has signed. Default: DELTASYNC_TRUSTED_KEYS, or take everything.",
+    help="Accept only what a public key in FILE has signed. Default: DELTASYNC_TRUSTED_KEYS, or accept everything.",
 )
 _SIGNING_KEY = click.Option(
     ["--signing-key"],
     type=_FILE,
     metavar="FILE",
-    help="Private key, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
+    help="Private key to sign with, for a signed channel. Default: DELTASYNC_SIGNING_KEY.",
 )
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def channel_command(
-    name: str, json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
+    json_help: str | None = None, *, signs: bool = False, metavar: str = "CHANNEL"
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command of a function that gets a `ChannelReader` of the channel that is named first.
+    """Make a command from a function of its name, whose first argument is a `ChannelReader` of the channel.
 
     Args:
-        name: What it is called by.
-        json_help: What `--json` prints; the function gets `as_json`. None for a command without it.
-        signs: Whether it adds to the channel; the function gets a `signer`, None if there is no key.
-        metavar: What the channel is called in the help.
+        json_help: What `--json` prints; the function gets the flag as `as_json`. None for a command without it.
+        signs: Whether the command adds to the channel. The function then gets a `signer`, None without a key.
+        metavar: Name of the channel in the help.
     """
 
-    def made(function: Callable[..., None]) -> click.Command:
+    def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
         def run(channel: str, trusted_keys: str | None, **options: Any) -> None:
             from deltasync.channel.reading import ChannelReader
@@ -52,18 +51,18 @@ def channel_command(
                 trusted = trusted_keys if signer is None else signer.trusted
             function(ChannelReader(open_store(channel), trusted), **options)
 
-        command = click.command(name)(run)
+        command = click.command()(run)
         command.params.insert(0, click.Argument(["channel"], metavar=metavar))
         command.params += [*([_SIGNING_KEY] if signs else []), TRUSTED_KEYS]
         if json_help is not None:
-            command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
+            command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=f"Print {json_help}."))
         return command
 
-    return made
+    return decorate
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`."""
+    """Return the seconds of a duration such as `90s`, `30m`, `1h` or `7d`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value)
     if match is None:
         raise click.BadParameter(f"{value!r} is not a duration such as 90s, 30m, 1h or 7d.")
@@ -71,15 +70,13 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 
 def grace(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`--grace DURATION`, an hour by default, with this help."""
+    """Return the option `--grace DURATION`, one hour by default, with this help."""
     return click.option(
-        "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", show_default=True, help=text
+        "--grace", "grace_s", callback=seconds, metavar="DURATION", default="1h", help=f"{text} Examples: 90s, 30m, 1h, 7d."
     )
 
 
 interval = click.option(
-    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks."
+    "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two reads."
 )
-timeout = click.option(
-    "--timeout", "timeout_s", type=float, default=None, help="Seconds without a new version after which to exit."
-)
+timeout = click.option("--timeout", "timeout_s", type=float, help="Exit after this many seconds without a new version.")

@@ -1,8 +1,7 @@
-"""What the commands print: every line by `echo`, `field` or `echo_json`, every cell of a table by `cell`; and progress."""
+"""Output of the commands: lines (`echo`, `field`, `echo_json`), tables, whose cells are made by `cell`, and progress."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 
 from deltasync.errors import printable
 
@@ -23,45 +23,50 @@ _Result = TypeVar("_Result")
 
 
 def echo(line: str, err: bool = False) -> None:
-    """Print one line, whatever is in it."""
+    """Print one line, with unprintable characters escaped."""
     click.echo(printable(line), err=err)
 
 
 def field(name: str, value: object, width: int = 13) -> None:
-    """Print one line: what it is, and its value."""
+    """Print a line with a name and its value."""
     echo(f"{name:{width}} {value}")
 
 
 def echo_json(document: Any, indent: int | None = None) -> None:
-    """Print plain data as JSON, in ASCII: control characters in it are escaped, and read back as they are."""
+    """Print plain data as JSON, in ASCII, with control characters escaped."""
     click.echo(json.dumps(document, indent=indent).replace("\x7f", "\\u007f"))
 
 
 def cell(text: object, style: str = "") -> Text:
-    """A text for rich, printable and without markup."""
+    """Return a printable text for rich, without markup."""
     from rich.text import Text
 
     return Text(printable(str(text)), style)
 
 
 def table(columns: Iterable[tuple[str, str]], **options: Any) -> Table:
-    """A table for rich, with its title and its caption on the left. The options are those of `rich.table.Table`.
+    """Return a table for rich, with title and caption on the left. The options are those of `rich.table.Table`.
 
-    Where the terminal is too narrow, digests give way first, and errors go on in the next line.
+    If the terminal is too narrow, digests are cut off first, and errors continue on the next line.
     """
     from rich.table import Table
 
-    found = Table(title_justify="left", caption_justify="left", **options)
+    shown = Table(title_justify="left", caption_justify="left", **options)
     for name, justify in columns:
         overflow, keep = "fold" if name == "error" else "ellipsis", name not in ("digest", "error")
-        found.add_column(name, justify=justify, overflow=overflow, no_wrap=keep)  # type: ignore[arg-type]
-    return found
+        shown.add_column(name, justify=justify, overflow=overflow, no_wrap=keep)  # type: ignore[arg-type]
+    return shown
+
+
+def text_of(value: Any, shown: Callable[[Any], str] = str) -> str:
+    """Return a value as text, None as an empty one."""
+    return "" if value is None else shown(value)
 
 
 def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
-    """The result of an action that tells its `progress`: by bars on stderr while it goes on, where that is a terminal.
+    """Run an action that reports `progress`, show bars on stderr if that is a terminal, and return its result.
 
-    Nothing is shown with --json. Until the action tells something, the bar only moves.
+    Nothing is shown with --json. Until the first report, the bar only moves.
     """
     from deltasync.housekeeping import quiet
 
@@ -79,33 +84,33 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
     with bars as shown:
         tasks = {name: shown.add_task(name, total=None)}
 
-        def tell(what: str, done: int, total: int) -> None:
+        def show_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 shown.update(tasks[name], visible=False)
                 tasks[what] = shown.add_task(what, total=total)
             shown.update(tasks[what], completed=done, total=total)
 
-        return action(*arguments, progress=tell, **options)
+        return action(*arguments, progress=show_progress, **options)
 
 
-def show_copied(copied: Copied, as_json: bool, said: str) -> int:
-    """Print what was copied, or what is `said` of it; the exit code of its problems."""
+def show_copied(copied: Copied, as_json: bool, line: str) -> int:
+    """Print what was copied as JSON, or else its problems and `line`; return the exit code."""
     if as_json:
-        echo_json({**dataclasses.asdict(dataclasses.replace(copied, problems=[])), "problems": [*map(str, copied.problems)]})
+        echo_json(msgspec.to_builtins(copied, enc_hook=str))
     else:
         for problem in copied.problems:
             echo(f"not copied: {problem}", err=True)
-        echo(said)
+        echo(line)
     return max((problem.exit_code for problem in copied.problems), default=0)
 
 
 def count(number: int, what: str) -> str:
-    """`1 version`, `1,234 versions`."""
+    """Return a text such as `1 version` or `1,234 versions`."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`1-3, 7`."""
+    """Return a text such as `1-3, 7`."""
     runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
     ends = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)

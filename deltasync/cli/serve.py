@@ -1,4 +1,4 @@
-"""`deltasync serve | router`: the vLLM command line with what a replica needs filled in, and HAProxy in front of several."""
+"""`deltasync serve | router`: start vLLM as a replica, and HAProxy in front of several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -21,47 +21,40 @@ from deltasync.errors import ConfigError
 _TOKEN = "DELTASYNC_HTTP_TOKEN"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EXTENSION = "vllm_plugin.DeltaSyncWorkerExtension"
-_VERSIONS = "4"  # of an adapter that requests in flight may use at a time
+_VERSIONS = "4"  # of an adapter, that running requests may use at the same time
 
 
 def vllm_command(
-    model: str,
-    channel: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    adapter: str | None = None,
-    trusted_keys: str | None = None,
+    model: str, channel: str, arguments: Sequence[str], adapter: str | None = None, trusted_keys: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment that start vLLM as a replica.
+    """Return the command line that starts vLLM as a replica, and the environment variables to set for it.
 
-    vLLM's own `arguments` win over the defaults here. `adapter` is None for a channel of the model, and `trusted_keys` for
-    what the environment says.
+    vLLM's own `arguments` replace the defaults here. `adapter` is None for a channel of the model, `trusted_keys` None for
+    those of the environment.
     """
-    given = {argument.split("=")[0] for argument in arguments}
-    defaults = (
-        {"--worker-extension-cls": [_EXTENSION]} if adapter is None else {"--enable-lora": [], "--max-loras": [_VERSIONS]}
-    )
-    # A trainer compares them with its own, so they must be those that the tokens were sampled with.
-    defaults["--logprobs-mode"] = ["processed_logprobs"]
-    extra = [word for option, values in defaults.items() if option not in given for word in (option, *values)]
-    env = {**environ, "DELTASYNC_CHANNEL": channel}
-    if adapter is not None:
-        env["DELTASYNC_ADAPTER"] = adapter
+    if adapter is None:
+        variables, defaults = {"DELTASYNC_CHANNEL": channel}, {"--worker-extension-cls": [_EXTENSION]}
+    else:
+        variables = {"DELTASYNC_CHANNEL": channel, "DELTASYNC_ADAPTER": adapter}
+        defaults = {"--enable-lora": [], "--max-loras": [_VERSIONS]}
     if trusted_keys is not None:
-        env["DELTASYNC_TRUSTED_KEYS"] = os.path.abspath(trusted_keys)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments]
-    return command, env
+        variables["DELTASYNC_TRUSTED_KEYS"] = os.path.abspath(trusted_keys)
+    # A trainer compares them with its own, so they must be those with which the tokens were sampled.
+    defaults["--logprobs-mode"] = ["processed_logprobs"]
+    given = {argument.split("=")[0] for argument in arguments}
+    extra = [word for option, values in defaults.items() if option not in given for word in (option, *values)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments], variables
 
 
 @click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option("--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow.")
 @click.option(
-    "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel is of an adapter; serve it as NAME."
+    "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel holds an adapter; serve it as NAME."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all of them.")
-@click.option("--port", default=8000, show_default=True, help="vLLM's port.")
-@click.option("--dry-run", is_flag=True, help="Print the environment and the command line, start nothing.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all addresses.")
+@click.option("--port", default=8000, help="vLLM's port.")
+@click.option("--dry-run", is_flag=True, help="Print the environment and the command line; start nothing.")
 @click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(
     model: str,
@@ -75,15 +68,15 @@ def serve(
 ) -> None:
     """Start vLLM as a replica of a channel.
 
-    Unknown options go to vLLM. Where others reach it, and DELTASYNC_HTTP_TOKEN is not set, it makes one and prints it. The
-    same by hand:
+    Unknown options go to vLLM. If other machines can reach the server and DELTASYNC_HTTP_TOKEN is not set, a token is made
+    and printed. The same without this command:
 
     \b
       DELTASYNC_CHANNEL=URL vllm serve MODEL \\
         --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension \\
         --logprobs-mode processed_logprobs --host 127.0.0.1
 
-    With --adapter, MODEL stays as it is, and requests for NAME are answered with the newest version of the adapter:
+    With --adapter, MODEL does not change, and requests for NAME get the newest version of the adapter:
 
     \b
       DELTASYNC_CHANNEL=URL DELTASYNC_ADAPTER=NAME vllm serve MODEL \\
@@ -96,50 +89,50 @@ def serve(
             "A memory:// channel exists in one process only; vLLM needs one it can reach, such as file:///path."
         )
     arguments = [*vllm_arguments, "--port", str(port), "--host", host]
-    line, env = vllm_command(model, channel, arguments, os.environ, adapter, trusted_keys)
+    line, variables = vllm_command(model, channel, arguments, adapter, trusted_keys)
     if dry_run:
-        given = {"DELTASYNC_ADAPTER": adapter, "DELTASYNC_TRUSTED_KEYS": trusted_keys}
-        names = ["DELTASYNC_CHANNEL", *(name for name, value in given.items() if value is not None)]
-        shown = [f"{name}={shlex.quote(env[name])}" for name in names]
-        echo(" ".join([*shown, shlex.join(line)]))
+        echo(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(line)]))
         return
     require_vllm()
     check_port(host, port)
+    env = {**os.environ, **variables}
     if host not in _LOOPBACK and not env.get(_TOKEN):
         env[_TOKEN] = secrets.token_urlsafe(24)
-        echo(f"deltasync: others reach {host}, so /deltasync/* wants a token, made now: {_TOKEN}={env[_TOKEN]}", err=True)
-        echo(f"deltasync: set it for trainers that ask this server, or set {_TOKEN} before you start.", err=True)
+        echo(
+            f"deltasync: others can reach {host}, so /deltasync/* needs a token, made now: {_TOKEN}={env[_TOKEN]}", err=True
+        )
+        echo(f"deltasync: set it for trainers that use this server, or set your own {_TOKEN} before the start.", err=True)
     os.execvpe(line[0], line, env)
 
 
 @click.command("router")
 @click.argument("replicas", nargs=-1, required=True, metavar="URL...")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8080, show_default=True)
-@click.option("--ca-file", default="@system-ca", show_default=True, help="Who may certify replicas at https://.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write HAProxy's files there, start nothing.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8080, help="Port to listen on.")
+@click.option("--ca-file", default="@system-ca", help="Certificates of the authorities for https:// replicas.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write HAProxy's files there; start nothing.")
 def router(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Path | None) -> None:
     """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.
 
-    Requests to /v1 go to one that is up, those that begin alike to the same one, and those with the header
-    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas tells about all.
+    A request to /v1 goes to a replica that is up. Requests that begin alike go to the same one, and requests with the header
+    `x-deltasync-min-version: N` to one that serves version N or a later one. /deltasync/replicas lists all replicas.
 
     \b
-      ROUTER_TOKEN   what requests must present as a bearer token; not set: nothing
-      REPLICA_TOKEN  what the replicas are presented with; not set: what the client sent
-      ROUTER_WAIT_S  how long a request waits for its version, by default 10
+      ROUTER_TOKEN   bearer token that requests must present; not set: none
+      REPLICA_TOKEN  token for the replicas; not set: the one that the client sent
+      ROUTER_WAIT_S  seconds that a request waits for its version; default: 10
     """
     from deltasync.deploy.router import servers, write
 
-    found = servers(replicas, ca_file)
+    backends = servers(replicas, ca_file)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        echo(str(write(out, found)))
+        echo(str(write(out, backends)))
         return
     if shutil.which("haproxy") is None:
         raise ConfigError("HAProxy is not installed. On Debian or Ubuntu: apt-get install haproxy.")
     check_port(host, port)
-    file = write(Path(tempfile.mkdtemp(prefix="deltasync-router-")), found)
+    file = write(Path(tempfile.mkdtemp(prefix="deltasync-router-")), backends)
     env = {name: value for name, value in os.environ.items() if name != "ROUTER_REPLICAS"}
     env |= {"ROUTER_BIND": f"{host}:{port}", "ROUTER_PROBES": f"deltasync-router-{host}:{port}"}
     os.execvpe("haproxy", ["haproxy", "-db", "-f", str(file)], env)

@@ -12,23 +12,22 @@ _TIMEOUT = click.option(
     "timeout_s",
     type=click.FloatRange(0, 3600, min_open=True),
     default=60.0,
-    show_default=True,
-    help="Seconds that the server may take.",
+    help="Seconds to wait for the server.",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="What the server answers: `version` and `waited_s`.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON: `version` and `waited_s`.")
 
 
 @click.command("sync")
 @_SERVER
-@click.option("--version", type=click.IntRange(min=1), help="Wait for this version or a later one; the newest by default.")
+@click.option("--version", type=click.IntRange(min=1), help="Wait for this version or a later one. Default: the newest.")
 @_TIMEOUT
 @_JSON
 def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> None:
-    """Have the vLLM server at the URL SERVER look at its channel now, and wait until it serves the newest version.
+    """Make the vLLM server at the URL SERVER look at its channel now, and wait until it serves the newest version.
 
-    DELTASYNC_HTTP_TOKEN is sent along if it is set.
+    If DELTASYNC_HTTP_TOKEN is set, it is sent to the server.
     """
-    _tell(server, "sync", {} if version is None else {"version": version}, timeout_s, as_json)
+    _post(server, "sync", {} if version is None else {"version": version}, timeout_s, as_json)
 
 
 @click.command("pin")
@@ -37,20 +36,20 @@ def sync(server: str, version: int | None, timeout_s: float, as_json: bool) -> N
 @_TIMEOUT
 @_JSON
 def pin(server: str, pin: str, timeout_s: float, as_json: bool) -> None:
-    """Keep the vLLM server at the URL SERVER at the version WHERE, older or newer than the one it serves.
+    """Keep the vLLM server at the URL SERVER at the version WHERE, which may be older or newer than the one it serves.
 
-    WHERE may also be `every 10` for multiples of ten, `2 behind` to stay two versions behind the newest, or `newest`, the
-    default, to go on with the channel. A server that starts reads it from DELTASYNC_PIN. Trainers do not wait for a server
-    that is pinned. DELTASYNC_HTTP_TOKEN is sent along if it is set.
+    WHERE may also be `every 10` for multiples of ten, `2 behind` to stay two versions behind the newest, or `newest` (the
+    default) to follow the channel again. A server reads its first WHERE from DELTASYNC_PIN. Trainers do not wait for a
+    pinned server. If DELTASYNC_HTTP_TOKEN is set, it is sent to the server.
     """
-    _tell(server, "pin", {"pin": pin}, timeout_s, as_json)
+    _post(server, "pin", {"pin": pin}, timeout_s, as_json)
 
 
-def _tell(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
+def _post(server: str, route: str, body: dict[str, object], timeout_s: float, as_json: bool) -> None:
     from deltasync.channel import heartbeat
 
-    found = with_bars(lambda progress: heartbeat.tell(server, route, body, timeout_s))
+    answer = with_bars(lambda progress: heartbeat.tell(server, route, body, timeout_s))
     if as_json:
-        echo_json(found)
+        echo_json(answer)
     else:
-        echo(f"{server} serves version {found['version']}")
+        echo(f"{server} serves version {answer['version']}")

@@ -1,4 +1,4 @@
-"""`deltasync watch | dashboard`: a run in the terminal or as a page, from its channel alone."""
+"""`deltasync watch | dashboard`: show a run, from its channel alone, in the terminal or as a web page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 from rich.filesize import decimal as size_of
 
 from deltasync.cli.options import channel_command, interval, timeout
-from deltasync.cli.output import cell, count, echo, echo_json, table, with_bars
+from deltasync.cli.output import cell, count, echo, echo_json, table, text_of, with_bars
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,17 +27,16 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 
 
-@channel_command("watch", "One JSON object per change.")
-@click.option("--once", is_flag=True, help="Show what is there and exit.")
+@channel_command("one JSON object per change")
+@click.option("--once", is_flag=True, help="Show the channel once and exit.")
 @interval
 @timeout
-@click.option(
-    "--last", type=click.IntRange(min=1), default=100, show_default=True, help="Versions to begin with, the newest."
-)
+@click.option("--last", type=click.IntRange(min=1), metavar="N", default=100, help="Start with the newest N versions.")
 def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float | None, last: int, as_json: bool) -> None:
-    """Watch CHANNEL: its versions, folds, replicas and what they cost, live.
+    """Watch CHANNEL live: its versions, folds, replicas and cost.
 
-    Not on a terminal: one line per change. Reads documents and heartbeats only. Ends with Ctrl-C, or as the options say.
+    If the output is not a terminal, one line is printed for each change. Only documents and heartbeats are read. Ends with
+    Ctrl-C, or as the options say.
     """
     from rich.console import Console
     from rich.live import Live
@@ -46,7 +45,7 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
     from deltasync.errors import DeltaSyncError
 
     if once:
-        reader.channel()  # nothing to show is a mistake in the URL
+        reader.channel()  # raises if there is none: the URL is probably wrong
     observer = Observer(reader.store, last=last, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
     before: Snapshot | None = None
@@ -54,169 +53,172 @@ def watch(reader: ChannelReader, once: bool, interval_s: float, timeout_s: float
     with contextlib.nullcontext() if lines else Live(console=Console(), auto_refresh=False) as live:
         while True:
             try:
-                found = with_bars(observer.look) if before is None else observer.look()
+                snapshot = with_bars(observer.look) if before is None else observer.look()
             except DeltaSyncError as error:
                 if once:
                     raise
-                found = observer.snapshot(error=str(error))
+                snapshot = observer.snapshot(error=str(error))
             if live is not None:
-                live.update(screen(found), refresh=True)
+                live.update(screen(snapshot), refresh=True)
             else:
-                for change in changes(before, found):
+                for change in changes(before, snapshot):
                     echo_json(change) if as_json else echo(sentence(change))
-            if before is not None and found.newest_version != before.newest_version:
+            if before is not None and snapshot.newest_version != before.newest_version:
                 moved_s = time.monotonic()
-            before = found
+            before = snapshot
             if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
-                if found.newest_version is None:
+                if snapshot.newest_version is None:
                     reader.channel()
                 return
             time.sleep(interval_s)
 
 
-def changes(before: Snapshot | None, found: Snapshot) -> Iterator[dict[str, Any]]:
-    """What is new since the snapshot before, oldest first; everything if there is none."""
-    if before is None and found.newest_version is None:
-        yield {"event": "waiting", "channel": found.url}
+def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+    """Yield what is new since the snapshot before, oldest first; everything if that is None."""
+    if before is None and snapshot.newest_version is None:
+        yield {"event": "waiting", "channel": snapshot.url}
     seen = {} if before is None else dict(_events(before))
-    for identity, event in _events(found):
-        # A version tells of its anchor itself; an anchor by itself is one that was announced later.
+    for identity, event in _events(snapshot):
+        # The event of a version includes its anchor. Only an anchor that was announced later is an event of its own.
         if identity not in seen and (event["event"] != "anchor" or ("version", event["version"]) in seen):
             yield event
-    if before is not None and found.forgotten > before.forgotten:
-        yield {"event": "forgotten", "count": found.forgotten - before.forgotten, "left": len(found.versions)}
+    if before is not None and snapshot.forgotten > before.forgotten:
+        yield {"event": "forgotten", "count": snapshot.forgotten - before.forgotten, "left": len(snapshot.versions)}
 
 
-def _events(found: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """All that a snapshot tells, each with what makes it another one than those of other snapshots."""
-    for row in found.versions:
-        fraction = None if row.changed is None else row.changed / max(found.element_count, 1)
+def _events(snapshot: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield (key, event) pairs. An event is new if the earlier snapshot has none with this key."""
+    for row in snapshot.versions:
+        fraction = None if row.changed is None else row.changed / max(snapshot.element_count, 1)
         yield ("version", row.version), {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
         if row.anchor_bytes is not None:
             anchor = {"version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
             yield ("anchor", row.version), {"event": "anchor", **anchor}
-    for fold in found.folds:
+    for fold in snapshot.folds:
         yield ("fold", fold.base_version, fold.version), {"event": "fold", **dataclasses.asdict(fold)}
-    for replica in found.replicas:
+    for replica in snapshot.replicas:
         state = (replica.version, replica.sha256, replica.state, replica.live, replica.pin, replica.error)
         yield ("replica", replica.replica_id, *state), {"event": "replica", **dataclasses.asdict(replica)}
-    for problem in found.problems:
+    for problem in snapshot.problems:
         yield ("problem", problem), {"event": "problem", "problem": problem}
-    if found.error is not None:
-        yield ("error", found.error), {"event": "error", "error": found.error}
+    if snapshot.error is not None:
+        yield ("error", snapshot.error), {"event": "error", "error": snapshot.error}
 
 
 def named(version: int, sha256: str | None, step: int | None = None) -> str:
-    """`version 7 (41d2cb0e8f0a, step 70)`."""
-    beside = ", ".join([*([sha256[:12]] if sha256 else []), *([] if step is None else [f"step {step}"])])
-    return f"version {version} ({beside})" if beside else f"version {version}"
+    """Return a text such as `version 7 (41d2cb0e8f0a, step 70)`."""
+    details = ", ".join([*([sha256[:12]] if sha256 else []), *([] if step is None else [f"step {step}"])])
+    return f"version {version} ({details})" if details else f"version {version}"
 
 
 def sentence(change: dict[str, Any]) -> str:
-    """A change as a line for people."""
-    match what := change["event"]:
+    """Return a change as a line for people."""
+    match kind := change["event"]:
         case "waiting":
             return f"{change['channel']}: waiting for the first version"
         case "version":
-            said = _version(change)
+            text = _version(change)
         case "anchor":
-            said = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+            text = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
         case "fold":
-            said = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+            text = f"fold {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
         case "replica":
-            said = _replica(change)
+            text = _replica(change)
         case "forgotten":
-            said = f"{count(change['count'], 'version')} forgotten, {change['left']} left"
+            text = f"{count(change['count'], 'version')} forgotten, {change['left']} left"
         case _:
-            said = f"{what}: {change[what]}"
-    return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {said}"
+            text = f"{kind}: {change[kind]}"
+    return f"{time.strftime('%H:%M:%S', time.localtime(change.get('created_s', time.time())))}  {text}"
 
 
 def _version(change: dict[str, Any]) -> str:
     sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
     payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
-    changed = "" if change["changed_fraction"] is None else f", {change['changed_fraction']:.3%} changed"
+    changed = text_of(change["changed_fraction"], ", {:.3%} changed".format)
     return f"{named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
 
 
 def _replica(change: dict[str, Any]) -> str:
-    live = "" if change["live"] else f", last heard of {duration(change['age_s'])} ago"
-    error = "" if change["error"] is None else f": {change['error']}"
-    behind = f", {change['behind']} behind" if change["behind"] else ""
     serves = "no version" if change["version"] is None else named(change["version"], change["sha256"])
-    strange = ", which is another than the channel's" if change["strange"] else ""
-    pin = "" if change["pin"] is None else f", pinned to {change['pin']}"
-    return f"replica {change['replica_id']}: {change['state']}, {serves}{strange}{behind}{pin}{live}{error}"
+    parts = [
+        f"replica {change['replica_id']}: {change['state']}, {serves}",
+        ", which is not the channel's" if change["strange"] else "",
+        f", {change['behind']} behind" if change["behind"] else "",
+        text_of(change["pin"], ", pinned to {}".format),
+        "" if change["live"] else f", last heard of {duration(change['age_s'])} ago",
+        text_of(change["error"], ": {}".format),
+    ]
+    return "".join(parts)
 
 
-def screen(found: Snapshot) -> RenderableType:
-    """All of it, for a terminal."""
+def screen(snapshot: Snapshot) -> RenderableType:
+    """Return the whole snapshot for a terminal."""
     from rich.console import Group
 
-    parts: list[RenderableType] = [cell(f"{found.url}  run {found.run_id[:12]}" if found.run_id else found.url, "bold")]
-    if found.newest_version is None:
+    parts: list[RenderableType] = [
+        cell(f"{snapshot.url}  run {snapshot.run_id[:12]}" if snapshot.run_id else snapshot.url, "bold")
+    ]
+    if snapshot.newest_version is None:
         parts.append(cell("Waiting for the first version.", "yellow"))
     else:
-        parts += [cell(_summary(found)), _versions(found), _replicas(found), cell(_cost(found), "dim")]
-    parts += [cell(problem, "yellow") for problem in found.problems[-3:]]
-    if found.error is not None:
-        parts.append(cell(found.error, "red"))
+        parts += [cell(_summary(snapshot)), _versions(snapshot), _replicas(snapshot), cell(_cost(snapshot), "dim")]
+    parts += [cell(problem, "yellow") for problem in snapshot.problems[-3:]]
+    if snapshot.error is not None:
+        parts.append(cell(snapshot.error, "red"))
     return Group(*parts)
 
 
-def _summary(found: Snapshot) -> str:
-    head = found.versions[-1] if found.versions else None
-    age = "" if head is None else f", {duration(found.time_s - head.created_s)} ago"
-    anchors = sum(row.anchor_bytes is not None for row in found.versions)
-    counts = f"{count(len(found.versions), 'version')}, {anchors} with full weights, {count(len(found.folds), 'fold')}"
-    gone = f", {found.forgotten} forgotten" if found.forgotten else ""
-    newest = "" if head is None else named(head.version, found.head_sha256, head.step)
-    return f"{newest}{age}; {counts}{gone}; model {size_of(found.full_bytes)}"
+def _summary(snapshot: Snapshot) -> str:
+    newest = ""
+    if snapshot.versions:
+        head = snapshot.versions[-1]
+        newest = f"{named(head.version, snapshot.head_sha256, head.step)}, {duration(snapshot.time_s - head.created_s)} ago"
+    anchors = sum(row.anchor_bytes is not None for row in snapshot.versions)
+    counts = f"{count(len(snapshot.versions), 'version')}, {anchors} with full weights, {count(len(snapshot.folds), 'fold')}"
+    gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
+    return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}"
 
 
-def _versions(found: Snapshot) -> RenderableType:
+def _versions(snapshot: Snapshot) -> RenderableType:
     columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "folds from")
-    deltas = [row.delta_bytes or 0 for row in found.versions[-60:]]
+    deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
     shown = table([(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None)
-    folds: dict[int, list[str]] = {}
-    for fold in found.folds:
-        folds.setdefault(fold.version, []).append(str(fold.base_version))
-    for row in found.versions[-_SHOWN:]:
+    for row in snapshot.versions[-_SHOWN:]:
         shown.add_row(
             str(row.version),
             (row.sha256 or "")[:12],
-            "" if row.step is None else str(row.step),
-            duration(found.time_s - row.created_s),
-            "" if row.changed is None else f"{row.changed / max(found.element_count, 1):.4%}",
-            "" if row.delta_bytes is None else size_of(row.delta_bytes),
-            row.kind if row.kind == "reference" else "" if row.anchor_bytes is None else size_of(row.anchor_bytes),
-            ", ".join(folds.get(row.version, [])),
+            text_of(row.step),
+            duration(snapshot.time_s - row.created_s),
+            "" if row.changed is None else f"{row.changed / max(snapshot.element_count, 1):.4%}",
+            text_of(row.delta_bytes, size_of),
+            row.kind if row.kind == "reference" else text_of(row.anchor_bytes, size_of),
+            ", ".join(str(fold.base_version) for fold in snapshot.folds if fold.version == row.version),
         )
     return shown
 
 
-def _replicas(found: Snapshot) -> RenderableType:
-    if not found.replicas:
+def _replicas(snapshot: Snapshot) -> RenderableType:
+    if not snapshot.replicas:
         return cell("No replica has reported.", "yellow")
     names, numbers = ("replica", "state"), ("version", "behind", "lag", "heard")
     columns = [*((name, "left") for name in names), *((name, "right") for name in numbers), ("error", "left")]
     shown = table(columns, box=None)
-    for row in found.replicas:
+    for row in snapshot.replicas:
         state = row.state if row.live or row.state == "stopped" else "silent"
         shown.add_row(
             cell(row.replica_id),
             cell(state if row.pin is None else f"{state}, pinned to {row.pin}", _COLOURS.get(state, "yellow")),
             "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
-            "" if row.behind is None else str(row.behind),
-            "" if row.lag_s is None else duration(row.lag_s),
+            text_of(row.behind),
+            text_of(row.lag_s, duration),
             f"{duration(row.age_s)} ago",
-            cell(row.error or ""),
+            cell(text_of(row.error)),
         )
     return shown
 
 
-def _cost(found: Snapshot) -> str:
-    costs = found.costs
+def _cost(snapshot: Snapshot) -> str:
+    costs = snapshot.costs
     if costs is None:
         return ""
     up, down = sum(row.up_bytes for row in costs.rows), sum(row.down_bytes for row in costs.rows)
@@ -229,13 +231,13 @@ def _cost(found: Snapshot) -> str:
 
 
 def sparkline(numbers: list[int]) -> str:
-    """A bar for each number, from 0 to the greatest."""
+    """Return a bar for each number, scaled from 0 to the greatest."""
     most = max(numbers, default=0) or 1
     return "".join(_BARS[round((len(_BARS) - 1) * number / most)] for number in numbers)
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `5 min`, `3.2 h`."""
+    """Return a text such as `0.4 s`, `12 s`, `5 min` or `3.2 h`."""
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     if seconds < 120:
@@ -243,16 +245,20 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-@channel_command("dashboard")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file, and exit.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="On 127.0.0.1; 0 for any.")
+@channel_command()
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port on 127.0.0.1; 0 for a free one.")
 @interval
-@click.option("--last", type=click.IntRange(min=1), default=500, show_default=True, help="Versions to show, the newest.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", default=500, help="Show the newest N versions.")
 @click.option(
-    "--heat", type=click.IntRange(min=0), default=200, show_default=True, help="Versions to show per-layer changes for."
+    "--heat",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=200,
+    help="Show the changes of each layer for the newest N versions.",
 )
 def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
-    """Show CHANNEL as a page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
+    """Show CHANNEL as a web page: versions, payload, changed fraction of each layer, replicas and their lag, cost.
 
     Reads documents, heartbeats and the headers of deltas; writes nothing to the channel. Ends with Ctrl-C.
     """
@@ -260,7 +266,7 @@ def dashboard(reader: ChannelReader, out: Path | None, port: int, interval_s: fl
 
     observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
     if out is not None:
-        reader.channel()  # a page of nothing is a mistake in the URL
+        reader.channel()  # raises if there is none: the URL is probably wrong
         with_bars(observer.look)
         with_bars(observer.read_headers, heat)
         out.write_bytes(page(observer.snapshot()))

@@ -1,4 +1,4 @@
-"""Where a channel lives: `open_store(url)`. Clients are imported and created on first use, in the process using them."""
+"""Stores, where channels live: `open_store(url)`. A store's client is imported and created on first use."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _PATHS = ("/", "./", "../", "~")
 
 
 def open_store(url: str | os.PathLike[str] | Store) -> Store:
-    """The store at `url`, whose keys start below it. Nothing is asked of a server yet.
+    """Return the store at `url`, without a request yet. Its keys are relative to the URL.
 
     Args:
         url: A store, which is returned as it is, or one of
 
             - `file:///absolute/path`, created on first write; also a `Path`, or a path that begins with `/`, `./`, `../`
               or `~`;
-            - `s3://bucket/prefix?endpoint=https://host&region=...`, any server that speaks S3. All options may be left out:
+            - `s3://bucket/prefix?endpoint=https://host&region=...`, any server that speaks S3. All options are optional:
               `endpoint` (http:// only if written so), `region`, `virtual_hosted=1` (otherwise the bucket is part of the
               path), `profile=NAME` of the AWS configuration (needs `deltasync[aws]`), `anonymous=1`. Everything else,
-              credentials above all, comes from the usual AWS_* variables or from the machine's role;
+              above all credentials, comes from the usual AWS_* variables or from the machine's role;
             - `hf://buckets/namespace/name/prefix`, a Hugging Face Bucket;
-            - `gs://bucket/prefix`, `az://container/prefix`, set up by the clouds' own variables only;
+            - `gs://bucket/prefix`, `az://container/prefix`, configured only by the usual variables of these clouds;
             - `memory://name`, in this process only.
 
     Raises:
-        ConfigError: the URL is not of that form, or holds credentials.
+        ConfigError: the URL has another form, or contains credentials.
     """
     if isinstance(url, os.PathLike) or (isinstance(url, str) and url.startswith(_PATHS)):
         url = Path(os.path.abspath(os.path.expanduser(url))).as_uri()
@@ -47,15 +47,15 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
 
         return CloudStore(url)
     if parts.scheme == "hf":
-        from deltasync.stores.hub import hub_store
+        from deltasync.stores.hub import HubStore
 
-        return hub_store(url)
+        return HubStore(url)
     if parts.query or parts.fragment:
-        raise ConfigError(f"A {parts.scheme}:// URL has no '?' and no '#': {url!r}. In a path they are written %3F and %23.")
+        raise ConfigError(f"A {parts.scheme}:// URL has no '?' and no '#': {url!r}. In a path, write %3F and %23.")
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or not parts.path.strip("/"):
             raise ConfigError(f"A directory is written file:///absolute/path, not {url!r}.")
-        path = url2pathname(parts.path)  # C:\path of /C:/path on Windows
+        path = url2pathname(parts.path)  # on Windows, C:\path for /C:/path
         if os.open not in os.supports_dir_fd:
             from deltasync.stores.object import PortableStore
 

@@ -1,4 +1,4 @@
-"""The store port: the few verbs a channel needs, and what they promise.
+"""The interface of a store: the few methods that a channel needs, and what they guarantee.
 
 Every store passes the contract in `tests/contract/store_contract.py`.
 """
@@ -14,22 +14,22 @@ from typing import Protocol
 from deltasync.errors import ConfigError, CorruptDataError
 
 REQUEST_S = 20.0
-"""When the one request of a guarded `Store.put` is given up."""
+"""Time limit of the one request of a guarded `Store.put`."""
 
-# The rules of the strictest store (the Hub's S3 gateway), applied to all of them.
-# No part starts with a dot, which also rules out `.` and `..`: directories keep unfinished files under such names.
+# The rules of the strictest store (the Hub's S3 gateway) hold for all stores.
+# No part may start with a dot: this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object, as a listing or an event tells of it.
+    """One object in a listing or an event.
 
     Attributes:
-        modified_s: When it was stored, seconds since the epoch by the store's clock.
-        content: A hash by which `Store.read` finds its bytes, whatever the key names by then; None where there is none.
-            Only the store that gave it can use it.
+        modified_s: When it was stored, in seconds since the epoch by the store's clock.
+        content: The store's own hash of the bytes, or None. `Store.read` of the same store finds the bytes by it, even if
+            the key has other ones by then.
     """
 
     key: str
@@ -43,11 +43,11 @@ class Watch(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether changes are being told right now. While not, poll."""
+        """Whether changes are being reported now. If not, the caller has to poll."""
         ...
 
     def close(self) -> None:
-        """End it; its callback is not called any more once this returns."""
+        """End the watch. After this returns, its callback is not called again."""
         ...
 
 
@@ -56,77 +56,77 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The URL it was opened with, without credentials."""
+        """The URL that the store was opened with, without credentials."""
         ...
 
     @property
     def can_create(self) -> bool:
-        """Whether it says that it decides which one of two writers wins a `create`; `probe.decides` finds out if it does."""
+        """Whether the store claims that of two writers only one can `create` a key. `probe.decides` tests the claim."""
         ...
 
     def create(self, key: str, data: bytes) -> None:
-        """Store a new object, atomically. Only where `can_create`.
+        """Store a new object atomically. Requires `can_create`.
 
-        After return: durable and visible as a whole. If it raised: not visible.
+        After return, the whole object is durable and visible. If this raises, it is not visible.
 
         Raises:
-            ObjectExistsError: the key is taken; the existing object is unchanged.
-            StoreError: anything else. A transient error may hide a success: read back before concluding.
+            ObjectExistsError: the key exists; its object is unchanged.
+            StoreError: anything else. After a transient error the object may have been stored: read it back to know.
         """
         ...
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """Store an object over whatever is there. Readers see the old or the new one, never a mixture.
+        """Store an object, replacing any object with this key. Readers see the old one or the new one, never a mixture.
 
-        `guard` is called once, when all that may take long is done. The one request that makes the object visible follows
-        at once. No layer below repeats it, and it is given up after `REQUEST_S`. What `guard` raises passes through;
-        nothing is visible then.
+        `guard` is called once, after everything that may take long. The one request that makes the object visible follows
+        immediately; no layer below repeats it, and it ends after at most `REQUEST_S`. If `guard` raises, its exception
+        passes through and nothing becomes visible.
 
         Raises:
-            TransientStoreError: the old or the new object is visible, or will be.
+            TransientStoreError: the old or the new object is visible, or the new one will become visible.
             StoreError: the store refused; the old object is visible.
         """
         ...
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        """The whole object.
+        """Return the whole object.
 
-        One larger than `most_bytes` is refused: no more is held in memory, whatever the store says of it. `known` is what a
-        listing or an event told of it. If that has a `content`, it is read, without a look at the key.
+        At most `most_bytes` are held in memory, whatever size the store announces. `known` is the object's entry in a
+        listing or an event; if it has a `content`, those bytes are read without a request for the key.
 
         Raises:
-            CorruptDataError: it is larger.
+            CorruptDataError: the object is larger than `most_bytes`.
             ObjectMissingError: no such key.
             StoreError: anything else.
         """
         ...
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, the latter excluded, of an object that has at least so many; `0 <= start < end`.
+        """Return bytes `start` to `end` (excluded) of an object; `0 <= start < end`.
 
         Raises:
             ObjectMissingError: no such key.
-            StoreError: anything else, also an object that is shorter.
+            StoreError: anything else, including an object that is shorter than `end`.
         """
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, in ascending key order; unfinished ones are never listed."""
+        """Yield the objects whose key starts with `prefix`, in ascending key order, without unfinished ones."""
         ...
 
     def delete(self, *keys: str) -> None:
-        """Remove objects; removing a missing one is no error. If it raised: any of them may be gone."""
+        """Delete objects; a missing one is no error. If this raises, any of them may be gone."""
         ...
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
-        """Call `on_change` for each object that is stored under `prefix`, from a thread of the store's own.
+        """Call `on_change`, from a thread of the store, for each object that is stored under `prefix`.
 
         Args:
-            prefix: What the keys begin with.
-            on_change: Gets the object, or None when some may have been missed. Deletions are not told.
+            prefix: What the keys start with.
+            on_change: Gets the object, or None when some may have been missed. It is not called for deletions.
 
         Returns:
-            None where the store cannot; then there is only polling.
+            None if the store cannot watch; the caller has to poll.
         """
         ...
 
@@ -135,7 +135,8 @@ def check_key(key: str) -> str:
     """Return `key` unchanged.
 
     Raises:
-        ConfigError: the key is empty, longer than 900, not plain ASCII, or has a part that is empty or starts with a dot.
+        ConfigError: the key is empty, has more than 900 characters or any beside letters, digits and `._=+@-/`, or a part
+            of it is empty or starts with a dot.
     """
     if not _KEY.fullmatch(key) or len(key) > 900:
         raise ConfigError(f"Not a valid object key: {key!r}.")
@@ -143,20 +144,16 @@ def check_key(key: str) -> str:
 
 
 def check_size(place: str, size: int, most_bytes: int) -> None:
-    """For `Store.read`.
-
-    Raises:
-        CorruptDataError: the object is larger than it may be.
-    """
+    """Raise CorruptDataError if `size` is more than `most_bytes`. `place` names the object."""
     if size > most_bytes:
         raise CorruptDataError(f"{place} has {size} bytes, but may have {most_bytes} at most.")
 
 
 def read_file(file: int, place: str, most_bytes: int) -> bytes:
-    """All of an open file. Raises CorruptDataError, which names `place`, if that is more than `most_bytes`."""
+    """Return all bytes of an open file. Raise CorruptDataError, which names `place`, for more than `most_bytes`."""
     size = os.fstat(file).st_size
     check_size(place, size, most_bytes)
     with open(file, "rb", closefd=False) as stream:
         data = stream.read(size + 1)
-    check_size(place, len(data), most_bytes)  # it may grow
+    check_size(place, len(data), most_bytes)  # it may have grown
     return data

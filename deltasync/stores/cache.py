@@ -1,13 +1,13 @@
-"""One download per node: objects whose digest is known, in a directory that the processes of a machine share.
+"""A cache directory that the processes of a machine share, so that each object is downloaded once.
 
-    <sha256>          an object. Its name is its digest: it is never out of date, whatever its key was and in which channel
-    .<sha256>.tmp     one being written, by the holder of .lock-store
-    .lock-3f          held while an object whose digest begins so is downloaded; the others wait and then read the file
-    .lock-store       held while a file is added and old ones make room
+    <sha256>          an object; its name is its digest, so it is valid for every key and channel, and never out of date
+    .<sha256>.tmp     an object that the holder of .lock-store is writing
+    .lock-3f          held while an object whose digest starts with 3f is downloaded; others wait, then read the file
+    .lock-store       held while a file is added and old ones are deleted
 
-Nothing in it is trusted: what is read has to pass the check that the object has to pass anyway, and a file that fails is
-dropped and fetched anew. At each use the directory must be this user's, and nobody else may write to it; no link in it is
-followed. Locks end with the process that holds them. The directory may be deleted at any time. It is for Linux and macOS.
+Nothing in the cache is trusted: a cached object passes the same check as a downloaded one, and a file that fails is deleted
+and downloaded again. At each use the directory must belong to this user, and nobody else may have write access; links in it
+are not followed. Locks end with the process that holds them. The directory may be deleted at any time. Linux and macOS only.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ else:
 logger = logging.getLogger(__name__)
 
 Check = Callable[[bytes], None]
-"""Raises FormatError if these are not the bytes that were asked for."""
+"""Raises FormatError if the bytes are not those of the object."""
 
-_MOST_FILES = 4096  # each object that is added costs a look at all of them
+_MOST_FILES = 4096  # adding an object lists all files
 _POLL_S = 0.005
-# A process may hang while it holds a lock. Longer than a download takes, and than writing a file does.
+# Longest waits for a lock, whose holder may hang: more than a download, and writing a file, take.
 _DOWNLOAD_S, _STORE_S = 300.0, 30.0
 _PAUSE_S = 60.0
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC if _HAS_LOCKS else 0
@@ -50,16 +50,16 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
 
 class CachedStore(WrappedStore):
-    """A store with a cache for reads by digest; other reads never come from it.
+    """A store with a cache for reads by digest. Other reads do not use the cache.
 
-    Where the directory cannot be used (full, not writable, a lock that stays held), objects come from the store as if there
-    were no cache, with one warning, and the directory is tried again after a minute.
+    If the directory cannot be used (disk full, not writable, a lock that stays held), this warns once, reads from the store
+    alone, and tries the directory again after a minute.
 
     Args:
-        store: Where objects come from.
+        store: The store to read from.
         directory: Created on first use, for this user only.
-        limit_bytes: Most bytes of files in it; those read longest ago make room. Larger objects are never kept.
-        shared: Keep what is downloaded, for others. Otherwise only what `keep` is given is there to be found.
+        limit_bytes: Most bytes of files in the cache; the least recently read are deleted. Larger objects are not cached.
+        shared: Add what is downloaded to the cache. Otherwise only `keep` adds to it.
 
     Raises:
         ConfigError: this system has no `fcntl`.
@@ -84,39 +84,54 @@ class CachedStore(WrappedStore):
         most_bytes: int,
         known: ObjectInfo | None = None,
     ) -> bytes:
-        """The object with this digest. Of all processes that ask for it at a time, one downloads it.
+        """Return the object with this digest. If several processes ask for it at once, one of them downloads it.
 
         Args:
-            key: Where the store has it.
+            key: The object's key in the store.
             sha256: Its digest, 64 hexadecimal digits.
-            size: Its bytes, 0 if that is not known.
-            check: Applied to the bytes, from wherever they come.
-            most_bytes: As of `Store.read`.
-            known: As of `Store.read`.
+            size: Its bytes, 0 if unknown.
+            check: Called with the bytes, both of the cache and of the store.
+            most_bytes: See `Store.read`.
+            known: See `Store.read`.
 
         Raises:
-            FormatError: too large, or of `check`, about what the store returned. Nothing is kept.
+            FormatError: what the store returned is too large, or fails `check`. It is not cached.
             ObjectMissingError, StoreError: as `Store.read`.
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
             return self._download(key, check, most_bytes, known)
-        found = self._load(sha256, check, most_bytes)
-        if found is not None:
-            return found
+        cached = self._load(sha256, check, most_bytes)
+        if cached is not None:
+            return cached
         if not self._shared:
             return self._download(key, check, most_bytes, known)
         with self._lock(sha256[:2], _DOWNLOAD_S):
-            found = self._load(sha256, check, most_bytes)  # whoever held the lock before may have brought it
-            if found is not None:
-                return found
+            cached = self._load(sha256, check, most_bytes)  # the previous holder of the lock may have added it
+            if cached is not None:
+                return cached
             data = self._download(key, check, most_bytes, known)
-            self._keep(sha256, data)
+            self.keep(sha256, data)
         return data
 
     def keep(self, sha256: str, data: bytes) -> None:
-        """Add an object that was read otherwise; its digest is not checked here, but whenever it is used."""
-        if time.monotonic() >= self._off_until:
-            self._keep(sha256, data)
+        """Add an object. Its digest is not checked here, but at each use.
+
+        The file is not synced: after a power failure, that check detects damage.
+        """
+        if time.monotonic() < self._off_until or len(data) > self._limit_bytes:
+            return
+        temporary = f".{sha256}.tmp"
+        with self._lock("store", _STORE_S) as folder:
+            if folder is None:
+                return
+            try:
+                self._make_room(folder, len(data))
+                _write(folder, temporary, data)
+                os.replace(temporary, sha256, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as error:
+                self._give_up(error)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
 
     def _download(self, key: str, check: Check, most_bytes: int, known: ObjectInfo | None) -> bytes:
         data = self.inner.read(key, most_bytes, known)
@@ -125,10 +140,10 @@ class CachedStore(WrappedStore):
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[int]:
-        """A descriptor of the directory, looked at anew: what is in it is opened by this alone.
+        """Yield a descriptor of the directory, relative to which its files are opened.
 
         Raises:
-            OSError: it is not there, it is a link, or others than this user may write to it.
+            OSError: the directory is missing, is a link, or others than this user may write to it.
         """
         folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
         try:
@@ -155,23 +170,8 @@ class CachedStore(WrappedStore):
             self._give_up(error)
         return None
 
-    def _keep(self, name: str, data: bytes) -> None:
-        """Add a file. Not synced: after a power failure its check finds out."""
-        temporary = f".{name}.tmp"
-        with self._lock("store", _STORE_S) as folder:
-            if folder is None or len(data) > self._limit_bytes:
-                return
-            try:
-                self._make_room(folder, len(data))
-                _write(folder, temporary, data)
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError as error:
-                self._give_up(error)
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
-
     def _make_room(self, folder: int, size: int) -> None:
-        """Drop the files read longest ago until one of `size` bytes has room. Holds .lock-store."""
+        """Delete the least recently read files until `size` bytes fit in. The caller holds .lock-store."""
         files = []
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -180,7 +180,7 @@ class CachedStore(WrappedStore):
                         status = entry.stat(follow_symlinks=False)
                         files.append((status.st_mtime_ns, status.st_size, entry.name))
                     elif _TEMPORARY.fullmatch(entry.name):
-                        os.unlink(entry.name, dir_fd=folder)  # of a process that died: only the lock's holder writes
+                        os.unlink(entry.name, dir_fd=folder)  # a dead process left it: only the lock's holder writes
         total, count = size + sum(file_size for _, file_size, _ in files), 1 + len(files)
         for _, file_size, name in sorted(files):
             if total <= self._limit_bytes and count <= _MOST_FILES:
@@ -191,7 +191,7 @@ class CachedStore(WrappedStore):
 
     @contextlib.contextmanager
     def _lock(self, name: str, wait_s: float) -> Iterator[int | None]:
-        """Hold a lock file among processes and threads: yields a descriptor of the directory, or None if it does not."""
+        """Lock a file against other processes and threads; yield the directory's descriptor, or None if this failed."""
         held = None
         with contextlib.ExitStack() as stack:
             try:
@@ -203,7 +203,7 @@ class CachedStore(WrappedStore):
                     if time.monotonic() >= deadline:
                         raise TimeoutError(errno.ETIMEDOUT, f"a lock was held for {wait_s:g} s")
                     time.sleep(_POLL_S)
-                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked process may have a copy that stays open
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked process may keep a copy open
                 held = folder
             except OSError as error:
                 self._give_up(error)
@@ -217,7 +217,7 @@ class CachedStore(WrappedStore):
 
 
 def _check_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
-    """Raise OSError for what is of another kind, or of others, who could read the weights or lead us elsewhere."""
+    """Raise OSError for another kind of file, or one of other users, who could read the weights or redirect us."""
     if not is_kind(status.st_mode):
         raise OSError(errno.EINVAL, "it is of another kind")
     if status.st_uid != os.getuid():
@@ -228,7 +228,7 @@ def _check_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str, flags: int) -> Iterator[int]:
-    """A descriptor of an ordinary file of this user."""
+    """Yield a descriptor of an ordinary file of this user."""
     file = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
     try:
         _check_ours(os.fstat(file), stat.S_ISREG)
@@ -251,18 +251,18 @@ def _try_lock(file: int) -> bool:
 
 
 def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers: int = 1) -> Store:
-    """The store as the processes of a replica should read it.
+    """Return the store through which the processes of a replica read a channel.
 
     Args:
-        store: The channel's. `file://` is not cached: the kernel keeps the files of a machine once already; nor is `memory://`.
-        directory: The cache's; by default one of this user's in the system's temporary directory. There one worker alone
-            finds what was fetched ahead for it, and keeps nothing itself, since nobody would share it.
-        limit_bytes: Most bytes in the cache; 0 for none.
-        workers: How many there are.
+        store: The channel's store. `file://` is not cached, because the kernel caches files already; nor is `memory://`.
+        directory: The cache; None for one in the system's temporary directory. A single worker adds nothing to that one,
+            since nobody shares it, but finds what was prefetched.
+        limit_bytes: Most bytes in the cache; 0 for no cache.
+        workers: Number of workers.
     """
     if limit_bytes == 0 or store.url.startswith(("file:", "memory:")):
         return store
     if directory is None:
         directory = str(Path(tempfile.gettempdir(), f"deltasync-{os.getuid()}"))
         return CachedStore(store, directory, limit_bytes, shared=workers > 1)
-    return CachedStore(store, os.path.realpath(directory), limit_bytes)  # who sets it may have it lead elsewhere
+    return CachedStore(store, os.path.realpath(directory), limit_bytes)  # a directory that was named may be a link

@@ -1,14 +1,13 @@
-"""`s3://bucket/prefix` and every server that speaks S3; `gs://` and `az://` by the same adapter.
+"""`s3://`, for every server that speaks S3, and `gs://` and `az://`.
 
-Time and retries of one call: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
-upload (`_REPLY_WITHIN`). The client itself tries three times at most, 0.1 and 0.2 s apart, within a minute: 5xx, 429, 408,
-and dropped connections and timeouts of reads. More than that is the caller's: the uploader tries again as
-`PublisherSettings.retries` says, a follower at its next look at head.
+Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
+upload (`_REPLY_WITHIN`). The client makes at most three attempts within a minute, 0.1 and 0.2 s apart, after 5xx, 429, 408,
+dropped connections and read timeouts. Further retries are the caller's: of an uploader `PublisherSettings.retries`, of a
+replica its next poll.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -16,7 +15,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 
-# Largest body of a request, and the seconds within which it is sent and the reply begins.
+# Largest body of a request, and the seconds in which it must be sent and the reply begin.
 _REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
 
 _RETRIES: RetryConfig = {
@@ -57,41 +55,32 @@ class Place:
 class CloudStore(ObstoreStore):
     """The bucket at an `s3://`, `gs://` or `az://` URL, as `open_store` describes it.
 
-    The client is created on first use, so that the store may be opened before a fork, and pickled.
+    Clients are created on first use, so that the store can be pickled, and opened before a fork.
 
     Raises:
-        ConfigError: the URL is not of that form.
+        ConfigError: the URL has another form.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._to = parse(url)
+        self._parsed = parse(url)
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
-    def client(self, upload_bytes: int = 0) -> ObjectStore:
-        within_s = next((limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes), 900)
-        return self._client(within_s)
-
-    def once_client(self) -> ObjectStore:
-        """See `ObstoreStore.once_client`: a client of its own, so that a request makes it ready."""
-        client = self._client(REQUEST_S, once=True)
-        with contextlib.suppress(BaseError, FileNotFoundError):
-            obstore.list(client, prefix="probe").collect()
-        return client
-
-    def _client(self, within_s: float, once: bool = False) -> ObjectStore:
-        mark_process(alone=True)
-        if (within_s, once) not in self._clients:
-            # Two threads may both do so; the second one wins.
-            self._clients[within_s, once] = _connect(self._to, within_s, once)
-        return self._clients[within_s, once]
+    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
+        mark_process(needs_threads=True)
+        allowed_s = next(limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes)
+        key = (REQUEST_S if once else allowed_s, once)
+        if key not in self._clients:
+            # Two threads may both do this; the second client stays.
+            self._clients[key] = _connect(self._parsed, *key)
+        return self._clients[key]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_clients": {}}
 
 
 def parse(url: str) -> Place:
-    """The parts of a URL. See `CloudStore`."""
+    """Parse a URL; raise ConfigError as `CloudStore` does."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
         raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
@@ -104,49 +93,50 @@ def parse(url: str) -> Place:
         check_key(prefix)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     known = _OPTIONS if parts.scheme == "s3" else ()
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             shown = f"{name}=" if re.fullmatch(r"[a-z_]{1,24}", name) else "(not shown)"  # it may be a secret
             if "key" in name or "token" in name or "secret" in name:
-                raise ConfigError(f"A channel URL holds no credentials ({shown}); set the variables of the environment.")
+                raise ConfigError(f"A channel URL holds no credentials ({shown}); set environment variables.")
             raise ConfigError(
-                f"Unknown option {shown} in a channel URL; {parts.scheme}:// knows {', '.join(known) or 'none'}."
+                f"Unknown option {shown} in a channel URL; options of {parts.scheme}:// are: {', '.join(known) or 'none'}."
             )
+        if name in ("virtual_hosted", "anonymous") and value not in ("0", "1"):
+            raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
+    endpoint = options.get("endpoint")
+    if endpoint is not None and not _is_endpoint(endpoint):
+        raise ConfigError(
+            "endpoint= in a channel URL must be https://host or http://host, with a port and a path if needed."
+        )
     return Place(
         scheme=parts.scheme,
         bucket=parts.netloc,
         prefix=prefix,
-        endpoint=_endpoint(options.get("endpoint")),
+        endpoint=endpoint and endpoint.rstrip("/"),
         region=options.get("region"),
-        virtual_hosted=_flag(options, "virtual_hosted"),
+        virtual_hosted=options.get("virtual_hosted") == "1",
         profile=options.get("profile"),
-        anonymous=_flag(options, "anonymous"),
+        anonymous=options.get("anonymous") == "1",
     )
 
 
-def _endpoint(text: str | None) -> str | None:
-    if text is None:
-        return None
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
-        raise ConfigError("endpoint= in a channel URL is https://host, with a port and a path if need be, or http://host.")
-    return text.rstrip("/")
-
-
-def _flag(options: dict[str, str], name: str) -> bool:
-    if options.get(name, "0") not in ("0", "1"):
-        raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
-    return options.get(name) == "1"
+def _is_endpoint(url: str) -> bool:
+    parts = urlsplit(url)
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and not ("@" in parts.netloc or parts.query or parts.fragment)
+    )
 
 
 def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=10),
-        # In obstore this one also covers sending the request, and is then the longest wait for a piece of the reply.
+        # In obstore this limit covers sending the request until the reply begins, and then each piece of the reply.
         "read_timeout": timedelta(seconds=within_s),
         "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
         "pool_idle_timeout": timedelta(minutes=5),  # versions may be minutes apart
-        # Without endpoint= it is the environment that may say http://.
+        # Without endpoint=, the environment may name an http:// server.
         "allow_http": place.endpoint is None or place.endpoint.startswith("http://"),
     }
     common: dict[str, Any] = {
@@ -180,7 +170,7 @@ def _s3_config(place: Place) -> S3Config:
 
 
 def _credentials(place: Place) -> S3CredentialProvider | None:
-    """Those of a profile; None where obstore finds them: keys, web identity, container or instance role."""
+    """A profile's credentials; None if obstore has to find them: keys, web identity, container or instance role."""
     profile = place.profile
     if profile is None and "AWS_ACCESS_KEY_ID" not in os.environ:
         profile = os.environ.get("AWS_PROFILE")

@@ -1,11 +1,11 @@
-"""The Hub's feed of changes to a bucket: `GET /api/buckets/{id}/events`, read in a thread of its own.
+"""The Hub's feed of changes to a bucket, `GET /api/buckets/{id}/events`, read in a thread of its own.
 
-Server-sent events, and what they mean here:
+It consists of server-sent events:
 
-    ready      caught up: changes are told from now on
+    ready      the feed has caught up: later changes follow
     changes    paths that were added, updated or deleted, and the cursor after them
     reset      the cursor is too old to replay what was missed: anything may have changed
-    reconnect  the server wants to be asked again, from the cursor that it gives
+    reconnect  the client has to connect again, with the cursor given here
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Connect, read, write, wait for a connection. The Hub pings every 30 s.
-_TIMEOUT_S = (10.0, 90.0, 10.0, 10.0)
+_TIMEOUT_S = (10.0, 90.0, 10.0, 10.0)  # connect, read (the Hub pings every 30 s), write, wait for a connection
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0
 _KNOWN = ("ready", "changes", "reset", "reconnect")
 _UNAVAILABLE = (401, 403, 404, 429, 501)
 _UNAVAILABLE_DELAY_S = 60.0
-# A connection that lasted so long was a good one, and the next is tried without waiting for more than the first delay.
-_GOOD_S = 5.0
+_GOOD_S = 5.0  # after a connection that lasted longer, delays start at the first one again
 _JOIN_S = 2.0
 
 
@@ -54,13 +52,13 @@ class _Event(msgspec.Struct):
 
 
 class EventWatch:
-    """Tells what is stored in a bucket. See `Watch`.
+    """Reports what is stored in a bucket. See `Watch`.
 
     Args:
-        url: The bucket's feed.
-        prefix: What the paths begin with of which to tell.
-        on_change: Called from the thread with each file that is stored, its path as the key, and with None whenever some
-            may have been missed.
+        url: URL of the bucket's feed.
+        prefix: Only paths that start with it are reported.
+        on_change: Called from the thread with each stored file, whose key is its path, and with None when some may have
+            been missed.
     """
 
     def __init__(self, url: str, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
@@ -71,8 +69,8 @@ class EventWatch:
         self._live = False
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
-        # Held while the callback runs; it may close the watch itself.
-        self._telling = threading.RLock()
+        # Held while the callback runs, which may close the watch itself.
+        self._reporting = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="deltasync-watch", daemon=True)
         self._thread.start()
 
@@ -83,11 +81,11 @@ class EventWatch:
 
     def close(self) -> None:
         self._closed.set()
-        with self._telling:
+        with self._reporting:
             self._live = False
         connection = self._socket
         if connection is not None and self._thread.is_alive():  # in a forked child the connection is still the parent's
-            # Wakes the thread from its read. Not SSLSocket.shutdown, which takes the TLS state away under the reader.
+            # Wakes the thread from its read. SSLSocket.shutdown would remove the TLS state that the reader uses.
             with contextlib.suppress(OSError):  # it ended by itself
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
@@ -99,7 +97,7 @@ class EventWatch:
             started = time.monotonic()
             try:
                 available = self._follow()
-            except Exception as error:  # noqa: BLE001 - whatever ends a connection, another one is made
+            except Exception as error:  # noqa: BLE001 - after any error, connect again
                 logger.debug("%s ended: %s", self._url, error)
                 available = True
             self._live, self._socket = False, None
@@ -111,7 +109,7 @@ class EventWatch:
                 delay_s = min(max(2 * delay_s, _FIRST_DELAY_S), _LONGEST_DELAY_S)
 
     def _follow(self) -> bool:
-        """Read one connection to its end. False if there is no feed to be had."""
+        """Read one connection to its end. Return False if the Hub offers no feed."""
         params = {} if self._cursor is None else {"cursor": self._cursor}
         headers = request_headers() | {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
         with get_session().stream("GET", self._url, params=params, headers=headers, timeout=_TIMEOUT_S) as response:
@@ -121,7 +119,7 @@ class EventWatch:
                 return response.status_code not in _UNAVAILABLE
             self._socket = response.extensions["network_stream"].get_extra_info("socket")
             if self._closed.is_set():
-                return True  # before there was a socket to wake
+                return True  # it was closed before `_socket` was set
             for name, event in _events(response):
                 self._handle(name, event)
                 if name == "reconnect":
@@ -136,24 +134,24 @@ class EventWatch:
         if name == "ready":
             self._live = True
         if name in ("ready", "reset"):
-            self._tell(None)
+            self._report(None)
         for change in event.changes:
             if change.path.startswith(self._prefix) and change.op != "delete":
                 known = change.size is not None
-                self._tell(ObjectInfo(change.path, change.size or 0, content=change.xet_hash) if known else None)
+                self._report(ObjectInfo(change.path, change.size or 0, content=change.xet_hash) if known else None)
 
-    def _tell(self, stored: ObjectInfo | None) -> None:
-        with self._telling:
+    def _report(self, stored: ObjectInfo | None) -> None:
+        with self._reporting:
             if self._closed.is_set():
                 return
             try:
                 self._on_change(stored)
             except Exception:
-                logger.exception("What was to be done at a change of %s failed.", self._prefix)
+                logger.exception("The callback for changes of %s failed.", self._prefix)
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
-    """The events of a stream by name; unknown ones and comments are passed over."""
+    """Yield the events of a stream with their names, without unknown ones and comments."""
     name, data = "", ""
     for line in response.iter_lines():
         field, _, value = line.partition(":")

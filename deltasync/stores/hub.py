@@ -1,24 +1,25 @@
-"""`hf://buckets/namespace/name/prefix`: a Hugging Face Bucket, by the Hub's own interface and Xet.
+"""`hf://buckets/namespace/name/prefix`: a Hugging Face Bucket, through the Hub's own interface and Xet.
 
-A bucket maps paths to hashes (the Hub); the bytes of a hash are somewhere else (Xet's content-addressed store, by hf_xet).
-What one call costs in requests:
+The Hub maps the paths of a bucket to hashes. The bytes of a hash are in Xet's content-addressed store (hf_xet).
+Requests of one call:
 
     call                          Hub                                        content-addressed store
     read, small and unchanged     HEAD resolve
     read                          HEAD resolve                               reconstruction, data
     put                           POST batch                                 grant, xorb, shard
-    read, told by list or watch                                              reconstruction, data
+    read, known from list or watch                                           reconstruction, data
     list                          GET tree, per 1,000 objects
     delete                        POST batch, per 1,000 keys
 
-and about once an hour, by each process, a token to read and one to write. Small is up to 64 KiB, unchanged is since two
-reads ago. HEAD resolve counts in the larger one of the Hub's quotas. It is not GET resolve, which would save requests for
-small objects that did change: HEAD is what huggingface_hub itself does, and where a GET redirects to is not documented.
+In addition, each process fetches a token to read and one to write about once an hour. "Small" is up to 64 KiB, "unchanged"
+is the same in the last two reads. HEAD resolve counts against the larger one of the Hub's quotas. GET resolve would save
+requests for small objects that changed, but huggingface_hub itself uses HEAD, and the redirects of a GET are undocumented.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -46,10 +47,10 @@ _Result = TypeVar("_Result")
 
 
 def bucket_of(url: str) -> tuple[str, str]:
-    """The bucket, `namespace/name`, and the prefix, which may be empty, of `hf://buckets/namespace/name/prefix`.
+    """Return the bucket `namespace/name` and the prefix, which may be empty, of `hf://buckets/namespace/name/prefix`.
 
     Raises:
-        ConfigError: the URL is not of that form.
+        ConfigError: the URL has another form.
     """
     match = _URL.fullmatch(url)
     if match is None:
@@ -57,48 +58,38 @@ def bucket_of(url: str) -> tuple[str, str]:
     return match[1], "" if match[2] is None else check_key(match[2])
 
 
-def hub_store(url: str) -> HubStore:
-    """The store at `hf://buckets/namespace/name` or below a prefix of that bucket.
-
-    Raises:
-        ConfigError: as `bucket_of`.
-    """
-    return HubStore(*bucket_of(url))
-
-
 class HubStore:
-    """Objects in a bucket of the Hub. See `Store`.
+    """A bucket of the Hub, or a prefix in it. See `Store`.
 
-    The bucket need not exist: reading from a missing one finds nothing, and the first write creates it, private. The token
-    is huggingface_hub's (`HF_TOKEN`, or `hf auth login`), and so is the endpoint (`HF_ENDPOINT`). Every request is tried up
-    to three times.
+    The bucket need not exist: reads from a missing one find nothing, and the first write creates it, private. Token and
+    endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Every request is tried up to three times.
 
     Args:
-        bucket: `namespace/name`.
-        prefix: In front of every key, without slashes around it; may be empty.
+        url: `hf://buckets/namespace/name/prefix`, where the prefix may be left out.
+
+    Raises:
+        ConfigError: the URL has another form.
     """
 
     can_create = False
 
-    def __init__(self, bucket: str, prefix: str = "") -> None:
-        self.url = f"hf://buckets/{bucket}" + (f"/{prefix}" if prefix else "")
+    def __init__(self, url: str) -> None:
+        bucket, prefix = bucket_of(url)
+        self.url = url.rstrip("/")
         self._start = f"{prefix}/" if prefix else ""
         self._api = BucketApi(self.url, bucket)
-        # By process, because a forked child cannot use its parent's; lock-free, because it could inherit a held lock.
+        # One per process, because a forked child cannot use its parent's; without a lock, which a child could inherit held.
         self._xet_of: dict[int, Xet] = {}
-        # Head and heartbeats are looked at far more often than they change: by path (hash, bytes, whether read twice).
+        # Small objects by path: (hash, bytes, whether two reads agreed). Head and heartbeats are read far more often than
+        # they change.
         self._small: dict[str, tuple[str | None, bytes, bool]] = {}
 
     def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`, which is not for a bucket: the Hub does not decide which one of two writers wins.
-
-        Raises:
-            StoreError: always.
-        """
+        """Raise StoreError: the Hub cannot create an object only if it is absent."""
         raise StoreError(f"{self.url}/{check_key(key)} cannot be created only if it is absent: the Hub has no such request.")
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`. Bytes first, then their name: until that is answered, readers see what was there before."""
+        """See `Store.put`. The bytes are uploaded first; the object changes when they get its path."""
         path = self._path(key)
         try:
             xet_hash = _retried(lambda: self._xet.upload(data))
@@ -122,32 +113,32 @@ class HubStore:
             try:
                 return self._xet.download(known, 0, known.bytes)
             except TransientStoreError as error:
-                logger.debug("%s Looking at what %s names now.", error, key)
+                logger.debug("%s Reading what %s is now.", error, key)
         return _retried(lambda: self._read(path, most_bytes))
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         path = self._path(key)
 
         def read() -> bytes:
-            named = self._api.content(path)
-            if end > named.bytes:
+            info = self._api.content(path)
+            if end > info.bytes:
                 raise StoreError(f"{self.url}/{key} ends before byte {end}.")
-            return self._xet.download(named, start, end)
+            return self._xet.download(info, start, end)
 
         return _retried(read)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `Store.list`. The Hub is asked for the folder, and the last part of `prefix` is matched here."""
+        """See `Store.list`. The Hub lists folders, so the last part of `prefix` is matched here."""
         start = self._start + prefix
         folder = start.rpartition("/")[0]
         found: list[Entry] = []
-        page = "recursive=true"
+        query = "recursive=true"
         try:
-            while page:
-                entries, page = _retried(lambda page=page: self._api.page(folder, page))  # type: ignore[misc]
+            while query:
+                entries, query = _retried(functools.partial(self._api.page, folder, query))
                 found += entries
         except ObjectMissingError:
-            found = []
+            return  # no bucket
         for entry in sorted(found, key=lambda entry: entry.path):
             if entry.type == "file" and entry.path.startswith(start):
                 stored = entry.uploaded_at or entry.mtime
@@ -157,39 +148,38 @@ class HubStore:
     def delete(self, *keys: str) -> None:
         paths = [self._path(key) for key in keys]
         for first in range(0, len(paths), _MOST_OPERATIONS):
-            some = paths[first : first + _MOST_OPERATIONS]
             try:
-                _retried(lambda some=some: self._api.delete(some))  # type: ignore[misc]
+                _retried(functools.partial(self._api.delete, paths[first : first + _MOST_OPERATIONS]))
             except ObjectMissingError:
                 return  # no bucket
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> EventWatch:
-        """See `Store.watch`: the bucket's feed of events, on a connection and in a thread of its own."""
+        """See `Store.watch`: this reads the bucket's feed of events, on a connection and in a thread of its own."""
 
-        def tell(info: ObjectInfo | None) -> None:
+        def report(info: ObjectInfo | None) -> None:
             on_change(info and dataclasses.replace(info, key=info.key.removeprefix(self._start)))
 
-        return EventWatch(f"{self._api.address}/events", self._start + prefix, tell)
+        return EventWatch(f"{self._api.address}/events", self._start + prefix, report)
 
     def _path(self, key: str) -> str:
         return self._start + check_key(key)
 
     @property
     def _xet(self) -> Xet:
-        made = self._xet_of.get(os.getpid())
-        return made or self._xet_of.setdefault(os.getpid(), Xet(self.url, self._api.address, self._api.token))
+        pid = os.getpid()
+        return self._xet_of.get(pid) or self._xet_of.setdefault(pid, Xet(self.url, self._api.address, self._api.token))
 
     def _read(self, path: str, most_bytes: int) -> bytes:
-        """Download, unless the path still names what two downloads have agreed upon: one alone may have been damaged."""
-        named = self._api.content(path)
+        """Download an object, unless its hash is still that of two equal downloads: one alone may have been damaged."""
+        info = self._api.content(path)
         known_hash, known_data, agreed = self._small.get(path, (None, b"", False))
-        if agreed and known_hash == named.content:
+        if agreed and known_hash == info.content:
             return known_data
-        check_size(f"{self.url}/{path.removeprefix(self._start)}", named.bytes, most_bytes)
-        data = self._xet.download(named, 0, named.bytes)
-        if named.bytes <= _SMALL_BYTES:
+        check_size(f"{self.url}/{path.removeprefix(self._start)}", info.bytes, most_bytes)
+        data = self._xet.download(info, 0, info.bytes)
+        if info.bytes <= _SMALL_BYTES:
             self._small.pop(path, None)
-            self._small[path] = (named.content, data, (known_hash, known_data) == (named.content, data))
+            self._small[path] = (info.content, data, (known_hash, known_data) == (info.content, data))
             for oldest in list(self._small)[:-_MOST_SMALL]:
                 self._small.pop(oldest, None)
         return data

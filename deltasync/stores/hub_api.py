@@ -1,13 +1,12 @@
-"""Requests about one bucket to the Hub, each made once; its refusals and what it does not answer as our errors.
+"""The Hub's HTTP interface to one bucket. Requests are not retried; what they fail with becomes our errors.
 
-huggingface_hub gives the session and its headers and makes the bucket. Its batch call is not used: it uploads as well, tries
-five times more and waits without an end, while what names a version is one request that is over after a time (`Store.put`).
+huggingface_hub provides the session, its headers and the creation of a bucket. Its batch call is not used: it uploads as
+well, retries five times and has no time limit, but a version becomes visible by one request with a time limit (`Store.put`).
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import re
 import time
@@ -21,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from deltasync.errors import UNREADABLE_JSON, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo
+from deltasync.stores.retries import may_pass
 from deltasync.stores.xet import Token, one_line, request_headers
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of httpx, or of httpx2, whichever this huggingface_hub uses.
+# Of httpx or httpx2, whichever this huggingface_hub uses.
 _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
-_ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # with TLS and a body there are two connects and two writes: together REQUEST_S
+_ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # TLS connects twice, and a body writes twice: together REQUEST_S
 _LONGEST_WAIT_S = 30.0
 _MOST_REDIRECTS = 5
 _LOGIN = "Set HF_TOKEN or log in with `hf auth login`"
@@ -60,13 +60,13 @@ class Entry(msgspec.Struct, rename="camel"):
 
 
 class BucketApi:
-    """A bucket by its paths. Each method makes one request, unless it says otherwise.
+    """One bucket. Each method makes one request, unless it says otherwise.
 
-    All raise StoreError for what the Hub refuses, TransientStoreError for what may pass, and ObjectMissingError for what is
-    not there, the bucket included.
+    All methods raise StoreError if the Hub refuses, TransientStoreError if the reason may pass, and ObjectMissingError if
+    the path or the bucket does not exist.
 
     Args:
-        url: The store's, for messages.
+        url: The store's URL, for messages.
         bucket: `namespace/name`.
     """
 
@@ -77,42 +77,42 @@ class BucketApi:
         self.address = f"{self._endpoint}/api/buckets/{bucket}"
 
     def token(self, scope: str) -> Token:
-        """What opens the content-addressed store to `read` or to `write`."""
+        """Return a token to `read` or to `write` in the content-addressed store."""
         return self._decoded(self._send("GET", f"{self.address}/xet-{scope}-token"), Token)
 
     def content(self, path: str) -> ObjectInfo:
-        """What a path names now, by its hash. Follows the bucket, if it was moved."""
+        """Return the size and the hash that a path has now. Follows the bucket if it was moved."""
         url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
         headers = {"Accept-Encoding": "identity"}
         for _ in range(_MOST_REDIRECTS):
             response = self._send("HEAD", url, path, headers=headers, follow_redirects=False)
-            found = response.headers
-            size = found.get("X-Linked-Size") or (None if response.is_redirect else found.get("Content-Length"))
-            if "X-Xet-Hash" in found and size is not None and size.isdecimal():
-                return ObjectInfo(path, int(size), content=found["X-Xet-Hash"])
-            target = urljoin(url, found.get("Location", url))
+            reply = response.headers
+            size = reply.get("X-Linked-Size") or (None if response.is_redirect else reply.get("Content-Length"))
+            if "X-Xet-Hash" in reply and size is not None and size.isdecimal():
+                return ObjectInfo(path, int(size), content=reply["X-Xet-Hash"])
+            target = urljoin(url, reply.get("Location", url))
             if target == url or urlsplit(target).netloc != urlsplit(url).netloc:
                 break
             url = target
-        raise StoreError(f"{self._url}: the Hub does not tell the content hash of {path}.")
+        raise StoreError(f"{self._url}: the Hub does not give the content hash of {path}.")
 
-    def page(self, folder: str, query: str) -> tuple[Sequence[Entry], str]:
-        """One page of a listing, and the query for the next one, empty after the last."""
+    def page(self, folder: str, query: str) -> tuple[list[Entry], str]:
+        """Return one page of a listing, and the query of the next page, which is empty after the last one."""
         url = f"{self.address}/tree" + (f"/{quote(folder, safe='')}" if folder else "")
         response = self._send("GET", f"{url}?{query}")
-        # Of the next one's URL only the query counts: the token goes nowhere but to the endpoint.
-        following = response.links.get("next", {}).get("url", "")
-        return self._decoded(response, Sequence[Entry]), urlsplit(following).query  # type: ignore[type-abstract]
+        # Only the query of the next page's URL is used, so that the token is sent to no other server.
+        next_url = response.links.get("next", {}).get("url", "")
+        return self._decoded(response, list[Entry]), urlsplit(next_url).query
 
     def name(self, path: str, xet_hash: str, once: bool = False) -> None:
-        """Give uploaded bytes a name; `once` for a request that is over after `REQUEST_S`."""
+        """Give uploaded bytes a path. With `once`, the request takes at most `REQUEST_S`."""
         operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
         options = {"timeout": _ONCE_TIMEOUT_S, "follow_redirects": False} if once else {}
         for failure in self._batch([operation], **options):
             raise TransientStoreError(f"{self._url}: the Hub did not store {failure.path}: {failure.error}.")
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Take paths away, at most a thousand; if some could not be, one more request asks whether they are there."""
+        """Delete at most a thousand paths. If some fail, one more request asks whether they exist."""
         failures = self._batch([{"type": "deleteFile", "path": path} for path in paths])
         if failures:
             asked = {"paths": [failure.path for failure in failures]}
@@ -121,34 +121,34 @@ class BucketApi:
                 raise TransientStoreError(f"{self._url}: the Hub did not delete {left[0].path}: {failures[0].error}.")
 
     def create(self) -> None:
-        """Make the bucket, private."""
+        """Create the bucket, private."""
         try:
             HfApi(endpoint=self._endpoint).create_bucket(self._bucket, private=True, exist_ok=True)
         except HfHubHTTPError as error:
             status = error.response.status_code
-            kind = TransientStoreError if _may_pass(status) else StoreError
+            kind = TransientStoreError if may_pass(status) else StoreError
             raise kind(
-                f"The bucket {self._bucket} does not exist and could not be created: {status} {_told(error.response)}. "
-                "Create it by hand, or use a token that may."
+                f"The bucket {self._bucket} does not exist and could not be created: {status} {_reason(error.response)}. "
+                "Create it by hand, or use a token that has this right."
             ) from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
             raise TransientStoreError(f"The bucket {self._bucket} could not be created: {one_line(error)}.") from error
         logger.info("created the private bucket %s", self._bucket)
 
     def _batch(self, operations: Sequence[dict[str, object]], **options: Any) -> Sequence[_Failure]:
-        """Apply operations, each by itself, and return those that failed."""
-        lines = b"".join(json.dumps(operation).encode() + b"\n" for operation in operations)
+        """Apply operations independently of each other; return those that failed."""
+        lines = b"".join(msgspec.json.encode(operation) + b"\n" for operation in operations)
         options |= {"headers": {"Content-Type": "application/x-ndjson"}, "content": lines}
         response = self._send("POST", f"{self.address}/batch", accepted=422, **options)
         if response.is_redirect:
             raise StoreError(f"{self._url}: the bucket was moved; use its new name.")
         failed = self._decoded(response, _BatchReply).failed
         if response.status_code == 422 and not failed:
-            raise StoreError(f"{self._url}: the Hub refused to change the bucket: {_told(response)}.")
+            raise StoreError(f"{self._url}: the Hub refused to change the bucket: {_reason(response)}.")
         return failed
 
     def _send(self, method: str, url: str, path: str = "", *, accepted: int = 0, **options: Any) -> httpx.Response:
-        """One request about `path`, empty for the bucket; a status of 400 or more is refused, but for `accepted`."""
+        """Send a request about `path`, or the bucket if empty. Raise for a status from 400 on, except `accepted`."""
         headers = request_headers() | options.pop("headers", {})
         try:
             response = get_session().request(method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options))
@@ -161,23 +161,25 @@ class BucketApi:
         return response
 
     def _refused(self, response: httpx.Response, path: str, with_token: bool) -> StoreError:
-        """Our error for a refusal. Before one that asks for patience it waits as long as it asks for, within reason."""
-        status, told = response.status_code, _told(response)
+        """Return our error for a refusal. After a 429, first wait as long as it asks, at most 30 s."""
+        status, reason = response.status_code, _reason(response)
         if status == 404:
             return ObjectMissingError(f"hf://buckets/{self._bucket}{'/' if path else ''}{path} does not exist.")
-        if _may_pass(status):
+        if may_pass(status):
             if status == 429:
                 time.sleep(min(_asked_wait_s(response), _LONGEST_WAIT_S))
-            return TransientStoreError(f"{self._url}: the Hub answered {status}: {told}.")
+            return TransientStoreError(f"{self._url}: the Hub answered {status}: {reason}.")
         if status == 403:
-            return StoreError(f"The token may not do this in {self._url}: {told}. {_LOGIN}, with a token that may.")
+            return StoreError(
+                f"The token may not do this in {self._url}: {reason}. {_LOGIN}, with a token that has this right."
+            )
         if status != 401:
-            return StoreError(f"{self._url}: the Hub answered {status}: {told}.")
+            return StoreError(f"{self._url}: the Hub answered {status}: {reason}.")
         if not with_token:
             return StoreError(f"{self._url} needs a token. {_LOGIN}.")
-        if "expired" in told:
-            return StoreError(f"The Hub's token for {self._url} has expired. {_LOGIN} anew.")
-        return StoreError(f"The Hub does not accept the token for {self._url}: {told}. {_LOGIN} anew.")
+        if "expired" in reason:
+            return StoreError(f"The Hub's token for {self._url} has expired. {_LOGIN} again.")
+        return StoreError(f"The Hub does not accept the token for {self._url}: {reason}. {_LOGIN} again.")
 
     def _decoded(self, response: httpx.Response, kind: type[_Result]) -> _Result:
         try:
@@ -186,19 +188,15 @@ class BucketApi:
             raise TransientStoreError(f"{self._url}: the Hub returned an unexpected response: {error}.") from error
 
 
-def _may_pass(status: int) -> bool:
-    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))
-
-
 def _asked_wait_s(response: httpx.Response) -> float:
-    """How long the Hub asks to wait: `Retry-After: 5`, or `RateLimit: "api";r=0;t=5`."""
-    told = response.headers.get("Retry-After", "") + response.headers.get("RateLimit", "")
-    match = re.search(r"^(\d+)|;\s*t=(\d+)", told)
+    """Return the wait that the Hub asks for: `Retry-After: 5`, or `RateLimit: "api";r=0;t=5`."""
+    asked = response.headers.get("Retry-After", "") + response.headers.get("RateLimit", "")
+    match = re.search(r"^(\d+)|;\s*t=(\d+)", asked)
     return float(match[1] or match[2]) if match else 0.0
 
 
-def _told(response: httpx.Response) -> str:
-    """What the Hub says is wrong, without a full stop."""
+def _reason(response: httpx.Response) -> str:
+    """Return the reason that the Hub gives, without a full stop."""
     message = response.headers.get("X-Error-Message")
     if message is None:
         try:

@@ -1,9 +1,9 @@
-"""`file://`: a directory, shared by processes of one machine or over a network file system with atomic link and rename.
+"""`file://`: a directory of one machine, or of a network file system with atomic link and rename.
 
-Written here and not taken from obstore, whose local store does not fsync (docs/decisions/0003-stores.md).
+obstore's local store is not used because it does not fsync (docs/decisions/0003-stores.md).
 
-Whoever may write to the directory is not trusted with the rest of the machine: below the root, symbolic links are not
-followed, and only ordinary files are read.
+Writing to the directory must give no access to other files of this machine: below the root, symbolic links are not followed,
+and only ordinary files are read.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _LASTING = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EFBIG),
     *(errno.ELOOP, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 )
-"""What no other try makes better. A full disk may pass."""
+"""Errors that no retry helps against. A full disk is not among them."""
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class LocalStore:
-    """Objects as files below a directory. See `Store`."""
+    """A directory whose files are the objects. See `Store`."""
 
     can_create = True
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
         self.url = f"file://{self._root}"
-        self._durable: set[str] = set()  # folders whose own entry was synced by this store
+        self._durable: set[str] = set()  # folders whose entry in the parent this store has synced
 
     def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`: a synced temporary file, linked to its name."""
+        """See `Store.create`: a temporary file is synced, then linked to its name."""
         with self._temporary(key, data) as (folder, temporary, name), self._writing(key):
             try:
                 os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -49,7 +49,7 @@ class LocalStore:
             os.fsync(folder)
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """See `Store.put`: a synced temporary file, renamed over its name. A rename that hangs is not given up."""
+        """See `Store.put`: a temporary file is synced, then renamed. A rename that hangs has no time limit."""
         with self._temporary(key, data) as (folder, temporary, name):
             if guard is not None:
                 guard()
@@ -100,19 +100,14 @@ class LocalStore:
                 raise self._failed(key, "deleted", error) from error
             if folders:
                 with contextlib.suppress(OSError), self._folder(folders[:-1]) as above:
-                    os.rmdir(folders[-1], dir_fd=above)  # if that was all it held; who is about to write there tries again
+                    os.rmdir(folders[-1], dir_fd=above)  # if it is empty now; a writer that needs it retries
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
-        """See `Store.watch`; looking at a file costs nothing worth saving."""
+        """See `Store.watch`; polling a file is cheap."""
 
     @contextlib.contextmanager
     def _folder(self, parts: Sequence[str], create: bool = False) -> Iterator[int]:
-        """A descriptor of a folder below the root, reached without following links.
-
-        Args:
-            parts: The folders that lead there.
-            create: Make those that are missing, durably.
-        """
+        """Yield a descriptor of a folder below the root, without following links; with `create`, make it durably."""
         if create and not ("" in self._durable and self._root.is_dir()):
             _make_durable(self._root)
             self._durable.add("")
@@ -130,7 +125,7 @@ class LocalStore:
             os.close(at)
 
     def _make(self, above: int, name: str, path: str) -> None:
-        """Make sure that a folder is there, and that its entry in the one above it is on the disk."""
+        """Make a folder unless it exists, and sync its entry in the parent folder."""
         try:
             os.mkdir(name, dir_fd=above)
         except FileExistsError:
@@ -141,7 +136,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[int]:
-        """A descriptor of an object, to read from."""
+        """Yield a descriptor to read an object from."""
         *folders, name = check_key(key).split("/")
         try:
             with self._folder(folders) as folder:
@@ -167,12 +162,12 @@ class LocalStore:
         return kind(f"{self.url}/{key} cannot be {what}: {error.strerror}.")
 
     def _leads_elsewhere(self, parts: Sequence[str]) -> bool:
-        """Whether a part of the way below the root is a symbolic link."""
+        """Whether a part of this path below the root is a symbolic link."""
         return any(self._root.joinpath(*parts[:number]).is_symlink() for number in range(1, len(parts) + 1))
 
     @contextlib.contextmanager
     def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[int, str, str]]:
-        """A synced file beside its final place: a descriptor of its folder, its name, and the final one.
+        """Write and sync a temporary file; yield its folder's descriptor, its name and the final name.
 
         After the block the temporary name is gone. Errors of the block pass through.
         """
@@ -204,10 +199,10 @@ def _unlink(name: str, folder: int) -> None:
 
 
 def _make_durable(root: Path) -> None:
-    """Make the root and the folders above it that are missing, and sync the entries of all of them.
+    """Make the root and its missing parent folders, and sync the entries of all of them.
 
-    Also of those that are there: another process may have made them and died before it synced. Folders that this user may
-    not read are not ours, and those beyond the root's file system were there before it.
+    Existing ones are synced too: another process may have made them and died before it synced. This stops at folders that
+    this user may not read, which we did not make, and at the root's file system.
     """
     root.mkdir(parents=True, exist_ok=True)
     for above in root.resolve().parents:

@@ -1,4 +1,4 @@
-"""Object stores through obstore: the verbs, and its errors as ours; also `memory://`, and `file://` on Windows."""
+"""Stores on top of obstore: its errors become ours. Also `memory://`, and `file://` on Windows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from obstore.store import LocalStore, MemoryStore
 
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size
+from deltasync.stores.retries import may_pass
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 LARGEST_BYTES = 5 << 30
-"""What S3 takes in one put. Multipart uploads take more, but not every server honours their precondition."""
+"""The limit of S3 for one put. Multipart uploads may be larger, but not every server honours their precondition."""
 _PIECE_BYTES = 8 << 20
 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _RACE = ("ConditionalRequestConflict", "OperationAborted")
 _BUSY = ("RequestTimeout", "SlowDown", "ServerBusy")
-_LASTING = (501, 505, 507)
-"""Not implemented; no more room."""
 _HINTS = {
     "ExpiredToken": "The session token has expired: renew the credentials.",
     "ExpiredTokenException": "The session token has expired: renew the credentials.",
@@ -42,11 +41,11 @@ _HINTS = {
 _DENIED = "Check the credentials, and that they may list the bucket and get, put and delete objects in it."
 
 _process: int | None = None
-"""The process in which obstore was used first. Its threads do not live on in forked children, where calls would hang."""
+"""The process that used obstore first. A forked child does not have its threads, so calls there would hang."""
 
 
 class ObstoreStore:
-    """An obstore store. See `Store`."""
+    """A store whose client is one of obstore's. See `Store`."""
 
     can_create = True
 
@@ -54,36 +53,34 @@ class ObstoreStore:
         self.url = url
         self._opened = client
 
-    def client(self, upload_bytes: int = 0) -> ObjectStore:
-        """The obstore store, for a request with a body of this size."""
+    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
+        """Return the client for a body of this size. With `once`, it does not retry and gives up after `REQUEST_S`."""
         mark_process()
         return self._opened
 
-    def once_client(self) -> ObjectStore:
-        """One whose requests are sent once and given up after `REQUEST_S`; its connection and credentials are ready."""
-        return self.client()
-
     def create(self, key: str, data: bytes) -> None:
-        """See `Store.create`: one put with If-None-Match, of whatever size."""
+        """See `Store.create`: one put with If-None-Match, whatever the size."""
         with self._sending(key, len(data)):
             obstore.put(self.client(len(data)), key, data, mode="create")
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         with self._sending(key, len(data)):
-            client = self.client(len(data)) if guard is None else self.once_client()
+            client = self.client(len(data), once=guard is not None)
         if guard is not None:
+            with contextlib.suppress(obstore_errors.BaseError, FileNotFoundError):
+                obstore.list(client, prefix="probe").collect()  # connects, and fetches credentials
             guard()
         with self._mapped(key):
             obstore.put(client, key, data, mode="overwrite", use_multipart=False)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
-        """See `Store.read`. The size that the store announces is looked at, and not believed."""
+        """See `Store.read`. Both the announced size and the bytes that arrive are checked."""
         check_key(key)
         place, pieces, size = self._place(key), [], 0
         with self._mapped(key):
-            found = obstore.get(self.client(), key)
-            check_size(place, found.meta["size"], most_bytes)
-            for piece in found.stream(min(most_bytes + 1, _PIECE_BYTES)):
+            reply = obstore.get(self.client(), key)
+            check_size(place, reply.meta["size"], most_bytes)
+            for piece in reply.stream(min(most_bytes + 1, _PIECE_BYTES)):
                 pieces.append(piece)
                 size += len(piece)
                 check_size(place, size, most_bytes)
@@ -98,7 +95,7 @@ class ObstoreStore:
         return data
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `Store.list`. obstore lists whole path parts only, so the last part of `prefix` is matched here."""
+        """See `Store.list`. obstore lists folders, so the last part of `prefix` is matched here."""
         folder = prefix.rpartition("/")[0]
         with self._mapped(prefix):
             found = [
@@ -110,7 +107,7 @@ class ObstoreStore:
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, *keys: str) -> None:
-        """See `Store.delete`: many in one request, where the store can."""
+        """See `Store.delete`: many keys in one request, where the store can."""
         for key in keys:
             check_key(key)
         if not keys:
@@ -118,13 +115,13 @@ class ObstoreStore:
         try:
             self._delete(keys)
         except ObjectMissingError:
-            # Where they are deleted one by one, a missing one may have ended it.
+            # Where the client deletes one by one, a missing object may have stopped it.
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
                     self._delete([key])
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
-        """See `Store.watch`; object stores have nothing to wait for."""
+        """See `Store.watch`; these stores cannot."""
 
     def _delete(self, keys: Sequence[str]) -> None:
         with self._mapped(keys[0]):
@@ -139,12 +136,12 @@ class ObstoreStore:
             yield
 
     def _place(self, key: str) -> str:
-        """For messages: the key's URL without options."""
+        """Return the key's URL without options, for messages."""
         return f"{self.url.partition('?')[0]}/{key}"
 
     @contextlib.contextmanager
     def _mapped(self, key: str) -> Iterator[None]:
-        """obstore's errors as ours. Theirs are not kept as causes: they hold whole requests, of credentials too."""
+        """Raise ours for obstore's errors, which are not kept as causes: they hold whole requests, also for credentials."""
         try:
             yield
         except (obstore_errors.BaseError, FileNotFoundError) as error:
@@ -152,45 +149,45 @@ class ObstoreStore:
 
 
 class PortableStore(ObstoreStore):
-    """`file://` where files cannot be opened relative to a folder, which is Windows. The folder is made on first use.
+    """`file://` on Windows, where files cannot be opened relative to a folder. The directory is created on first use.
 
-    Unlike `local.LocalStore` it does not sync: a version may be lost with the machine's power after `wait` returned. It
-    follows links, so nobody else may write to the directory.
+    Unlike `local.LocalStore`, this does not sync: a power failure may lose a version after `wait` returned. It follows
+    links, so nobody else may have write access to the directory.
     """
 
     def __init__(self, root: str) -> None:
         self.url = Path(root).as_uri()
         self._root = root
-        self._made: ObjectStore | None = None
+        self._local: ObjectStore | None = None
 
-    def client(self, upload_bytes: int = 0) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
         """See `ObstoreStore.client`."""
-        if self._made is None:
-            self._made = LocalStore(self._root, mkdir=True, automatic_cleanup=True)
-        return self._made
+        if self._local is None:
+            self._local = LocalStore(self._root, mkdir=True, automatic_cleanup=True)
+        return self._local
 
 
 _in_memory: dict[str, ObstoreStore] = {}
 
 
 def memory_store(name: str) -> ObstoreStore:
-    """The process-wide store of this name, created empty on first use."""
+    """Return this process's store of that name, created empty on first use."""
     return _in_memory.setdefault(name, ObstoreStore(f"memory://{name}", MemoryStore()))
 
 
-def mark_process(alone: bool = False) -> None:
-    """Note that this process uses obstore.
+def mark_process(needs_threads: bool = False) -> None:
+    """Record that this process uses obstore.
 
     Args:
-        alone: Whether threads of the client will be needed.
+        needs_threads: Whether the client has threads.
 
     Raises:
-        StoreError: they are needed, and stayed in the process that this one was forked from.
+        StoreError: the client has threads, and this process was forked from one that used obstore.
     """
     global _process
     if _process is None:
         _process = os.getpid()
-    elif alone and _process != os.getpid():
+    elif needs_threads and _process != os.getpid():
         raise StoreError(
             "This process was forked from one that had used an object store, and its client would hang here. "
             "Start processes by 'spawn' or 'forkserver', or use the store only after forking."
@@ -198,7 +195,7 @@ def mark_process(alone: bool = False) -> None:
 
 
 def translate(error: Exception, place: str) -> StoreError:
-    """Our error for one of obstore's about the object at `place`."""
+    """Return our error for one of obstore's about the object at `place`."""
     message, _, internals = str(error).partition("\n\nDebug source")
     status = re.search(r"status code: ((\d+)[^:]*)", message)
     code = re.search(r"<Code>(\w+)</Code>", message)
@@ -231,11 +228,12 @@ def translate(error: Exception, place: str) -> StoreError:
         return StoreError(f"{place}: {answer}. {_DENIED}")
     certificate = re.search(r"InvalidCertificate\(\s*(\w+)", internals)
     if certificate:
-        told = f"the server's certificate is not trusted ({certificate[1]})"
-        return StoreError(f"{place}: {told}. If an authority of your own signed it, name its file in SSL_CERT_FILE.")
+        return StoreError(
+            f"{place}: the server's certificate is not trusted ({certificate[1]}). If an authority of your own signed it, "
+            "name its file in SSL_CERT_FILE."
+        )
     if "redirect without LOCATION" in message:
         return StoreError(f"{place}: the bucket is in another region; check region= and AWS_REGION.")
-    refused = (400 <= number < 500 and number not in (408, 429) and name not in _BUSY) or number in _LASTING
-    if refused or not isinstance(error, obstore_errors.GenericError):
-        return StoreError(f"{place}: {answer}.")
-    return TransientStoreError(f"{place}: {answer}.")
+    refused = number >= 400 and not may_pass(number) and name not in _BUSY
+    lasting = refused or not isinstance(error, obstore_errors.GenericError)
+    return (StoreError if lasting else TransientStoreError)(f"{place}: {answer}.")

@@ -1,4 +1,4 @@
-"""Whether a store decides which one of two writers wins. Some servers take `If-None-Match` and ignore it."""
+"""Test whether only one of two writers can create a key. Some servers accept `If-None-Match` and ignore it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import os
 from deltasync.errors import CorruptDataError, ObjectExistsError, StoreError, TransientStoreError
 from deltasync.stores.base import Store
 
-_LOOKS = 3
+_READS = 3
 
 
 def decides(store: Store, key: str) -> bool:
-    """Whether `create` is refused where an object is, tried out at `key`, which nobody else uses; it is deleted again.
+    """Whether the store refuses to `create` an object that exists.
+
+    This creates an object at `key`, which nobody else may use, and deletes it again.
 
     Raises:
-        StoreError: it could not be tried out.
+        StoreError: the test failed, so the answer is unknown.
     """
     if not store.can_create:
         return False
     first, second = os.urandom(16), os.urandom(16)
     try:
-        _taken(store, key, first)  # if it is, the reply of an earlier request got lost: reading back tells
-        taken = _taken(store, key, second)
+        # If the first one is refused too, an earlier request succeeded and its reply got lost: reading back tells.
+        refused = [_is_refused(store, key, data) for data in (first, second)]
     except TransientStoreError:
         raise
-    except StoreError:  # it refuses to create objects
-        store.put(key, second)  # what it refuses as well has another reason, and is told
+    except StoreError:  # the store refuses every create
+        store.put(key, second)  # if it refuses this as well, the reason is another one, and is raised
         return False
     else:
-        # Read again, since an answer may be damaged on the way, and a channel keeps what is found out here.
-        return taken and any(_holds(store, key, first) for _ in range(_LOOKS))
+        # Read several times: an answer may be damaged on the way, and the channel keeps what is found here.
+        return refused[1] and any(_holds(store, key, first) for _ in range(_READS))
     finally:
-        with contextlib.suppress(StoreError):  # a trainer need not be allowed to delete
+        with contextlib.suppress(StoreError):  # a trainer may have no right to delete
             store.delete(key)
 
 
@@ -43,7 +45,7 @@ def _holds(store: Store, key: str, data: bytes) -> bool:
         return False  # larger
 
 
-def _taken(store: Store, key: str, data: bytes) -> bool:
+def _is_refused(store: Store, key: str, data: bytes) -> bool:
     try:
         store.create(key, data)
     except ObjectExistsError:

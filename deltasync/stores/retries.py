@@ -1,4 +1,4 @@
-"""Trying again: the one loop for requests that may fail once and not the next time."""
+"""Which requests to stores are retried, and how."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _LONGEST_DELAY_S = 30.0
 _Result = TypeVar("_Result")
 
 
+def may_pass(status: int) -> bool:
+    """Whether a request that was answered with this HTTP status may succeed later."""
+    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))  # not implemented; no more room
+
+
 def retried(
     action: Callable[[], _Result],
     retries: int,
@@ -25,15 +30,15 @@ def retried(
     passing: tuple[type[DeltaSyncError], ...] = (TransientStoreError,),
     level: int = logging.WARNING,
 ) -> _Result:
-    """The result of `action`, which is run again after errors that may pass.
+    """Return the result of `action`, which is run again after errors that may pass.
 
     Args:
         action: Safe to repeat.
         retries: Attempts after the first one.
-        delay_s: Longest wait before the first of them, doubled each time, at most 30 s; each is shortened by up to a half
-            at random, so that those who failed together do not come back together.
-        passing: The errors.
-        level: Each of them is logged so.
+        delay_s: Longest wait before the first retry; doubled each time, at most 30 s. Each wait is shortened by up to half
+            at random, so that clients that failed together do not retry together.
+        passing: Errors after which to retry.
+        level: Level at which these errors are logged.
     """
     for left in range(retries, 0, -1):
         try:

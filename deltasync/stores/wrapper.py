@@ -1,4 +1,4 @@
-"""What all stores have in common that put something between a channel and another store."""
+"""The base class of stores that add something to another store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _Result = TypeVar("_Result")
 
 
 class WrappedStore:
-    """A store that passes every verb on to another one, by way of `ask`. See `Store`."""
+    """A store that passes every call on to another one through `ask`. See `Store`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
-        """Do what a verb does. `key` is the first one, or the prefix of a listing."""
+        """Run the call `action`. `verb` is the method's name, `key` its first key or the prefix of a listing."""
         return action()
 
     @property

@@ -1,6 +1,6 @@
-"""Xet's content-addressed store, by hf_xet: the bytes of a bucket of the Hub, by their hash.
+"""Xet's content-addressed store (hf_xet): the bytes of a bucket of the Hub, by their hash.
 
-Nothing here checks content: hf_xet returned a flipped bit without an error. The length is checked, digests are the reader's.
+Only the length is checked here. hf_xet returned a flipped bit without an error, so readers have to check digests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CONFIG = {
         "client.retry_max_attempts": 3,
         "client.retry_max_duration": "60s",
     },
-    # Its default read timeout of 5 min, because that includes sending: 64 MB at a time, many at once, on whatever line.
+    # The default read timeout of 5 min stays, because it includes sending: many pieces of 64 MB at once, on any line.
     "write": {
         "client.idle_connection_timeout": _IDLE,
         "client.connect_timeout": "10s",
         "client.retry_base_delay": "300ms",
         "client.retry_max_attempts": 3,
-        # Weights share no 64 KiB with older ones: asking would cost a request per upload and find nothing. Nor are chunks
-        # taken for stored because they once were; by default the record of that grows to 16 GB on disk.
+        # Weights share no 64 KiB with older ones, so a query per upload would find nothing. Nor are chunks
+        # skipped because they were uploaded once; by default the record of these grows to 16 GB on disk.
         "deduplication.global_dedup_query_enabled": False,
         "shard.cache_subdir": "deltasync",
         "shard.cache_size_limit": 1,
@@ -45,7 +45,7 @@ _TOKEN_MARGIN_S = 60.0
 
 
 class Token(msgspec.Struct, rename="camel"):
-    """What opens the content-addressed store, to read or to write, until `exp`, seconds since the epoch."""
+    """Access to the content-addressed store, to read or to write, until `exp` (seconds since the epoch)."""
 
     cas_url: str
     access_token: str
@@ -53,7 +53,7 @@ class Token(msgspec.Struct, rename="camel"):
 
 
 class Xet:
-    """Bytes by their hash, in one process. Tokens and connections are kept until something fails."""
+    """Upload and download bytes, in one process. Tokens and connections are kept until a transfer fails."""
 
     def __init__(self, url: str, api: str, fetch_token: Callable[[str], Token]) -> None:
         self._url = url
@@ -72,21 +72,19 @@ class Xet:
         except _ERRORS as error:
             raise self.failed("write", one_line(error)) from error
         if info.file_size != len(data):
-            raise self.failed("write", f"{info.file_size} bytes were stored of {len(data)}")
+            raise self.failed("write", f"{info.file_size} of {len(data)} bytes were stored")
         return str(info.hash)
 
-    def download(self, named: ObjectInfo, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, the latter excluded, of what has the hash `content`, whatever the key names by now."""
+    def download(self, info: ObjectInfo, start: int, end: int) -> bytes:
+        """Return bytes `start` to `end` (excluded) of what has the hash `info.content`."""
         if start == end:
             return b""
         try:
-            downloads = self._downloads
-            if downloads is None:
-                downloads = self._session("read").new_download_stream_group(**self._connection("read"))
-                self._downloads = downloads
-            info = hf_xet.XetFileInfo(named.content, named.bytes)
+            if self._downloads is None:
+                self._downloads = self._session("read").new_download_stream_group(**self._connection("read"))
+            content = hf_xet.XetFileInfo(info.content, info.bytes)
             pieces, size = [], 0
-            for piece in downloads.download_stream(info, start=start, end=end):
+            for piece in self._downloads.download_stream(content, start=start, end=end):
                 pieces.append(piece)
                 size += len(piece)
                 if size > end - start:
@@ -94,19 +92,17 @@ class Xet:
         except _ERRORS as error:
             raise self.failed("read", one_line(error)) from error
         if size != end - start:
-            # Also how a refused token looks now and then.
-            raise self.failed("read", f"{size} bytes came of {end - start}")
+            # A refused token sometimes looks like this too.
+            raise self.failed("read", f"{size} of {end - start} bytes arrived")
         return b"".join(pieces)
 
     def _session(self, scope: str) -> Any:
-        session = self._sessions.get(scope)
-        if session is None:
-            config = hf_xet.XetConfig().with_config(CONFIG[scope])
-            session = self._sessions[scope] = hf_xet.XetSession(config)
-        return session
+        if scope not in self._sessions:
+            self._sessions[scope] = hf_xet.XetSession(hf_xet.XetConfig().with_config(CONFIG[scope]))
+        return self._sessions[scope]
 
     def _connection(self, scope: str) -> dict[str, Any]:
-        """Arguments of a session's methods. The token is fetched here, where a refusal can be understood."""
+        """Return arguments of a session's methods. The token is fetched here, where a refusal can be recognised."""
         token = self._tokens.get(scope)
         if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
             token = self._tokens[scope] = self._fetch_token(scope)
@@ -119,7 +115,7 @@ class Xet:
         }
 
     def failed(self, scope: str, reason: str) -> TransientStoreError:
-        """hf_xet tells too little to know what will pass; the next token, or the next HEAD, tells better."""
+        """Return a transient error. hf_xet reports too little to know more; the next token or HEAD fails more clearly."""
         self._tokens.pop(scope, None)
         if scope == "read":
             self._downloads = None
@@ -127,11 +123,11 @@ class Xet:
 
 
 def request_headers() -> dict[str, str]:
-    """With the token, read anew each time: it may be replaced while we run."""
+    """Return headers with the token, which is read each time: it may be replaced while we run."""
     return build_hf_headers(library_name="deltasync")
 
 
 def one_line(error: Exception) -> str:
-    """An error in one line, without the signatures that URLs carry in their query."""
+    """Return an error's text in one line, without the queries of URLs, which hold signatures."""
     text = re.sub(r"\?[^\s)\"']+", "?...", " ".join(str(error).split()))
     return (text or type(error).__name__)[:300].rstrip(".")

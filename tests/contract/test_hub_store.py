@@ -16,8 +16,8 @@ import pytest
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo, Store, hub_api
 from deltasync.stores.base import REQUEST_S
-from deltasync.stores.hub import HubStore, hub_store
-from deltasync.stores.hub_api import _told
+from deltasync.stores.hub import HubStore
+from deltasync.stores.hub_api import _reason
 from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import RefusingContract, SharedContract, StoreContract
 from tests.http_faults import FaultProxy
@@ -47,7 +47,7 @@ class TestHubStore(StoreContract, SharedContract, RefusingContract):
     def refused(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
         store.put("a", b"1")
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-        return hub_store(store.url)
+        return HubStore(store.url)
 
     def fill(self, store: Store, keys: Sequence[str]) -> None:
         assert isinstance(store, HubStore)
@@ -80,7 +80,7 @@ def _bucket(store: HubStore) -> str:
 class TestUrl:
     @pytest.mark.parametrize("url", ["hf://buckets/user/b", "hf://buckets/user/b.1_-x/run", "hf://buckets/u/b/a/b/c"])
     def test_a_store_tells_the_url_it_was_opened_with(self, url: str) -> None:
-        assert hub_store(url).url == hub_store(url + "/").url == url
+        assert HubStore(url).url == HubStore(url + "/").url == url
 
     @pytest.mark.parametrize(
         "url",
@@ -100,10 +100,10 @@ class TestUrl:
     )
     def test_what_names_no_bucket_is_refused(self, url: str) -> None:
         with pytest.raises(ConfigError):
-            hub_store(url)
+            HubStore(url)
 
     def test_prefixes_of_one_bucket_are_stores_of_their_own(self, hub_url: str) -> None:
-        inner, outer, other = (hub_store(hub_url + suffix) for suffix in ("/in", "", "b"))
+        inner, outer, other = (HubStore(hub_url + suffix) for suffix in ("/in", "", "b"))
         inner.put("x", b"1")
         assert [info.key for info in outer.list("")] == ["in/x"]
         assert outer.read("in/x", 1 << 30) == b"1"
@@ -179,7 +179,7 @@ class TestRequests:
     def test_an_unchanged_small_object_costs_one_and_a_changed_one_is_seen_at_once(
         self, store: HubStore, hub: HubServer
     ) -> None:
-        poller = hub_store(store.url)
+        poller = HubStore(store.url)
         for _ in range(2):
             assert poller.read("small", 1 << 30) == SMALL
         assert hub.counted(lambda: [poller.read("small", 1 << 30) for _ in range(100)]) == {"resolve": 100}
@@ -231,7 +231,7 @@ class TestToken:
         monkeypatch.delenv("HF_TOKEN")
         if token is not None:
             monkeypatch.setenv("HF_TOKEN", token)
-        fresh = hub_store(store.url)
+        fresh = HubStore(store.url)
         for action in (
             lambda: fresh.read("small", 1 << 30),
             lambda: fresh.put("small", b"1"),
@@ -246,7 +246,7 @@ class TestToken:
 
     def test_one_that_may_only_read_reads(self, store: HubStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", READ)
-        reader = hub_store(store.url)
+        reader = HubStore(store.url)
         assert reader.read("large", 1 << 30) == LARGE
         assert [info.key for info in reader.list("")] == ["large", "small"]
         for action in (lambda: reader.put("new", b"1"), lambda: reader.delete("small")):
@@ -266,9 +266,9 @@ class TestToken:
         """hf_xet tells an error for a refused token, or, one time in four, an empty object."""
         for _ in range(20):
             hub.arm("read_token", expired=True)
-            assert hub_store(store.url).read("large", 1 << 30) == LARGE
+            assert HubStore(store.url).read("large", 1 << 30) == LARGE
         hub.reset()
-        fresh = hub_store(store.url)
+        fresh = HubStore(store.url)
         hub.arm("read_token", expired=True)
         hub.arm("write_token", expired=True)
         assert fresh.read("large", 1 << 30) == LARGE
@@ -379,7 +379,7 @@ class TestFaults:
         response = httpx.Response(503, content=answer)
         with pytest.raises(TransientStoreError, match="unexpected response"):
             store._api._decoded(response, dict)
-        assert _told(response) == "Service Unavailable"
+        assert _reason(response) == "Service Unavailable"
 
     def test_a_flipped_bit_comes_through(self, store: HubStore, hub: HubServer) -> None:
         """By length alone it cannot be told; readers of a channel compare digests (test_hub_faults.py)."""
@@ -468,7 +468,7 @@ class TestFaults:
     def test_no_hub_at_all(self, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
         with pytest.raises(TransientStoreError, match=r"no answer from the Hub: .*refused"):
-            hub_store("hf://buckets/user/b").read("a", 1 << 30)
+            HubStore("hf://buckets/user/b").read("a", 1 << 30)
 
 
 class TestGuard:
@@ -576,7 +576,7 @@ class TestContent:
 
         monkeypatch.setattr("deltasync.stores.hub._RETRIES", 0)
         store._xet._downloads = Endless()
-        with pytest.raises(TransientStoreError, match="301000 bytes came of 300000"):
+        with pytest.raises(TransientStoreError, match="301000 of 300000 bytes arrived"):
             store.read("large", len(LARGE))
         assert next(sent) == 302
 
@@ -586,7 +586,7 @@ def test_a_connection_that_the_hub_has_closed_is_no_error(
 ) -> None:
     with FaultProxy(hub.endpoint) as proxy:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", proxy.url)
-        store = hub_store(hub_url)
+        store = HubStore(hub_url)
         store.put("large", LARGE)
         (info,) = store.list("")
         for action in (
@@ -605,8 +605,8 @@ def test_a_connection_that_the_hub_has_closed_is_no_error(
 
 _FORK = """
 import os, sys, time
-from deltasync.stores.hub import hub_store
-store = hub_store(sys.argv[1])
+from deltasync.stores.hub import HubStore
+store = HubStore(sys.argv[1])
 data = os.urandom(1_000_000)
 store.put("parent", data)
 assert store.read("parent", 1 << 30) == data
@@ -639,7 +639,7 @@ def test_importing_the_store_asks_nobody(tmp_path: Path) -> None:
     """Neither does opening one; and a channel's other stores do not need its clients."""
     code = (
         "import sys, deltasync.stores; assert 'hf_xet' not in sys.modules and 'huggingface_hub' not in sys.modules;"
-        "from deltasync.stores.hub import hub_store; hub_store('hf://buckets/user/b/run'); assert 'torch' not in sys.modules"
+        "from deltasync.stores.hub import HubStore; HubStore('hf://buckets/user/b/run'); assert 'torch' not in sys.modules"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True, timeout=60)

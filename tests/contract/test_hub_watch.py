@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from deltasync.stores import ObjectInfo
-from deltasync.stores.hub import HubStore, hub_store
+from deltasync.stores.hub import HubStore
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer, wait_until
 from tests.hub.hub import EXPIRED
@@ -82,7 +82,7 @@ class TestWatch:
         store.put(HEAD, b"new")
         told.after(2)
         assert told.stored[1:] == [ObjectInfo("head.json.old", 3), ObjectInfo(HEAD, 3)]
-        reader = hub_store(store.url)
+        reader = HubStore(store.url)
         for info, data in zip(told.stored[1:], (b"old", b"new"), strict=True):
             assert info is not None
             hub.reset()

@@ -385,7 +385,7 @@ class TestGuard:
     def test_no_cloud_repeats_it(self, s3_env: object, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
         for name, value in (("ACCOUNT_NAME", "account"), ("ACCOUNT_KEY", "a2V5")):
             monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
-        client = cloud.CloudStore(url)._client(cloud.REQUEST_S, once=True)
+        client = cloud.CloudStore(url).client(once=True)
         assert client.retry_config["max_retries"] == 0
         assert client.client_options["timeout"] == "20s"
 

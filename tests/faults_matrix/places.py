@@ -11,7 +11,7 @@ from unittest import mock
 
 from deltasync import open_store
 from deltasync.stores import Store
-from deltasync.stores.hub import hub_store
+from deltasync.stores.hub import HubStore
 from tests.faults_matrix.matrix import Lab, Seen
 from tests.hub.fixtures import LEASE
 
@@ -34,7 +34,7 @@ def url_of(lab: Lab, kind: str) -> str:
 
 def open_at(url: str) -> Store:
     """The store of such a URL."""
-    return hub_store(url) if url.startswith("hf://") else open_store(url)
+    return HubStore(url) if url.startswith("hf://") else open_store(url)
 
 
 @contextlib.contextmanager

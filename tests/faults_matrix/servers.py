@@ -51,11 +51,12 @@ class Supervised:
         arguments = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--tensor-parallel-size", str(self.workers)]
         arguments += ["--worker-extension-cls", "tests.faults_matrix.killing_worker.KillingExtension"]
-        line, environ = vllm_command(str(checkpoint), channel, arguments, os.environ)
+        line, variables = vllm_command(str(checkpoint), channel, arguments)
         self._line = [word.replace("vllm.entrypoints.openai.api_server", "tests.faults_matrix.killing") for word in line]
         self._cores = sorted(os.sched_getaffinity(0))[-self.workers :]
         self._environ = {
-            **environ,
+            **os.environ,
+            **variables,
             "DELTASYNC_DIGEST_ROUTE": "1",
             "DELTASYNC_POLL_INTERVAL_S": "0.05",
             "FAULT_AT": str(self.at),

@@ -57,7 +57,7 @@ def patched(tell: Tell) -> Iterator[None]:
             (ChannelReader, "stored", "a record is read"),
             (Course, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
-            (CachedStore, "_keep", "the cache has a file"),
+            (CachedStore, "keep", "the cache has a file"),
             (HostStaging, "add", "a tensor is translated"),
             (Follower, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),

@@ -65,7 +65,7 @@ def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
     done = deploy("vllm", *arguments)
     assert done.exit_code == 0, done.output
     assert TOKEN not in done.output and hub.env["HF_TOKEN"] not in done.output
-    hosts = [f"{name} is built now, and will answer at https://{name.replace('/', '-')}.hf.space" for name in spaces]
+    hosts = [f"{name} is being built, and will answer at https://{name.replace('/', '-')}.hf.space" for name in spaces]
     assert done.output.splitlines() == [*planned.output.splitlines(), *hosts]
     requests = hub.requests()
     del requests["validate_yaml"], requests["preupload"]

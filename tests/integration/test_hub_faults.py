@@ -15,7 +15,7 @@ import torch
 from deltasync import Publisher, Replica
 from deltasync.channel import keys
 from deltasync.errors import DeltaSyncError, NotPublishedError, TransientStoreError
-from deltasync.stores.hub import HubStore, hub_store
+from deltasync.stores.hub import HubStore
 from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch
 from tests.contract.test_hub_watch import Told
@@ -45,7 +45,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 class TestChannel:
     def test_every_version_arrives_bit_for_bit(self, hub_channel: HubStore, hub_url: str) -> None:
-        replica = Replica(hub_store(hub_url))
+        replica = Replica(HubStore(hub_url))
         with pytest.raises(NotPublishedError):
             replica.sync()
         with Publisher(hub_channel) as publisher:
@@ -53,7 +53,7 @@ class TestChannel:
                 publisher.publish(weights_of(version).items(), step=version).wait(60)
                 assert replica.sync() == version
                 assert_same_bits(replica.state_dict(), weights_of(version))
-        late = Replica(hub_store(hub_url))
+        late = Replica(HubStore(hub_url))
         late.sync()
         assert_same_bits(late.state_dict(), weights_of(4))
 
@@ -78,7 +78,7 @@ class TestChannel:
         refused = 0
         for download in range(4):  # record, part, head, whatever else
             hub.reset()
-            replica = Replica(hub_store(hub_channel.url))
+            replica = Replica(HubStore(hub_channel.url))
             replica.sync(1)
             hub.arm("data", skip=download, flip=True)
             try:
@@ -95,7 +95,7 @@ class TestChannel:
         monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.01)
         with running_server() as server:
             monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-            store = hub_store("hf://buckets/user/gone/run")
+            store = HubStore("hf://buckets/user/gone/run")
             with Publisher(store) as publisher:
                 publisher.publish(weights_of(1).items()).wait(60)
             replica = Replica(store)
@@ -141,10 +141,10 @@ _PUBLISH = """
 import hashlib, sys, time, torch
 from unittest import mock
 from deltasync import Publisher
-from deltasync.stores.hub import hub_store
+from deltasync.stores.hub import HubStore
 from tests.integration.test_hub_faults import weights_of
 from tests.hub.fixtures import LEASE
-with mock.patch("deltasync.publish.opening.Lease", lambda _: LEASE), Publisher(hub_store(sys.argv[1])) as publisher:
+with mock.patch("deltasync.publish.opening.Lease", lambda _: LEASE), Publisher(HubStore(sys.argv[1])) as publisher:
     for version in range(1, 13):
         publisher.publish(weights_of(version).items()).wait(60)
         time.sleep(0.03)

@@ -19,7 +19,7 @@ from deltasync import Replica
 from deltasync.demo.model import build_checkpoint
 from deltasync.demo.processes import Child
 from deltasync.demo.run import free_port
-from deltasync.stores.hub import hub_store
+from deltasync.stores.hub import HubStore
 from deltasync.tensors.bits import bits_of
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
@@ -47,7 +47,7 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer) -> None:
     # The script went to a bucket, which the job sees as a directory.
     (volume,) = job["volumes"]
     assert job["command"] == ["uv", "run", *words[at : at + 2], f"{volume['mountPath']}/train.py", *arguments]
-    stored = hub_store(f"hf://buckets/{volume['source']}/{volume['path']}").read("train.py", 1 << 30)
+    stored = HubStore(f"hf://buckets/{volume['source']}/{volume['path']}").read("train.py", 1 << 30)
     assert stored == (ROOT / script).read_bytes()
     assert job["secrets"] == {"HF_TOKEN": hub.env["HF_TOKEN"], **tokens}
     assert (job["flavor"], job["timeoutSeconds"]) == ("l4x1", 4 * 3600)
