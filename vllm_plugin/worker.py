@@ -100,7 +100,7 @@ class WorkerReplica:
     def wake_up(self) -> None:
         """The weights are in memory again; with which bits, an audit has to find out."""
         self._asleep = False
-        self._follower.doubt()
+        self._follower.settled = False
 
     def call(self, method: str, *args: Any) -> Any:
         """Call one of `CALLS`; `prove`, `commit`, `confirm` and `undo` only while generation is paused.
@@ -243,7 +243,7 @@ class WorkerReplica:
     def undo(self) -> None:
         """Roll back what was committed, because another worker could not."""
         committed, self._committed = self._committed, None
-        self._follower.doubt()
+        self._follower.settled = False
         if committed is not None:
             self._follower.rollback(committed)
             self._reload(committed.staged)
