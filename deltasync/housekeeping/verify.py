@@ -26,7 +26,7 @@ from deltasync.housekeeping.retention import References
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, digests, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
-    from deltasync.replicas import CommittedVersion
+    from deltasync.replicas import StagedVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class _Replay:
                     follower.confirm(follower.commit(follower.stage([stored])))
         return follower.version == base
 
-    def _apply(self, stored: Stored) -> CommittedVersion | None:
+    def _apply(self, stored: Stored) -> StagedVersion | None:
         """None if it did not give the bits; then they are those from before, and what is wrong is noted."""
         examined = self._examined
         if not examined.usable(stored):

@@ -1,8 +1,8 @@
 """Live weights in checkpoint coordinates, and the only code that writes them.
 
     staged = memory.stage(patches)      # decoded, translated, on the device; live weights untouched
-    report = memory.commit(staged)      # live weights mutated, old values kept in what was staged
-    memory.rollback(report)             # the old bits again
+    memory.commit(staged)               # live weights mutated; `staged` holds the old values
+    memory.rollback(staged)             # the old bits again
 
 `segments` says where they lie, `staging` turns patches into exchanges, `exchange` does and undoes them.
 """
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import time
@@ -28,22 +27,6 @@ from deltasync.live.segments import Parts, Segment, combine, unsigned
 from deltasync.live.staging import DeviceStaging, HostStaging, Staged, Staging
 from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes
 from deltasync.tensors.bits import int_view, signed_view, tensor_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CommitReport:
-    """What a commit of `staged` did.
-
-    Attributes:
-        parts: Fingerprint of each segment of each tensor that the version names, after the commit.
-        scatter_s: Seconds during which live weights were being written.
-        before: All `LiveMemory.parts` before the commit.
-    """
-
-    parts: Parts
-    scatter_s: float
-    staged: Staged
-    before: Parts
 
 
 class LiveMemory:
@@ -218,8 +201,8 @@ class LiveMemory:
             each.finish(staged)
         return staged
 
-    def commit(self, staged: Staged) -> CommitReport:
-        """Write a staged version into live memory and update `parts`. Mutates the live weights, and only that.
+    def commit(self, staged: Staged) -> Staged:
+        """Write a staged version into live memory and update `parts`. Returns `staged`, which now holds the old values.
 
         After return the new bits are live; compare their fingerprints with the staged ones before serving them. If it
         raised, the old bits are live again, unless it raised CommitError.
@@ -236,13 +219,13 @@ class LiveMemory:
                 copy.exchange()
                 done.append(copy)
             self._synchronize()
-            scatter_s = time.perf_counter() - began
-            new = self._parts_after(staged)
+            staged.scatter_s = time.perf_counter() - began
+            staged.parts = self._parts_after(staged)
         except BaseException:
             self._bring_back(done)
             raise
-        before, self.parts = self.parts, self.parts | new
-        return CommitReport(new, scatter_s, staged, before)
+        staged.before, self.parts = self.parts, self.parts | staged.parts
+        return staged
 
     def _exchange(self, staged: Staged, done: list[Swap | Copy]) -> None:
         """Exchange scattered values on every device, and note each exchange in `done`."""
@@ -261,14 +244,14 @@ class LiveMemory:
             parts[target.name][target.number] = value
         return {name: tuple(value & fingerprint.MASK for value in values) for name, values in parts.items()}
 
-    def rollback(self, report: CommitReport) -> None:
+    def rollback(self, committed: Staged) -> None:
         """Write the old values of the last commit back.
 
         Raises:
             CommitError: that failed.
         """
-        self._bring_back((*report.staged.swaps, *report.staged.copies))
-        self.parts = report.before
+        self._bring_back((*committed.swaps, *committed.copies))
+        self.parts = committed.before
 
     def _bring_back(self, exchanged: Sequence[Swap | Copy]) -> None:
         with undoing():

@@ -17,7 +17,7 @@ from deltasync import kernels
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Swap, Target, Values
-from deltasync.live.segments import Segment, unsigned
+from deltasync.live.segments import Parts, Segment, unsigned
 from deltasync.tensors import Patch, fingerprint, index_dtype
 from deltasync.tensors.bits import signed_view
 
@@ -34,21 +34,27 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """Views of live memory, and new bits for them on the host."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Staged:
-    """One version, ready to commit.
+    """One version, ready to commit; from the commit on, what undoes it.
 
     Attributes:
-        swaps, copies: What to write. From the commit on they hold the old values.
+        swaps, copies: What to write; after the commit, the old values.
         readouts: Each returns the fingerprints of copied segments.
         fingerprints: The fingerprint that each tensor of the version must have after the commit; None where only the
             model's is known.
+        parts: After the commit, the fingerprints of the segments of each of these tensors.
+        before: After the commit, all `LiveMemory.parts` before it.
+        scatter_s: Seconds during which the commit was writing live weights.
     """
 
     swaps: list[Swap] = dataclasses.field(default_factory=list)
     copies: list[Copy] = dataclasses.field(default_factory=list)
     readouts: list[Callable[[], Values]] = dataclasses.field(default_factory=list)
     fingerprints: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    parts: Parts = dataclasses.field(default_factory=dict)
+    before: Parts = dataclasses.field(default_factory=dict)
+    scatter_s: float = 0.0
 
     @property
     def changed(self) -> int:

@@ -18,7 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import CommitReport, LiveMemory, Staged, model_fingerprint
+from deltasync.live import LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Patch
 from deltasync.tensors.fold import fold_all
 
@@ -28,19 +28,11 @@ _HELD = 4  # times a tensor's elements may be held as patches that are not merge
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is ready to commit."""
+    """A version that is ready to commit; from the commit on, what undoes it."""
 
     way: Sequence[Stored]
     staged: Staged
     stage_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CommittedVersion:
-    """A version whose bits are live but not yet confirmed."""
-
-    staged: StagedVersion
-    report: CommitReport
 
 
 class Follower:
@@ -211,8 +203,8 @@ class Follower:
                     fingerprints[patch.name] = expected
         return done, fingerprints
 
-    def commit(self, staged: StagedVersion) -> CommittedVersion:
-        """Write a staged version; call `confirm` or `rollback` next.
+    def commit(self, staged: StagedVersion) -> StagedVersion:
+        """Write a staged version and return it; call `confirm` or `rollback` next.
 
         Raises:
             StageError: live memory was written by someone else, or there is too little memory; the bits are as before.
@@ -220,13 +212,14 @@ class Follower:
         """
         try:
             with _map_out_of_memory(staged.way[-1].record.version):
-                return CommittedVersion(staged, self.memory.commit(staged.staged))
+                self.memory.commit(staged.staged)
         except BaseException:
             self.settled = False
             raise
+        return staged
 
     def confirm(
-        self, committed: CommittedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
+        self, committed: StagedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
     ) -> Version:
         """Compare fingerprints with the published ones, of each tensor and of the model, and set `version`.
 
@@ -236,12 +229,12 @@ class Follower:
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
         """
-        wanted = committed.staged.staged.fingerprints
+        wanted = committed.staged.fingerprints
         if fingerprints is None or total is None:
             fingerprints = self.memory.fingerprints
             total = model_fingerprint(fingerprints)
         wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
-        stored = committed.staged.way[-1]
+        stored = committed.way[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
             self.settled = False
@@ -253,9 +246,9 @@ class Follower:
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 
-    def rollback(self, committed: CommittedVersion) -> None:
+    def rollback(self, committed: StagedVersion) -> None:
         """Bring back the bits from before a commit."""
-        self.memory.rollback(committed.report)
+        self.memory.rollback(committed.staged)
 
 
 def _needs_old(stored: Stored) -> bool:

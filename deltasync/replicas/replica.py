@@ -171,8 +171,7 @@ class Replica:
             return
         staged = follower.stage(way)
         with self._undisturbed():
-            committed = follower.commit(staged)
-            version = follower.confirm(committed)
+            version = follower.confirm(follower.commit(staged))
         logger.info(
             "committed version=%d digest=%.12s anchor=%s steps=%d changed=%d stage_s=%.3f scatter_s=%.4f",
             version.version,
@@ -181,7 +180,7 @@ class Replica:
             len(way),
             staged.staged.changed,
             staged.stage_s,
-            committed.report.scatter_s,
+            staged.staged.scatter_s,
         )
 
     def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
