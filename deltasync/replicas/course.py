@@ -43,10 +43,8 @@ _IDENTIFY = 8  # how many of the newest versions and anchors are compared with l
 class Course:
     """One replica's way through a channel. Not thread-safe.
 
-    Args:
-        reader: The channel's.
-        max_age_s: If the newest version was encoded longer ago than this, `next` raises.
-        prefetch: Whether to fetch parts before their record exists. The reader, or the node's cache, has them then.
+    `next` raises if the newest version was encoded more than `max_age_s` ago. With `prefetch`, parts are fetched before
+    their record exists, into the reader or the node's cache.
 
     Attributes:
         newest: The newest known version.
@@ -92,12 +90,8 @@ class Course:
     ) -> list[Stored]:
         """Return the records and folds to take now, in one commit; empty if nothing is newer than `have`.
 
-        Args:
-            have: The version at hand, None for nothing.
-            pin: Where to go.
-            known: What an event told of a new record.
-            now: Whether to look although no look is due.
-            told: Whether the store tells of new records, so that looks can be rare.
+        `known` is what an event told of a new record. `now` looks even if no look is due. `told` says that the store tells
+        of new records, so that looks can be rare.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
