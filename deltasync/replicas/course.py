@@ -131,10 +131,10 @@ class Course:
         return self._batch(way, have)
 
     def lag_s(self, way: Sequence[Stored]) -> float | None:
-        """Return the seconds from encoding the version of `way`, which is served now, until now; by two machines' clocks.
+        """Return the seconds since the version that `way` led to, or its fold, was encoded, by two machines' clocks.
 
-        None where that is no lag: the version was encoded before this replica followed, is older than one that was served,
-        or a pin says when to take it.
+        Call it when that version is served. None where that is no lag: the version was encoded before this replica followed,
+        is older than one that was served, or a pin says when to take it.
         """
         record = way[-1].record
         # Documents have milliseconds.
