@@ -75,7 +75,7 @@ class Follower:
     def load(self, way: Sequence[Stored]) -> Version:
         """Take a way into host memory that nobody uses yet, without keeping what would undo it.
 
-        If a version of the way fails, the ones before it are loaded again, so that `version` is the last good one or None.
+        If a version fails, everything up to the one before is loaded again. So `version` is the last good one, or None.
 
         Raises:
             StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
