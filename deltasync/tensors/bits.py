@@ -1,4 +1,4 @@
-"""Tensors as bit patterns: integer views, which are compared, added and hashed in place of floats."""
+"""Tensors as bit patterns: integer views, which are compared, added and hashed instead of floats."""
 
 from __future__ import annotations
 
