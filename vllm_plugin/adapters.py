@@ -32,7 +32,7 @@ from deltasync.errors import (
     SleepingError,
 )
 from deltasync.kernels import cpu
-from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.live import LiveMemory
 from deltasync.replicas import Course, Follower, Pin
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
@@ -139,8 +139,7 @@ class AdapterDriver(Driver):
     def _find_out(self, follower: Follower) -> None:
         """Whether the bits in memory are those of the version that they are taken for."""
         before = follower.version
-        follower.memory.audit()
-        follower.settle(model_fingerprint(follower.memory.fingerprints))
+        follower.settle()
         if follower.version != before:
             self._scout.acquit()
 

@@ -31,7 +31,7 @@ from deltasync.errors import (
 )
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
-from deltasync.replicas.follower import CommittedVersion, Follower, StagedVersion
+from deltasync.replicas import Follower, StagedVersion
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
 from vllm_plugin.load import copies, fallback, plan, proof
@@ -70,7 +70,7 @@ class WorkerReplica:
         self._thread = ThreadPoolExecutor(1, "deltasync", _use_device, (device,))
         self._work: Future[Work] | None = None
         self._staged: StagedVersion | None = None
-        self._committed: CommittedVersion | None = None
+        self._committed: StagedVersion | None = None
         self._asleep = False
         before = time.perf_counter()
         self._plan = plan.record(model, self._reader.specs)
@@ -100,7 +100,7 @@ class WorkerReplica:
     def wake_up(self) -> None:
         """The weights are in memory again; with which bits, an audit has to find out."""
         self._asleep = False
-        self._follower.doubt()
+        self._follower.settled = False
 
     def call(self, method: str, *args: Any) -> Any:
         """Call one of `CALLS`; `prove`, `commit`, `confirm` and `undo` only while generation is paused.
@@ -210,16 +210,15 @@ class WorkerReplica:
         staged, self._staged = self._staged, None
         assert staged is not None
         try:
-            self._committed = committed = self._follower.commit(staged)
+            self._committed = self._follower.commit(staged)
             reload_s = self._reload(staged)
         except Exception:
             self.undo()
             raise
         if alone:
             self.confirm(None, None)
-        report = committed.report
-        parts = {} if alone else report.parts
-        return Committed(staged.staged.changed, staged.stage_s, report.scatter_s, reload_s, parts)
+        done = staged.staged
+        return Committed(done.changed, staged.stage_s, done.scatter_s, reload_s, {} if alone else done.parts)
 
     def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
         """Hold what was committed to the published fingerprints, and roll it back if it is something else.
@@ -231,7 +230,7 @@ class WorkerReplica:
         try:
             self._follower.confirm(committed, fingerprints, total)
         except FingerprintMismatchError:
-            self._reload(committed.staged)
+            self._reload(committed)
             raise
 
     def _reload(self, staged: StagedVersion) -> float:
@@ -243,10 +242,10 @@ class WorkerReplica:
     def undo(self) -> None:
         """Roll back what was committed, because another worker could not."""
         committed, self._committed = self._committed, None
-        self._follower.doubt()
+        self._follower.settled = False
         if committed is not None:
             self._follower.rollback(committed)
-            self._reload(committed.staged)
+            self._reload(committed)
 
     def read(self, name: str) -> list[bytes]:
         """Bits of each of this worker's segments of a tensor, read out of live memory, in the order of its regions."""

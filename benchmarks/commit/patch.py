@@ -70,7 +70,7 @@ def measure(
         times["stage"], staged = timed(lambda: follower.stage([second]))
         times["commit"], committed = timed(lambda staged=staged: follower.commit(staged))  # type: ignore[misc]
         times["confirm"], _ = timed(lambda committed=committed: follower.confirm(committed))  # type: ignore[misc]
-        times["scatter"] = committed.report.scatter_s
+        times["scatter"] = committed.staged.scatter_s
         if number == repeats:
             _check(memory, new_sha256, "the commit")
         times["rollback"], _ = timed(lambda committed=committed: follower.rollback(committed))  # type: ignore[misc]

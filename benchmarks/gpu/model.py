@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, random_bits, random_positions
-from deltasync.live import CommitReport, LiveMemory, Segment, Staged
+from deltasync.live import LiveMemory, Segment, Staged
 from deltasync.publish.device_copies import DeviceCopies
 from deltasync.tensors import Patch, TensorSpec
 from deltasync.tensors.bits import bits_of
@@ -112,17 +112,17 @@ class Run:
         machine.measure(self._label("audit"), memory.audit)
         self._publish(copy_rate, scatter_s is not None)
         staged: list[Staged] = []
-        reports: list[CommitReport] = []
+        committed: list[Staged] = []
         row = machine.measure(self._label("stage"), lambda: staged.append(memory.stage(self.patches)), staged.clear)
         row.note = f"holds {staged[0].device_bytes / 1e6:,.1f} MB on the device until it is confirmed"
         before = dict(memory.parts)
 
         def back() -> None:
-            if reports:
-                memory.rollback(reports.pop())
+            if committed:
+                memory.rollback(committed.pop())
 
         def commit() -> None:
-            reports.append(memory.commit(staged[0]))
+            committed.append(memory.commit(staged[0]))
 
         def again() -> None:
             back()

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.machine import Machine, Row
 from benchmarks.gpu.model import Run
-from deltasync.live import CommitReport, Staged
+from deltasync.live import Staged
 from deltasync.tensors import Patch
 
 _ANCHOR_ROOM_BYTES = 256 << 20
@@ -39,10 +39,10 @@ def captured_graph(machine: Machine, run: Run) -> None:
     graph.replay()
     before = result.clone()
     assert torch.equal(before, weight)
-    report = run.memory.commit(run.memory.stage(run.patches))
+    committed = run.memory.commit(run.memory.stage(run.patches))
     graph.replay()
     assert torch.equal(result, weight) and not torch.equal(result, before), "a captured graph does not see a commit"
-    run.memory.rollback(report)
+    run.memory.rollback(committed)
     graph.replay()
     assert torch.equal(result, before), "a captured graph does not see a rollback"
     note = "reads the new weights after a commit, the old ones after a rollback"
@@ -102,17 +102,17 @@ def anchor_without_room(machine: Machine, run: Run) -> None:
     patches = [(Patch(name, None, bits_N.view("u2"), absolute=True), 0) for name, bits_N in other.items()]
     held = model.live.cpu().clone()
     versions: list[Staged] = []
-    reports: list[CommitReport] = []
+    committed: list[Staged] = []
 
     def back() -> None:
-        if reports:
-            memory.rollback(reports.pop())
+        if committed:
+            memory.rollback(committed.pop())
 
     _leave_room(machine)
     try:
         row = machine.measure("anchor: stage", lambda: versions.append(memory.stage(patches)), versions.clear)
         machine.bar("anchor: stage, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
-        row = machine.measure("anchor: commit", lambda: reports.append(memory.commit(versions[0])), back)
+        row = machine.measure("anchor: commit", lambda: committed.append(memory.commit(versions[0])), back)
         row.rate = 2 * model.live.nbytes / row.seconds
         machine.bar("anchor: commit, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
         for name, tensor in model.weights.items():

@@ -26,7 +26,7 @@ from deltasync.housekeeping.retention import References
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, digests, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
-    from deltasync.replicas import CommittedVersion, Follower
+    from deltasync.replicas import Follower, StagedVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class Examined:
                     follower.confirm(follower.commit(follower.stage([stored])))
         return follower.version == base
 
-    def _apply(self, follower: Follower, stored: Stored) -> CommittedVersion | None:
+    def _apply(self, follower: Follower, stored: Stored) -> StagedVersion | None:
         """Apply a record or fold, and read all of its files; if it fails, note why and return None with the old weights."""
         if not self._go(follower, stored.base) or not self.usable(stored):
             self._read(stored)

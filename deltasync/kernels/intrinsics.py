@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -111,3 +111,13 @@ def lanes_time(_context, bits, at, count, shift, mask, first, hazard_W):
         return builder.load(time)
 
     return types.int64(bits, types.int64, types.int64, bits.dtype, bits.dtype, types.int64, hazard_W), generate
+
+
+if config.DISABLE_JIT:  # the kernels run as Python, as they do to be fuzzed
+
+    def prefetch(array, at):
+        """Do nothing."""
+
+    def lanes_time(bits, at, count, shift, mask, first, hazard_W):
+        """Return -1: there are no registers."""
+        return -1

@@ -1,6 +1,7 @@
 """Live weights as segments of memory, and the commit: the only code that writes them."""
 
-from deltasync.live.memory import CommitReport, LiveMemory, Staged
+from deltasync.live.memory import LiveMemory
 from deltasync.live.segments import Parts, Segment, combine, model_fingerprint
+from deltasync.live.staging import Staged
 
-__all__ = ["CommitReport", "LiveMemory", "Parts", "Segment", "Staged", "combine", "model_fingerprint"]
+__all__ = ["LiveMemory", "Parts", "Segment", "Staged", "combine", "model_fingerprint"]

@@ -1,13 +1,13 @@
-"""What a commit consists of: exchanges of new values with live memory, each of which is its own undo log.
+"""The exchanges of new values with live memory that make up a commit. Each is its own undo log.
 
-A second exchange brings the old values back. An exchange is done or not done: one that raises has exchanged nothing.
+A second exchange brings the old values back. An exchange that raises has exchanged nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from deltasync.live.segments import Segment, unsigned
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A segment to write to or to read: its tensor, its number among the tensor's, and the tensor's fingerprint key."""
+    """A segment to write or to read: the tensor's name, the segment's number in it, and the tensor's fingerprint key."""
 
     name: str
     number: int
@@ -29,20 +29,20 @@ class Target:
 
 
 Values = list[tuple[Target, int]]
-"""Fingerprints of segments, or what they gain by an exchange."""
+"""Fingerprints of segments, or what an exchange adds to them."""
 
 
 class HostSwap:
-    """Values of scattered elements, in host memory.
+    """An exchange of scattered elements in host memory.
 
     Args:
-        writes: Live memory, flat; positions in it; new values. Signed views, the values are kept and mutated.
-        gains: What fingerprints gain by the first exchange.
-        check: What `found` returns after the first exchange if live memory is what it was when this was staged.
+        writes: Live memory, flat; positions in it; new values. Signed views. The values are kept and mutated.
+        gains: What the first exchange adds to fingerprints.
+        check: What `found` returns after the first exchange, unless live memory was written since this was staged.
     """
 
     def __init__(self, writes: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], gains: Values, check: int) -> None:
-        self.writes = writes
+        self._writes = writes  # the table has only their addresses
         self.gains = gains
         self.check = check
         self.changed = sum(value_K.numel() for _, _, value_K in writes)  # elements
@@ -57,12 +57,12 @@ class HostSwap:
         self._found = kernels.cpu.swap_by(self._table)
 
     def found(self) -> int:
-        """Checksum of what the last exchange found in live memory."""
+        """Return the checksum of what the last exchange found in live memory."""
         return self._found
 
 
 class DeviceSwap:
-    """As `HostSwap`, in the memory of an accelerator, by a constant number of launches; its table is prepared."""
+    """The same as `HostSwap` in an accelerator's memory, by a constant number of launches. The table is prepared."""
 
     def __init__(self, device: Device, table: Table, gains: Values, check: int) -> None:
         self._device = device
@@ -77,7 +77,7 @@ class DeviceSwap:
         self._device.kernels.swap(self._table)
 
     def found(self) -> int:
-        """Checksum of what the last exchange found in live memory. Waits for the device."""
+        """Return the checksum of what the last exchange found in live memory. Waits for the device."""
         return self._table.check()
 
 
@@ -86,11 +86,11 @@ Swap = HostSwap | DeviceSwap
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """A whole segment to overwrite, piece by piece, from host memory; the old values go where the new ones were.
+    """An exchange of a whole segment with host memory, piece by piece.
 
     Attributes:
-        pieces: Views of live memory, and the new bits on the host, flat, in row-major order; mutated.
-        room_2B: Two times the bytes of the largest piece, on the device of the live memory.
+        pieces: Views of live memory, and the new bits on the host, flat, in row-major order. Both are mutated.
+        room_2B: Two buffers, each large enough for any piece, on the device of the live memory.
     """
 
     pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -110,7 +110,8 @@ class Copy:
                 done += 1
         except BaseException:
             for piece in self.pieces[:done]:
-                undo(functools.partial(self._exchange, *piece))
+                with undoing():
+                    self._exchange(*piece)
             raise
 
     def _exchange(self, live: torch.Tensor, source: torch.Tensor) -> None:
@@ -124,17 +125,15 @@ class Copy:
                 live.copy_(came)
             source.copy_(held.view(-1), non_blocking=True)
         except BaseException:
-            undo(lambda: live.copy_(held))
+            with undoing():
+                live.copy_(held)
             raise
 
 
-def undo(action: Callable[[], object]) -> None:
-    """Do what brings old weights back.
-
-    Raises:
-        CommitError: that failed.
-    """
+@contextlib.contextmanager
+def undoing() -> Iterator[None]:
+    """Bring old weights back inside this context; an error there raises CommitError."""
     try:
-        action()
+        yield
     except Exception as error:
         raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error

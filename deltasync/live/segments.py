@@ -1,8 +1,7 @@
 """Segments: where parts of checkpoint tensors lie in live memory.
 
-A replica on the host has one segment per tensor; vLLM's fused, stacked and sliced parameters have as many as its loader
-copies (`vllm_plugin.load.plan`). Everything else follows from them: gathering a tensor, translating flat checkpoint indices
-to addresses, and the fingerprint of what a worker holds.
+A replica on the host has one segment per tensor; in vLLM, each copy that its loader makes into a fused, stacked or sliced
+parameter is one (`vllm_plugin.load.plan`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import StageError
-from deltasync.tensors import Region, TensorSpec, fingerprint
+from deltasync.tensors import Region, fingerprint
 
 _DIFFERS = -1
 
@@ -25,7 +24,7 @@ class Segment:
 
     Attributes:
         live: Signed-integer view of the live memory, any stride; writing to it writes the weights.
-        stride, offset: Where the same elements lie in the flat checkpoint tensor; their shape is `live.shape`.
+        stride, offset: Where the same elements lie in the flat checkpoint tensor. Their shape is `live.shape`.
     """
 
     live: torch.Tensor
@@ -33,7 +32,7 @@ class Segment:
     offset: int
 
     def region(self) -> Region:
-        """Which elements of the checkpoint tensor it holds."""
+        """Return which elements of the checkpoint tensor it holds."""
         dims: list[tuple[int, int]] = []
         for stride, size in sorted(zip(self.stride, self.live.shape, strict=True), reverse=True):
             if size == 1:
@@ -45,13 +44,13 @@ class Segment:
         return self.offset, tuple(dims)
 
     def layout(self) -> tuple[tuple[int, int, int], ...]:
-        """(live stride, size, checkpoint stride) of each dimension, the largest live stride first.
+        """Return (live stride, size, checkpoint stride) of each dimension, the largest live stride first.
 
-        Dimensions that continue each other in both are one. A position in `flat()` divided by the live strides in this
-        order gives the coordinates.
+        Dimensions that continue each other in both memories are joined. A position in `flat()` divided by the live strides
+        in this order gives the coordinates.
 
         Raises:
-            StageError: the live memory overlaps itself, so that it does not.
+            StageError: the live memory overlaps itself, so that a position has no unique coordinates.
         """
         dims: list[tuple[int, int, int]] = []
         for live_stride, size, stride in sorted(
@@ -69,7 +68,7 @@ class Segment:
         return tuple(dims)
 
     def pieces(self, most_elements: int, dim: int = 0) -> Iterator[Segment]:
-        """The segment cut into pieces of a bounded size, as few as follow from cutting the dimensions from `dim` on."""
+        """Cut the segment into few pieces of at most so many elements, along the dimensions from `dim` on."""
         if self.live.numel() <= most_elements:
             yield self
             return
@@ -80,21 +79,16 @@ class Segment:
             yield from Segment(part, self.stride, self.offset + first * stride).pieces(most_elements, dim + 1)
 
     def source(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """The segment's view of a flat checkpoint tensor."""
+        """Return the segment's view of a flat checkpoint tensor."""
         return flat_N.as_strided(self.live.shape, self.stride, self.offset)
 
     def flat(self) -> torch.Tensor:
-        """The live memory from the segment's first to its last element, gaps included, shape [span]."""
+        """Return the live memory from the segment's first to its last element, gaps included, shape [span]."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
         return self.live.as_strided((span if self.live.numel() else 0,), (1,))
 
-    def is_flat(self, spec: TensorSpec) -> bool:
-        """Whether all elements of a tensor lie in live memory as in the checkpoint."""
-        whole = self.live.numel() == spec.element_count and self.live.is_contiguous()
-        return whole and self.stride == self.live.stride()
-
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Runs of consecutive checkpoint elements: first flat index, int64[R]; unsigned bit patterns on the host, [R, L]."""
+        """Return runs of consecutive checkpoint elements: first indices, int64[R], and bit patterns on the host, [R, L]."""
         order = sorted(range(self.live.ndim), key=lambda dim: -self.stride[dim])
         shape, stride = ([of[dim] for dim in order] for of in (self.live.shape, self.stride))
         ends_in_run = bool(shape) and stride[-1] == 1
@@ -106,10 +100,10 @@ class Segment:
         return start_R, bits.reshape(start_R.size, shape[-1] if ends_in_run else 1)
 
     def locate(self, index_K: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Addresses of checkpoint elements by their flat indices, ascending.
+        """Find the addresses of checkpoint elements by their flat indices, which ascend.
 
         Returns:
-            Positions in `index_K` of those that lie in this segment, None for all of them; and where in `flat()` they lie.
+            Positions in `index_K` of the elements that lie in this segment, None for all; and their positions in `flat()`.
         """
         if self.stride == (1,) and self.live.is_contiguous():
             low, high = np.searchsorted(index_K, (self.offset, self.offset + self.live.numel()))
@@ -135,13 +129,13 @@ class Segment:
 
 
 Parts = dict[str, tuple[int, ...]]
-"""Fingerprints of the segments of tensors, by tensor name."""
+"""Fingerprints of each tensor's segments, by tensor name."""
 
 
 def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts]) -> dict[str, int]:
-    """Fingerprints of tensors from those of the segments that each shard holds.
+    """Return the fingerprints of tensors from the regions and parts of each shard.
 
-    For each tensor the sum over its regions, each taken once; -1, which is no fingerprint, where two copies differ.
+    A tensor's is the sum over its distinct regions; or -1, which is no fingerprint, if two copies of a region differ.
     """
     found: dict[str, dict[Region, int]] = {}
     for held, of_shard in zip(regions, parts, strict=True):
@@ -157,11 +151,11 @@ def combine(regions: Sequence[Mapping[str, list[Region]]], parts: Sequence[Parts
 
 
 def model_fingerprint(fingerprints: Mapping[str, int]) -> int:
-    """Fingerprint of a model from those of its tensors; -1 if one of them is -1."""
+    """Return a model's fingerprint from those of its tensors; -1 if one of them is -1."""
     return -1 if -1 in fingerprints.values() else sum(fingerprints.values()) & fingerprint.MASK
 
 
 def unsigned(view: torch.Tensor) -> np.ndarray:
-    """The unsigned bit patterns of a signed view on the host; shares its memory."""
+    """Return the unsigned bit patterns of a signed view on the host. They share its memory."""
     array: np.ndarray = view.numpy()
     return array.view(f"u{array.itemsize}")

@@ -1,14 +1,14 @@
-"""STAGE: decoded patches into exchanges, on the device of the live memory that they are for.
+"""STAGE: turn decoded patches into exchanges, on the device of the live memory that they change.
 
-A patch of elements becomes positions and new values. Full weights are compared with live memory: where little differs they
-become the same, and otherwise they stay on the host until the commit copies them, so that a device needs room for a few
-pieces and not for a second model.
+A patch of elements becomes positions and new values. Full weights are compared with live memory. Where little differs they
+become positions and values too; otherwise they stay on the host until the commit copies them, so that a device needs room
+for a few pieces and not for a second model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,32 +17,72 @@ from deltasync import kernels
 from deltasync.kernels.table import Entry, Table
 from deltasync.live.devices import Device
 from deltasync.live.exchange import Copy, DeviceSwap, HostSwap, Swap, Target, Values
-from deltasync.live.segments import Segment, unsigned
+from deltasync.live.segments import Parts, Segment, unsigned
 from deltasync.tensors import Patch, fingerprint, index_dtype
 from deltasync.tensors.bits import signed_view
 
 _HOST_PIECE_BYTES = 4 << 20
 _DEVICE_PIECE_BYTES = 32 << 20
 _DIFFERING_BYTES = 64 << 20
-"""Largest size, on a device, of positions and values of full weights; what differs beyond that is copied."""
+"""Most bytes, on a device, of the positions and values of full weights. Segments beyond that are copied."""
 
 _ROWS = torch.contiguous_format
-_FEW = 8  # of full weights that differ in less than one in so many elements, those are exchanged
+_FEW = 8  # full weights are exchanged by elements if at most one in this many differs
 
 
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """Views of live memory, and new bits for them on the host."""
 
 
-class HostReadout:
-    """Segments of host memory whose fingerprints are to be read."""
+@dataclasses.dataclass(slots=True)
+class Staged:
+    """One version, ready to commit; from the commit on, what undoes it.
 
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self._targets = targets
+    Attributes:
+        swaps, copies: What to write; after the commit, the old values.
+        readouts: Each returns the fingerprints of copied segments.
+        fingerprints: The fingerprint that each tensor of the version must have after the commit; None where only the
+            model's is known.
+        parts: After the commit, the fingerprints of the segments of each of these tensors.
+        before: After the commit, all `LiveMemory.parts` before it.
+        scatter_s: Seconds during which the commit was writing live weights.
+    """
 
-    def read(self) -> Values:
-        """Their fingerprints, of every bit in live memory."""
-        return [(target, kernels.cpu.fingerprint_runs(target.key, *target.segment.runs())) for target in self._targets]
+    swaps: list[Swap] = dataclasses.field(default_factory=list)
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    readouts: list[Callable[[], Values]] = dataclasses.field(default_factory=list)
+    fingerprints: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    parts: Parts = dataclasses.field(default_factory=dict)
+    before: Parts = dataclasses.field(default_factory=dict)
+    scatter_s: float = 0.0
+
+    @property
+    def changed(self) -> int:
+        """Elements that will be written."""
+        return sum(swap.changed for swap in self.swaps) + sum(copy.changed for copy in self.copies)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that it takes beside the live weights, on their device, until the commit is confirmed."""
+        rooms = {copy.room_2B.data_ptr(): copy.room_2B.nbytes for copy in self.copies}
+        return sum(swap.nbytes for swap in self.swaps) + sum(rooms.values())
+
+
+def readout(device: Device | None, targets: Sequence[Target]) -> Callable[[], Values]:
+    """Return a function that reads the fingerprints of segments out of live memory.
+
+    Neither `targets` nor any of their segments is empty. On an accelerator everything that it needs is allocated now.
+    """
+    if device is None:
+        return lambda: [(each, kernels.cpu.fingerprint_runs(each.key, *each.segment.runs())) for each in targets]
+    with device.staging():
+        table = Table([_entry(target) for target in targets], device, "fingerprints")
+
+    def read() -> Values:
+        device.kernels.fingerprint(table)
+        return list(zip(targets, table.gained(), strict=True))
+
+    return read
 
 
 class HostStaging:
@@ -55,7 +95,7 @@ class HostStaging:
         self._copies: list[tuple[Target, Pieces]] = []
 
     def add(self, target: Target, patch: Patch) -> None:
-        """Take a patch's share of a segment."""
+        """Add a patch's share of a segment."""
         segment = target.segment
         if patch.index_K is not None:
             at, dest_index_K = segment.locate(patch.index_K)
@@ -85,40 +125,19 @@ class HostStaging:
         self._gains.append((target, gained))
         self._check = (self._check + check) & fingerprint.MASK
 
-    def finish(self) -> tuple[Sequence[Swap], Sequence[Copy], Sequence[Readout]]:
-        """What was collected, and what reads the segments that are copied."""
-        swaps = [HostSwap(self._writes, self._gains, self._check)] if self._writes else []
-        if not self._copies:
-            return swaps, [], []
-        largest_bytes = max(live.nbytes for _, pieces in self._copies for live, _ in pieces)
-        room = torch.empty((2, -(-largest_bytes // 8) * 8), dtype=torch.uint8)  # elements of any width begin in it
-        copies = [Copy(pieces, room) for _, pieces in self._copies]
-        return swaps, copies, [HostReadout([target for target, _ in self._copies])]
-
-
-class DeviceReadout:
-    """Segments of an accelerator's memory, read there, and all that it takes."""
-
-    def __init__(self, device: Device, targets: Sequence[Target]) -> None:
-        self._device = device
-        self._targets = [target for target in targets if target.segment.live.numel()]
-        self._empty = [(target, 0) for target in targets if not target.segment.live.numel()]
-        self._table: Table | None = None
-        if self._targets:
-            with device.staging():
-                entries = [_entry(target.key, target.segment) for target in self._targets]
-                self._table = Table(entries, device, "fingerprints")
-
-    def read(self) -> Values:
-        """Their fingerprints."""
-        if self._table is None:
-            return self._empty
-        self._device.kernels.fingerprint(self._table)
-        return [*self._empty, *zip(self._targets, self._table.gained(), strict=True)]
+    def finish(self, staged: Staged) -> None:
+        """Add what was collected to `staged`."""
+        if self._writes:
+            staged.swaps.append(HostSwap(self._writes, self._gains, self._check))
+        if self._copies:
+            largest_bytes = max(live.nbytes for _, pieces in self._copies for live, _ in pieces)
+            room = torch.empty((2, -(-largest_bytes // 8) * 8), dtype=torch.uint8)  # elements of any width begin in it
+            staged.copies.extend(Copy(pieces, room) for _, pieces in self._copies)
+            staged.readouts.append(readout(None, [target for target, _ in self._copies]))
 
 
 class DeviceStaging:
-    """Collects what is to be written to an accelerator; it goes there in one copy, at the end."""
+    """Collects what is to be written to an accelerator; it goes there in one copy, in `finish`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -129,7 +148,7 @@ class DeviceStaging:
         self._differing_bytes = 0
 
     def add(self, target: Target, patch: Patch) -> None:
-        """Take a patch's share of a segment."""
+        """Add a patch's share of a segment."""
         if patch.index_K is None:
             if target.segment.live.numel():
                 with self._device.staging():
@@ -140,15 +159,12 @@ class DeviceStaging:
         self._elements(target, dest_index_K, data_K, patch.absolute)
 
     def _elements(self, target: Target, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool) -> None:
-        if not data_K.size:
-            return
-        entry = _entry(target.key, target.segment)
-        dest_index_K = np.ascontiguousarray(dest_index_K, index_dtype(entry.dest.numel()))
-        self._entries.append(dataclasses.replace(entry, at_K=dest_index_K, value_K=data_K, absolute=absolute))
-        self._targets.append(target)
+        if data_K.size:
+            self._targets.append(target)
+            self._entries.append(_entry(target, dest_index_K, data_K, absolute))
 
     def _whole(self, target: Target, whole: torch.Tensor) -> None:
-        """Take full weights: compared on the device, piece by piece."""
+        """Add full weights, compared with live memory on the device, piece by piece."""
         segment = target.segment
         pieces: Pieces = []
         found: list[tuple[np.ndarray, np.ndarray]] | None = []
@@ -174,7 +190,7 @@ class DeviceStaging:
         self._copies.append((target, pieces))
 
     def _differing(self, live: torch.Tensor, source: torch.Tensor) -> np.ndarray | None:
-        """Which elements of a piece differ, in row-major order; None if many do."""
+        """Return which elements of a piece differ, in row-major order; None if many do."""
         if self._room is None:
             self._room = self._device.allocate(3 * _DEVICE_PIECE_BYTES, "pieces").view(3, _DEVICE_PIECE_BYTES)
         came = self._room[1, : live.nbytes].view(live.dtype).view(live.shape)
@@ -186,27 +202,26 @@ class DeviceStaging:
         at: np.ndarray = torch.nonzero(differs.view(-1)).view(-1).cpu().numpy()
         return at
 
-    def finish(self) -> tuple[Sequence[Swap], Sequence[Copy], Sequence[Readout]]:
-        """What was collected, and what reads the segments that are copied."""
-        swaps: list[Swap] = []
+    def finish(self, staged: Staged) -> None:
+        """Add what was collected to `staged`."""
         if self._entries:
             with self._device.staging():
                 table = Table(self._entries, self._device, "writes")
                 self._device.kernels.prepare(table)
                 gains = list(zip(self._targets, table.gained(), strict=True))
-                swaps.append(DeviceSwap(self._device, table, gains, table.check()))
-        if self._room is None or not self._copies:
-            return swaps, [], []
-        copies = [Copy(pieces, self._room[:2]) for _, pieces in self._copies]
-        return swaps, copies, [DeviceReadout(self._device, [target for target, _ in self._copies])]
+                staged.swaps.append(DeviceSwap(self._device, table, gains, table.check()))
+        if self._copies:
+            assert self._room is not None
+            room_2B = self._room[:2]
+            staged.copies.extend(Copy(pieces, room_2B) for _, pieces in self._copies)
+            staged.readouts.append(readout(self._device, [target for target, _ in self._copies]))
 
 
-Readout = HostReadout | DeviceReadout
 Staging = HostStaging | DeviceStaging
 
 
 def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:
-    """Whether an accelerator's memory has other bits anywhere than a whole tensor; compared there."""
+    """Whether any bit of a segment in an accelerator's memory differs from a whole tensor's; compared there."""
     with device.staging():
         room = device.allocate(_DEVICE_PIECE_BYTES, "pieces")
         for piece in segment.pieces(_DEVICE_PIECE_BYTES // segment.live.element_size()):
@@ -217,12 +232,17 @@ def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:
     return False
 
 
-def _entry(key: int, segment: Segment) -> Entry:
-    return Entry(key, segment.flat(), segment.offset, segment.layout())
+def _entry(
+    target: Target, at_K: np.ndarray | None = None, value_K: np.ndarray | None = None, absolute: bool = True
+) -> Entry:
+    segment, dest = target.segment, target.segment.flat()
+    if at_K is not None:
+        at_K = np.ascontiguousarray(at_K, index_dtype(dest.numel()))
+    return Entry(target.key, dest, segment.offset, segment.layout(), at_K, value_K, absolute)
 
 
 def _places(segment: Segment, at_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions in `flat()`, and checkpoint indices, of elements that are numbered in row-major order; int64."""
+    """Return positions in `flat()` and checkpoint indices, int64, of elements numbered in row-major order."""
     coordinates = np.unravel_index(at_K, segment.live.shape) if segment.live.ndim else ()
     dest_index_K, index_K = np.zeros((2, at_K.size), np.int64)
     index_K += segment.offset

@@ -1,8 +1,8 @@
-"""Where a replica goes next: polls, looks, and plans. It touches no weights, and is shared by every kind of replica.
+"""Decide where a replica goes next. This touches no weights, and every kind of replica uses it.
 
-poll     ask for the slot after the version that there is: one request, in steady state all there is
+poll     ask for the slot after the version at hand: in steady state, the only request
 look     read head, or list, to find the newest version: at first, when lost, and now and then
-plan     the cheapest way there (`channel.plan`)
+plan     find the cheapest way there (`channel.plan`)
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from deltasync.stores.base import ObjectInfo
 logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
-"""Between two looks, while replicas poll; and between two tries to find a way where there was none."""
+"""Seconds between two looks while replicas poll, and between two searches for a way after one found none."""
 
-_LOOK_LIVE_S = 30.0
-_LIST_EVERY = 12  # looks
-_CLOCKS_S = 2.0  # by which our clock and the store's, which may tell whole seconds, are taken to differ
+_LOOK_LIVE_S = 30.0  # the same while the store tells of new records
+_LIST_EVERY = 12  # one of this many looks lists
+_CLOCKS_S = 2.0  # most by which our clock may differ from the store's, which may have whole seconds only
 _AVOID_S = 60.0
-_SEALS = 16  # followed in one poll
-_BATCH = 64  # hops that are merged into one commit
-_BATCH_BYTES = 1 << 28  # of their payloads; what they decode to is held in memory
-_IDENTIFY = 8  # newest versions, and anchors, that the loaded weights may be
+_SEALS = 16  # most that one poll follows
+_BATCH = 64  # most hops merged into one commit
+_BATCH_BYTES = 1 << 28  # most bytes of their payloads; what they decode to is held in memory
+_IDENTIFY = 8  # how many of the newest versions and anchors are compared with loaded weights
 
 
 class Course:
     """One replica's way through a channel. Not thread-safe.
 
-    It refuses to go on while the newest version was encoded longer than `max_age_s` ago. With `prefetch` it fetches parts
-    before their record exists; whoever stages gets them from the reader, or from the node's cache.
+    `next` raises if the newest version was encoded more than `max_age_s` ago. With `prefetch`, parts are fetched before
+    their record exists, into the reader or the node's cache.
 
     Attributes:
-        newest: The newest version that is known.
-        problem: What is wrong with the next version, None if nothing is.
-        stuck: Why no way led on the last time, which `next` raises until a look is due; None if one did.
+        newest: The newest known version.
+        problem: What is wrong with the next version; None if nothing is.
+        stuck: Why the last search found no way; `next` raises it until a look is due. None if it found one.
         looked_s: When the store last answered, by `time.monotonic`; None before the first time.
-        follows_s: Since when this replica can take what is published, seconds since the epoch; infinite while it is pinned.
+        follows_s: Since when this replica takes what is published, seconds since the epoch; infinite while it is pinned.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
@@ -60,24 +60,24 @@ class Course:
         self.problem: str | None = None
         self.looked_s: float | None = None
         self.follows_s = time.time()
-        self._served: tuple[str, int] = "", 0  # the newest version that was, as `Slot.newness`
+        self.stuck: MissingVersionError | FormatError | None = None
         self._max_age_s = max_age_s
+        self._prefetch = Prefetch(reader) if prefetch else None
         self._newest_created_s: float | None = None
-        self._next_epoch: str | None = None  # that a seal named
+        self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
         self._look_due_s = 0.0
         self._looks = 0
-        self._lost = True
-        self.stuck: MissingVersionError | FormatError | None = None
-        self._absent: tuple[str, float] | None = None  # the slot that a request said is missing, and when
-        self._lists_instead = False
-        self._rest: list[Stored] = []
-        self._pin = NEWEST  # of the last call
-        self._found_at_once = 0
+        self._lost = True  # whether the next slot is not worth asking for before a look has found a way
+        self._moved = False  # whether the last call found something to take
+        self._pin = NEWEST  # the last call's
+        self._rest: list[Stored] = []  # the rest of the last way
+        self._next_epoch: str | None = None  # named by a seal
+        self._absent: tuple[str, float] | None = None  # the slot whose record was missing, and when
+        self._lists_instead = False  # because requests for new records are answered from some cache
         self._left_out: dict[str, tuple[float, str]] = {}  # objects that plans avoid: until when, and why
-        self._singly_to = 0
-        self._undoes = True  # to go back, until it fails
-        self._blamed: str | None = None  # what was refused last
-        self._prefetch = Prefetch(reader) if prefetch else None
+        self._singly_to = 0  # versions up to this one are taken one by one
+        self._undoes = True  # whether to go back by undoing; until that fails
+        self._blamed = ""  # what was refused last
 
     def next(
         self,
@@ -88,15 +88,15 @@ class Course:
         now: bool = False,
         told: bool = False,
     ) -> list[Stored]:
-        """What to take now, from `have` on: records and folds that are worth one commit; nothing if there is nothing newer.
+        """Return the records and folds to take now, in one commit; empty if nothing is newer than `have`.
 
-        `known` is what an event told of a new record. With `now` it looks although no look is due; where the store has
-        `told` of new records, looks can be rare.
+        `known` is what an event told of a new record. `now` looks even if no look is due. `told` says that the store tells
+        of new records, so that looks can be rare.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
             MissingVersionError: no way leads there now; ask again later.
-            ChainError, FormatError, StoreError: nothing to take now.
+            ChainError, FormatError, StoreError: nothing can be taken now.
         """
         if pin != self._pin:
             self._pin, self._lost, self._look_due_s, self._undoes = pin, True, 0.0, True
@@ -121,34 +121,35 @@ class Course:
             raise
         except StoreError:
             if looks:
-                self._look_due_s = 0.0  # that was none
+                self._look_due_s = 0.0  # it did not succeed
             raise
         if not way and have is None:
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet.")
-        self._found_at_once = self._found_at_once + 1 if way else 0
-        if self._found_at_once > 1 and len(way) == 1:
+        if self._moved and len(way) == 1:
             self._look_due_s = 0.0  # it lags behind: several versions at once are cheaper
+        self._moved = bool(way)
         return self._batch(way, have)
 
     def lag_s(self, way: Sequence[Stored]) -> float | None:
-        """Seconds from encoding what is served from now on, or making its fold, until now, by two machines' clocks.
+        """Return the seconds since the version that `way` led to, or its fold, was encoded, by two machines' clocks.
 
-        None where that is no lag: to catch up with what was encoded before this replica followed, to go back, and for a pin.
+        Call it when that version is served. None where that is no lag: the version was encoded before this replica followed,
+        is older than one that was served, or a pin says when to take it.
         """
-        last = way[-1]
-        # Documents tell milliseconds.
-        is_news = last.record.created_s > self.follows_s - 0.001 and last.record.slot.newness > self._served
-        self._served = max(self._served, last.record.slot.newness)
-        return time.time() - last.record.created_s if is_news else None
+        record = way[-1].record
+        # Documents have milliseconds.
+        is_news = record.created_s > self.follows_s - 0.001 and record.slot.newness > self._served
+        self._served = max(self._served, record.slot.newness)
+        return time.time() - record.created_s if is_news else None
 
     def forgive(self) -> None:
-        """Try again what was missing or damaged, but not what does not give the bits that it promises."""
+        """Try again what was missing or damaged, but not what gave other bits than it promises."""
         self._left_out = {key: out for key, out in self._left_out.items() if out[0] == math.inf}
 
     def refused(self, way: Sequence[Stored], failed: str | None = None, why: object = "") -> None:
-        """Take another way from now on than this one.
+        """Take another way than this one from now on.
 
-        `failed` is the key of the record whose objects were missing or damaged; None where the bits were not as promised.
+        `failed` is the key of the record whose objects were missing or damaged; None if the bits were not the promised ones.
         """
         self._lost, self._rest = True, []
         self._look_due_s = 0.0
@@ -158,25 +159,24 @@ class Course:
         if failed is not None:
             self._left_out[failed] = time.monotonic() + _AVOID_S, str(why)
         elif len(way) > 1:
-            self._singly_to = way[-1].record.version  # to find out which of them it is
+            self._singly_to = way[-1].record.version  # to find out which of them is wrong
         elif self._is_again(way[0]):
             self._left_out[way[0].key] = math.inf, str(why)
         self._blamed = failed or way[0].key
 
     def _is_again(self, stored: Stored) -> bool:
-        """Whether the store gives the same record again. If not, an answer was damaged where nothing unsigned tells."""
+        """Whether the store gives the same record again. If not, a damaged answer was taken for a record."""
         try:
             return self.reader.stored(stored.key).sha256 == stored.sha256
         except (MissingVersionError, FormatError, StoreError):
             return False
 
     def acquit(self) -> None:
-        """What was refused last is not to blame: an audit found that the bits it met were of no version."""
-        if self._blamed is not None:
-            self._left_out.pop(self._blamed, None)
+        """Allow again what was refused last: an audit found that the bits in memory were at fault."""
+        self._left_out.pop(self._blamed, None)
 
     def identify(self, total: int) -> Stored | None:
-        """The version whose model has this fingerprint, of the newest and those that servers load from nothing, if any."""
+        """Find the version whose model has this fingerprint, among the newest ones and those with full weights."""
         newest = self.reader.back_from(self._find_newest(listed=False))
         for stored in itertools.chain(itertools.islice(newest, _IDENTIFY), self._from_nothing()):
             if stored.record.fingerprint == f"{total:016x}":
@@ -184,12 +184,12 @@ class Course:
         return None
 
     def tied(self) -> dict[str, str]:
-        """Tensors that the checkpoint which the channel starts from holds under another name only."""
+        """Return the tensors that the channel's first checkpoint has under another name only."""
         references = (stored.record.reference for stored in self._from_nothing())
         return next((reference.tied for reference in references if reference is not None), {})
 
     def _from_nothing(self) -> Iterator[Stored]:
-        """The newest folds from nothing, then the first record."""
+        """Yield the newest folds from nothing, then the first record."""
         announced = sorted(((span.version, info.key) for span, info in self.reader.folds() if span.base == 0), reverse=True)
         first = [info.key for _, info in self.reader.slots(keys.folder(1))[:1]]
         for key in [*(key for _, key in announced[:_IDENTIFY]), *first]:
@@ -231,15 +231,16 @@ class Course:
         return self._look(have, LOOK_S)
 
     def _slot(self, slot: Slot, known: ObjectInfo | None) -> Stored | None:
-        """The record in a slot, by as few requests as it takes."""
-        told = None if known is None or known.key != slot.key else known
-        if told is None and self._lists_instead:
-            told = dict(self.reader.slots(keys.folder(slot.version))).get(slot)
-            return None if told is None else self.reader.slot(slot, told)
-        return self.reader.slot(slot, told)
+        """Return the record in a slot, if there is one."""
+        info = known if known is not None and known.key == slot.key else None
+        if info is None and self._lists_instead:
+            info = dict(self.reader.slots(keys.folder(slot.version))).get(slot)
+            if info is None:
+                return None
+        return self.reader.slot(slot, info)
 
     def _look(self, have: Version | None, due_s: float) -> list[Stored]:
-        """Find the newest version, and a way there; look again after `due_s`. Raises MissingVersionError for no way."""
+        """Find a way to the newest version; look again after `due_s`. Raises MissingVersionError if there is no way."""
         listed = self._begin_look(due_s)
         if not listed:
             newest = self._find_newest(listed=False)
@@ -257,7 +258,7 @@ class Course:
             raise
 
     def _begin_look(self, due_s: float) -> bool:
-        """Note a look, the next of which is due after `due_s`; whether this one should list."""
+        """Note that a look begins and that the next one is due after `due_s`; return whether this one should list."""
         now = time.monotonic()
         self._left_out = {key: out for key, out in self._left_out.items() if now < out[0]}
         self._look_due_s = now + due_s
@@ -265,23 +266,24 @@ class Course:
         return self._looks % _LIST_EVERY == 0
 
     def _is_lost(self, have: Version, newest: Version) -> bool:
-        """Whether the store went back to before a version, by a backup: nothing in it can come after that version then."""
+        """Whether the store was restored from a backup without version `have`, which then has no successor in it."""
         if newest == have or newest.slot.newness > have.slot.newness:
             return False
-        try:  # by its key: a listing may be behind. What is there may also be a seal that the next writer put
+        try:  # by its key, because a listing may be behind; another writer's seal may lie there, too
             found = self.reader.slot(have.slot)
         except FormatError:
             return False
         if found is not None and found.sha256 == have.sha256:
             return False
         self.problem = f"Version {have} is not in the store any more, which holds {newest} as the newest."
-        if self.reader.trusted is not None:  # who can put back what was signed must not bring a replica back
+        if self.reader.trusted is not None:  # otherwise whoever can restore signed records could take a replica back
             logger.warning("%s If it was restored from a backup, restart this replica.", self.problem)
             return False
         logger.warning("%s Starting from full weights.", self.problem)
         return True
 
     def _way(self, have: Version | None, newest: Version | None) -> list[Stored]:
+        """Return the way to the newest version; raise if there is none, or if that version is too old."""
         way: list[Stored] = []
         if newest is None:
             self._lost = False
@@ -305,14 +307,14 @@ class Course:
         return {key: why for key, (_, why) in self._left_out.items()}
 
     def _find_newest(self, listed: bool) -> Version | None:
-        """By head, or by a listing; None if there is none."""
+        """Return the newest version, by head or by a listing; None if there is none."""
         head = None if listed else self.reader.head()
         if head is not None:
             self.looked_s = time.monotonic()
             return head.newest
         self.reader.check_run()
         listing = self.reader.slots()
-        if self._absent is not None:  # something between here and the store may remember that there was nothing
+        if self._absent is not None:  # a cache between here and the store may remember that there was nothing
             key, since_s = self._absent
             before_s = since_s - _CLOCKS_S
             self._lists_instead = any(info.key == key and 0 < info.modified_s < before_s for _, info in listing)
@@ -330,7 +332,7 @@ class Course:
         return stored.record.base
 
     def _to_pin(self, have: Version | None, pin: Pin, due_s: float | None) -> list[Stored]:
-        """The way to where a pin points now, in each look held to what the channel has; `due_s` is None between looks."""
+        """Return the way to where a pin points; raise if that is not there. `due_s` is None where no look is due."""
         listed = due_s is not None and self._begin_look(due_s)
         if due_s is None and have is not None and have.version == pin.version:
             return []
@@ -362,9 +364,9 @@ class Course:
         return self._find_way(None, target.version)
 
     def _batch(self, way: Sequence[Stored], have: Version | None) -> list[Stored]:
-        """The first hops of a way that are worth one commit; the rest is remembered."""
-        # Full weights are taken alone by who has none. Otherwise what starts from them is one commit to its end, because a
-        # replica that serves must not go back to an older version in between. So is a way back.
+        """Return the first hops of a way, those that go into one commit; keep the rest."""
+        # A replica without weights takes full weights alone. For others a way that starts from full weights is one commit,
+        # because a replica that serves must not go back to an older version in between. So is a way back.
         if goes_back(way):
             return list(way)
         most = 1 if have is not None and have.version < self._singly_to else _BATCH
@@ -379,14 +381,14 @@ class Course:
         return list(way[:count])
 
     def _note(self, version: Version, read: Stored | None = None) -> None:
-        """There is this version, whose record was `read`, or is named by what was."""
+        """Note that a version exists: `read` is its record, None if only its name was read."""
         if self.newest is None or version.slot.newness > self.newest.slot.newness:
             self.newest, self._newest_created_s = version, None
         if read is not None and self.newest == version:
             self._newest_created_s = read.record.created_s
 
     def _check_age(self) -> None:
-        """Raises StaleChannelError if the newest version is too old."""
+        """Raise StaleChannelError if the newest version is too old."""
         if self._max_age_s is None or self.newest is None:
             return
         if self._newest_created_s is None:

@@ -18,7 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
-from deltasync.live import CommitReport, LiveMemory, Staged, model_fingerprint
+from deltasync.live import LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Patch
 from deltasync.tensors.fold import fold_all
 
@@ -28,28 +28,20 @@ _HELD = 4  # times a tensor's elements may be held as patches that are not merge
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is ready to commit, with what it takes to check it."""
+    """A version that is ready to commit; from the commit on, what undoes it."""
 
     way: Sequence[Stored]
     staged: Staged
     stage_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CommittedVersion:
-    """A version whose bits are live but not yet confirmed; what it takes to undo it."""
-
-    staged: StagedVersion
-    report: CommitReport
-
-
 class Follower:
     """Live memory that follows a channel. Not thread-safe, but `stage`, which only reads it, may run in another thread.
 
     Attributes:
-        version: The version whose bits are live, None if they are of none.
-        settled: Whether it is known what the bits in live memory are. If not: audit them, then call `settle`.
-        failed: Key of the record whose objects were missing or damaged when `stage` raised last; None if that was not why.
+        version: The version whose bits are live; None if they are of no version.
+        settled: Whether it is known which bits are live. If not, call `settle`.
+        failed: Key of the record whose missing or damaged objects made `stage` or `load` raise last; None for another cause.
     """
 
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
@@ -59,31 +51,31 @@ class Follower:
         self.failed: str | None = None
         self._fingerprint: str | None = None
         self.settled = True
-        self._loaded: list[Stored] = []  # how the bits came that `load` wrote
+        self._loaded: list[Stored] = []  # the way that `load` has taken
 
     def identified(self, stored: Stored | None) -> None:
-        """The bits in live memory were found to be this version's, or None's."""
+        """Note that the live bits are those of a version, or of none."""
         self.version = None if stored is None else stored.version
         self._fingerprint = None if stored is None else stored.record.fingerprint
         self.settled = True
 
-    def settle(self, total: int) -> None:
-        """Find out whose fault a failure was: the version's, or that of the bits it met, which are then of no version.
+    def settle(self, total: int | None = None) -> None:
+        """Find out whether the live bits are still those of `version`; if not, it becomes None.
 
-        `total` is the model's fingerprint, by an audit of all shards; -1 if copies differ.
+        `total` is the model's fingerprint by an audit of all shards, -1 if copies differ. By default this memory, which then
+        holds the whole model, is audited.
         """
-        if total < 0 or self._fingerprint != f"{total:016x}":
+        if total is None:
+            self.memory.audit()
+            total = model_fingerprint(self.memory.fingerprints)
+        if self._fingerprint != f"{total:016x}":
             self.version = self._fingerprint = None
         self.settled = True
 
-    def doubt(self) -> None:
-        """Something went wrong that may have left other bits than those of `version`."""
-        self.settled = False
-
     def load(self, way: Sequence[Stored]) -> Version:
-        """Take a way into host memory that nobody uses yet, so that nothing needs to be kept to undo it.
+        """Take a way into host memory that nobody uses yet, without keeping what would undo it.
 
-        What a version got wrong is loaded anew, up to the one before: if this raises, that is `version`, or None.
+        If a version fails, everything up to the one before is loaded again. So `version` is the last good one, or None.
 
         Raises:
             StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
@@ -101,7 +93,7 @@ class Follower:
 
     def _load(self, way: Sequence[Stored]) -> None:
         wanted: dict[str, int] = {}
-        count = 0
+        done: list[Stored] = []
         try:
             with contextlib.closing(self._fetched(way)) as fetched:
                 for stored in way:
@@ -114,22 +106,18 @@ class Follower:
                         else:
                             patches = payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got)
                             wanted |= self.memory.patch(patches)
-                    count += 1
+                    done.append(dataclasses.replace(stored, data=None))
         finally:
-            if count and self._holds(way[count - 1], wanted):
-                self.identified(way[count - 1])
-                self._loaded += (dataclasses.replace(stored, data=None) for stored in way[:count])
+            found = self.memory.fingerprints
+            right = all(found.get(name) == expected for name, expected in wanted.items())
+            if done and right and f"{model_fingerprint(found):016x}" == done[-1].record.fingerprint:
+                self.identified(done[-1])
+                self._loaded += done
         if self.version != way[-1].version:
             raise FingerprintMismatchError(f"The tensors of version {way[-1].record.version} are not its model.")
 
-    def _holds(self, stored: Stored, wanted: Mapping[str, int]) -> bool:
-        """Whether the fingerprints are these, and the model's that of a version."""
-        found = self.memory.fingerprints
-        right = all(found.get(name) == expected for name, expected in wanted.items())
-        return right and f"{model_fingerprint(found):016x}" == stored.record.fingerprint
-
     def stage(self, way: Sequence[Stored]) -> StagedVersion:
-        """Fetch, check, decode, merge and translate a way. Live weights are untouched.
+        """Fetch, check, decode, merge and translate the versions of a way. Live weights are untouched.
 
         Raises:
             StoreError, ChainError, FormatError, StageError: retry, or take another way.
@@ -140,8 +128,8 @@ class Follower:
             if goes_back(way):
                 staged = self.memory.stage(self._undone(way[:-1]))
             else:
-                streams = way[0].use_anchor and not any(self._needs_old(stored) for stored in way)
-                staged = self.memory.stage(self._patched(way, 1 if streams or len(way) == 1 else 0))
+                streams = len(way) == 1 or (way[0].use_anchor and not any(map(_needs_old, way)))
+                staged = self.memory.stage(self._patched(way, int(streams)))
         return StagedVersion(way, staged, time.perf_counter() - before)
 
     def _patches(
@@ -156,22 +144,21 @@ class Follower:
 
     @contextlib.contextmanager
     def _blaming(self, stored: Stored) -> Iterator[None]:
-        """Note whose objects are missing or damaged."""
+        """Note in `failed` that the objects of `stored` are missing or damaged."""
         try:
             yield
         except (MissingVersionError, StageError, CorruptDataError) as error:
             self.failed = stored.key
-            # Decoding by the old bits also fails if those are not what they are taken for; an audit finds out.
-            if isinstance(error, CorruptDataError) and self._needs_old(stored):
+            # Decoding from the old bits also fails if those are wrong; an audit finds out.
+            if isinstance(error, CorruptDataError) and _needs_old(stored):
                 self.settled = False
             raise
 
-    def _needs_old(self, stored: Stored) -> bool:
-        delta = stored.record.delta
-        return delta is not None and codec.get(delta.codec).needs_old
-
     def _patched(self, way: Sequence[Stored], streamed: int) -> Iterator[tuple[Patch, int]]:
-        """What records do together, by tensor, with its fingerprint; of the first `streamed`, 0 or 1, one tensor is held."""
+        """Yield the merged patches of a way, with each tensor's fingerprint.
+
+        The first `streamed` records, 0 or 1, are decoded last, tensor by tensor, so that only one of their tensors is held.
+        """
         later, fingerprints = self._folded(way[streamed:])
         for stored in way[:streamed]:
             for patch, expected in self._patches(stored, self.memory.bits):
@@ -185,7 +172,7 @@ class Follower:
                 yield merged, fingerprints[name]
 
     def _undone(self, way: Sequence[Stored]) -> Iterator[tuple[Patch, None]]:
-        """What undoes records. They tell the fingerprints of tensors after them, not before: the model's has to do."""
+        """Yield patches that undo records; without fingerprints, which records have only for the bits after them."""
         for patches in self._folded(way)[0].values():
             for merged in _fold(patches):
                 if merged.absolute:
@@ -194,7 +181,7 @@ class Follower:
                 yield dataclasses.replace(merged, data=np.negative(merged.data)), None
 
     def _folded(self, way: Sequence[Stored]) -> tuple[dict[str, list[Patch]], dict[str, int]]:
-        """Patches of each tensor, oldest first, and its fingerprint after the last."""
+        """Return the patches of each tensor, oldest first, and its fingerprint after the last."""
         done: dict[str, list[Patch]] = {}
         fingerprints: dict[str, int] = {}
 
@@ -216,36 +203,38 @@ class Follower:
                     fingerprints[patch.name] = expected
         return done, fingerprints
 
-    def commit(self, staged: StagedVersion) -> CommittedVersion:
-        """Write a staged version; follow it by `confirm` or `rollback`.
+    def commit(self, staged: StagedVersion) -> StagedVersion:
+        """Write a staged version and return it; call `confirm` or `rollback` next.
 
         Raises:
-            StageError: live memory was written by someone else, or there is not enough of it; the bits are as before.
+            StageError: live memory was written by someone else, or there is too little memory; the bits are as before.
             CommitError: the write failed and could not be undone.
         """
         try:
             with _map_out_of_memory(staged.way[-1].record.version):
-                return CommittedVersion(staged, self.memory.commit(staged.staged))
+                self.memory.commit(staged.staged)
         except BaseException:
-            self.doubt()
+            self.settled = False
             raise
+        return staged
 
     def confirm(
-        self, committed: CommittedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
+        self, committed: StagedVersion, fingerprints: Mapping[str, int] | None = None, total: int | None = None
     ) -> Version:
-        """Compare fingerprints with the published ones, tensor by tensor and in total, and take the version as live.
+        """Compare fingerprints with the published ones, of each tensor and of the model, and set `version`.
 
-        `fingerprints` are those of the named tensors, `total` the model's, over all shards; None if this memory holds all.
+        `fingerprints` are those of the version's tensors and `total` is the model's, over all shards. By default this memory
+        holds the whole model.
 
         Raises:
             FingerprintMismatchError: the bits are not the published ones; they were rolled back.
         """
-        wanted = committed.staged.staged.fingerprints
+        wanted = committed.staged.fingerprints
         if fingerprints is None or total is None:
             fingerprints = self.memory.fingerprints
             total = model_fingerprint(fingerprints)
         wrong = [name for name, value in wanted.items() if value not in (None, fingerprints.get(name))]
-        stored = committed.staged.way[-1]
+        stored = committed.way[-1]
         if wrong or f"{total:016x}" != stored.record.fingerprint:
             self.rollback(committed)
             self.settled = False
@@ -257,19 +246,24 @@ class Follower:
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 
-    def rollback(self, committed: CommittedVersion) -> None:
-        """Bring the bits from before a commit back."""
-        self.memory.rollback(committed.report)
+    def rollback(self, committed: StagedVersion) -> None:
+        """Bring back the bits from before a commit."""
+        self.memory.rollback(committed.staged)
+
+
+def _needs_old(stored: Stored) -> bool:
+    delta = stored.record.delta
+    return delta is not None and codec.get(delta.codec).needs_old
 
 
 def _fold(patches: Sequence[Patch]) -> list[Patch]:
-    """These patches of one tensor in one or two; in an empty one if all cancelled out."""
+    """Merge patches of one tensor into one or two; into an empty one if they cancel out."""
     first = patches[0]
     return fold_all(patches) or [Patch(first.name, np.empty(0, np.int32), first.data[:0], absolute=False)]
 
 
 _MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memory"
-"""What torch, Python and CUDA, of memory on the host, say then in a RuntimeError."""
+"""What torch, Python and CUDA say in a RuntimeError when the host has too little memory."""
 
 
 @contextlib.contextmanager
@@ -277,7 +271,7 @@ def _map_out_of_memory(version: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        panic = type(error).__module__ == "pyo3_runtime"  # safetensors' then, which is no Exception
+        panic = type(error).__module__ == "pyo3_runtime"  # what safetensors raises then; it is no Exception
         short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _MEMORY_IS_OUT)
         if panic or short:
             raise StageError(f"Not enough memory for version {version}, the one before stays live: {error}") from error

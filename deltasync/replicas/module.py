@@ -5,7 +5,7 @@
         with following.hold():             # one version from here
             module.generate(...)           # transformers
 
-A thread looks for versions and stages them while the module computes. `_Gate` keeps commits and forward calls apart.
+A thread looks for versions and stages them while the module computes.
 """
 
 from __future__ import annotations
@@ -51,30 +51,34 @@ logger = get_logger(__name__)
 
 
 class _Gate:
-    """Forward calls, of which many may run, and commits, which run alone; a waiting commit comes before the next forward."""
+    """Keeps forward calls, of which many may run, and commits, which run alone, apart.
+
+    While a commit waits, no forward call begins, except inside another one or beside one that runs.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
-        self._waiting = self._committing = False
+        self._closed = False  # a commit waits or runs
         self._mine = threading.local()
         self.problem: str | None = None  # why no forward call may begin
 
-    def enter(self) -> None:
-        """Begin a forward call, or a hold. One that is inside already, or beside another that is, does not wait."""
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Return a context in which nothing is committed: for a forward call, or for several."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._committing and (self._inside > 0 or not self._waiting))
+            self._changed.wait_for(lambda: self._inside > 0 or not self._closed)
             if self.problem is not None:
                 raise ApplyError(self.problem)
             self._inside += 1
         self._mine.depth = self.depth + 1
-
-    def leave(self) -> None:
-        """End it."""
-        self._mine.depth -= 1
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            self._mine.depth -= 1
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
 
     @property
     def depth(self) -> int:
@@ -83,22 +87,21 @@ class _Gate:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While nobody is inside. A thread that is would wait for itself."""
+        """Return a context in which nobody is inside. A thread that is inside would wait for itself."""
         assert not self.depth
-        with self._changed:
-            self._waiting = True
-            self._changed.wait_for(lambda: self._inside == 0)
-            self._waiting, self._committing = False, True
         try:
+            with self._changed:
+                self._closed = True
+                self._changed.wait_for(lambda: self._inside == 0)
             yield
         finally:
             with self._changed:
-                self._committing = False
+                self._closed = False
                 self._changed.notify_all()
 
 
 class _ModuleReplica(Replica):
-    """A replica over the memory of a module, with which somebody may compute at any time."""
+    """A replica over the memory of a module that may compute at any time."""
 
     _is_alone = False
 
@@ -106,16 +109,16 @@ class _ModuleReplica(Replica):
         super().__init__(reader)
         self._module, self._names, self._gate = module, names, gate
         self._ties: dict[str, str] = {}
-        self._served = False  # a version of the channel, at some time
+        self._served = False  # whether the module has ever had a version of the channel
         self._broken: str | None = None
 
-    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> None:
+    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> int:
         try:
             if self._follower is None:
                 self._open()
-            super()._advance(pin, known=known, look=look)
+            return super()._advance(pin, known=known, look=look)
         finally:
-            self._gate.problem = self._problem()
+            self._tell_gate()
 
     def _open(self) -> None:
         """Find the channel's tensors in the module, and which version they are, if any."""
@@ -129,18 +132,17 @@ class _ModuleReplica(Replica):
         self._follower.identified(found)
         self._served = found is not None
 
-    def _settle(self) -> None:
-        super()._settle()
-        self._gate.problem = self._problem()  # before anything is loaded in their place
+    def _settle(self) -> bool:
+        is_lost = super()._settle()
+        self._tell_gate()  # before anything is loaded in their place
+        return is_lost
 
-    def _problem(self) -> str | None:
-        """Why nothing must be computed with the weights, None if nothing is wrong."""
+    def _tell_gate(self) -> None:
+        """Let no forward call begin while the weights are of no known version, unless they never were of one."""
         follower = self._follower
-        if self._broken is not None or follower is None:
-            return self._broken
-        if follower.settled and (follower.version is not None or not self._served):
-            return None
-        return "It is not known what the weights are, until a look at the channel has found out or loaded them anew."
+        is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))
+        unknown = "It is not known what the weights are, until a look at the channel has found out or loaded them anew."
+        self._gate.problem = self._broken or (None if is_known else unknown)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -155,13 +157,8 @@ class _ModuleReplica(Replica):
                     raise ModelMismatchError(self._broken)
 
 
-def _entrances(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The module, and those in it that can `generate`: of a wrapped model, that calls the model in the wrapper."""
-    return [each for each in module.modules() if each is module or callable(getattr(type(each), "generate", None))]
-
-
 def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
-    """Let forward calls of a module pass a gate; what undoes it. Not by hooks: an interrupt passes those by."""
+    """Let forward calls of a module pass a gate; return what undoes it. Hooks would not do: an interrupt skips them."""
     forward, held = module.forward, "forward" in vars(module)
 
     @functools.wraps(forward)
@@ -171,11 +168,8 @@ def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
                 "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
                 "call into torch.no_grad()."
             )
-        gate.enter()
-        try:
+        with gate.inside():
             return forward(*arguments, **options)
-        finally:
-            gate.leave()
 
     def unwrap() -> None:
         if held:
@@ -190,7 +184,7 @@ def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
 class Following:
     """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it.
 
-    `error` is what is wrong, in one sentence; None if nothing is.
+    `error` says in one sentence what is wrong; None if nothing is.
     """
 
     def __init__(
@@ -198,15 +192,18 @@ class Following:
     ) -> None:
         self._store, self._settings = store, settings
         self._gate, self._pin = _Gate(), Pin.parse(settings.pin)
-        reader = ChannelReader(store, settings.trusted_keys)
-        self._replica = _ModuleReplica(module, reader, names, self._gate)
-        self._module = module
+        self._reader = ChannelReader(store, settings.trusted_keys)
+        self._replica = _ModuleReplica(module, self._reader, names, self._gate)
         self._busy = threading.Lock()
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._told: ObjectInfo | None = None
+        self._known: ObjectInfo | None = None  # what the store told of a new record
         self._moved = threading.Condition()
         self.error: str | None = None
-        self._unwrapped = [_gated(each, self._gate) for each in _entrances(module)]
+        self._unwraps = contextlib.ExitStack()
+        for each in module.modules():
+            # In a wrapped model, the model inside has the `generate` that is called.
+            if each is module or callable(getattr(type(each), "generate", None)):
+                self._unwraps.callback(_gated(each, self._gate))
         self._thread = threading.Thread(target=self._run, name="deltasync-follow", daemon=True)
         try:
             with contextlib.suppress(NotPublishedError):
@@ -224,7 +221,7 @@ class Following:
 
     @property
     def digest(self) -> str | None:
-        """The sha256 of its record."""
+        """The sha256 of this version's record."""
         return self._replica.digest
 
     @property
@@ -238,37 +235,34 @@ class Following:
         self._wake.set()
 
     def sync(self) -> int:
-        """Look now, and take what there is; returns the number of the version that the weights are.
+        """Look now, and take what there is; return the number of the version that the weights are.
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            DeltaSyncError: it could not be taken, and why; the version before stays.
+            DeltaSyncError: the newest version could not be taken; the version before stays.
         """
         self._refuse_inside()
-        return self._look()
+        return self._advance()
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
-        """Wait until the weights are this version or a later one, or the first.
+        """Wait until the weights are this version or a later one; by default, until they are any version.
 
         Raises:
-            AckTimeoutError: they are not, after these seconds, and why.
+            AckTimeoutError: they are not after `timeout_s`; it says why.
         """
         wanted = 1 if version is None else version
         with self._moved:
             if not self._moved.wait_for(lambda: (self.version or 0) >= wanted, timeout_s):
-                told = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
-                raise AckTimeoutError(told if self.error is None else f"{told} {self.error}")
+                message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
+                raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
             assert self.version is not None
             return self.version
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[int | None]:
-        """While nothing changes: all forward calls inside see one version, whose number this gives."""
-        self._gate.enter()
-        try:
+        """Return a context in which nothing changes: all forward calls inside see the version whose number it gives."""
+        with self._gate.inside():
             yield self.version
-        finally:
-            self._gate.leave()
 
     def close(self) -> None:
         """Stop following. The module keeps its weights."""
@@ -277,8 +271,7 @@ class Following:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for unwrap in self._unwrapped:
-            unwrap()
+        self._unwraps.close()
         if self._replica.identity is not None:
             self._beat(heartbeat.STOPPED)
 
@@ -292,12 +285,13 @@ class Following:
         if self._gate.depth:
             raise ConfigError("Weights cannot change while this thread holds them, or inside a forward call.")
 
-    def _look(self, known: ObjectInfo | None = None, look: bool = True) -> int:
+    def _advance(self, known: ObjectInfo | None = None, look: bool = True) -> int:
         with self._busy:
             before = self._replica.identity
             try:
-                self._replica._advance(self._pin, known=known, look=look)
+                version = self._replica._advance(self._pin, known=known, look=look)
                 self.error = None
+                return version
             except DeltaSyncError as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
@@ -305,14 +299,12 @@ class Following:
                 if self._replica.identity != before:
                     with self._moved:
                         self._moved.notify_all()
-            assert self.version is not None
-            return self.version
 
     def _run(self) -> None:
-        said, beat_s = self.error, -math.inf
+        reported, beat_s = self.error, -math.inf
 
         def on_change(info: ObjectInfo | None) -> None:
-            self._told = info
+            self._known = info
             self._wake.set()
 
         with Poll(self._store, self._settings.poll_interval_s, on_change) as poll:
@@ -320,20 +312,20 @@ class Following:
                 self._wake.clear()
                 before = self._replica.identity
                 self._poll()
-                if self.error is not None and self.error != said:
+                if self.error is not None and self.error != reported:
                     logger.warning("deltasync: %s", self.error)
                 moved, now_s = self._replica.identity != before, time.monotonic()
-                if moved or self.error != said or now_s - beat_s >= self._settings.heartbeat_interval_s:
+                if moved or self.error != reported or now_s - beat_s >= self._settings.heartbeat_interval_s:
                     self._beat("serving" if self.error is None else "failed")
                     beat_s = now_s
-                said = self.error
+                reported = self.error
                 self._wake.wait(poll.delay_s(moved, settled=self.error is None))
 
     def _poll(self) -> None:
-        """Take one step, if there is one; an error is kept, and the next time tries again."""
-        known, self._told = self._told, None
+        """Take one step, if there is one. An error is kept in `error`; the next poll tries again."""
+        known, self._known = self._known, None
         try:
-            self._look(known, look=False)
+            self._advance(known, look=False)
         except DeltaSyncError:
             pass
         except Exception as error:  # the module keeps the weights it has, and says why
@@ -341,10 +333,10 @@ class Following:
             logger.exception("deltasync failed unexpectedly")
 
     def _beat(self, state: str) -> None:
-        serving, reader = self._replica.identity, self._replica._reader
+        serving = self._replica.identity
         document = Heartbeat(
             replica_id=self._settings.replica_id,
-            run_id=reader.run_id,
+            run_id=self._reader.run_id,
             version=None if serving is None else serving.version,
             epoch=None if serving is None else serving.epoch,
             sha256=None if serving is None else serving.sha256,
@@ -368,23 +360,23 @@ def follow(
 ) -> Following:
     """Patch a module's weights in place with the versions of a channel, between its forward calls.
 
-    Returns once the module has the newest version; where there is none yet, at once. `module`'s parameters and buffers are
-    mutated, nothing else of it; its `forward` is wrapped until `close`, to keep commits and forward calls apart. Its
-    submodules must not be called by themselves meanwhile, but in `hold()`.
+    Returns once the module has the newest version, or at once if there is none yet. Only the parameters and buffers of
+    `module` are mutated, and its `forward` is wrapped until `close`, to keep commits and forward calls apart. Meanwhile call
+    its submodules by themselves only in `hold()`.
 
     Args:
-        module: On any device. Tensors have the channel's dtypes and shapes.
-        channel: Its URL, or several of it and its copies with spaces between them; or an opened store.
-        names: What the tensors of the module's `state_dict` are called in the channel: a function, or a mapping in which
-            names that are the same may be left out. Several names are tensors that lie one after the other along the first
-            dimension, None is a tensor that the channel does not have. By default the same names, without what torch.compile
-            and peft put around them, and without adapters.
-        background: Follow in a thread. If not, `sync` takes what there is when it is called.
+        module: A module on any device, whose tensors have the channel's dtypes and shapes.
+        channel: URL of the channel, or URLs of it and its copies with spaces between them; or an opened store.
+        names: The channel's names for the tensors of the module's `state_dict`: a function, or a mapping that may leave out
+            equal names. Several names are tensors that lie one after the other along the first dimension; None is a tensor
+            that the channel does not have. By default names are equal, except for prefixes of torch.compile and peft, and
+            adapters are left out.
+        background: Whether to follow in a thread; otherwise only `sync` takes new versions.
         **settings: Fields of `ReplicaSettings`, such as `pin`, `trusted_keys` or `replica_id`.
 
     Raises:
         ModelMismatchError: the module is not the channel's model.
-        DeltaSyncError: the newest version cannot be taken, and why.
+        DeltaSyncError: the newest version cannot be taken.
 
     Examples:
         >>> with deltasync.follow(module, "s3://bucket/run") as following:

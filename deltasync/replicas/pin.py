@@ -12,12 +12,12 @@ from deltasync.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """Where a replica stays, or which versions it passes over.
+    """Which versions a replica takes.
 
     Attributes:
-        version: The one that it stays at; None to go on with the channel.
+        version: The version to stay at; None to follow the channel.
         every: Take only versions whose number is a multiple of this.
-        behind: Stay so many versions behind the newest.
+        behind: Stay this many versions behind the newest.
     """
 
     version: int | None = None
@@ -26,26 +26,22 @@ class Pin:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `newest`, a version's number, `every K` or `K behind`.
-
-        Raises:
-            ConfigError: it is none of these.
-        """
+        """Parse `newest`, a version's number, `every K` or `K behind`. Raises ConfigError for anything else."""
         found = re.fullmatch(PIN, text.strip())
         if found is None:
             raise ConfigError(f"A pin is newest, a version, `every K` or `K behind`, not {text!r}.")
         return cls(**{name: int(number) for name, number in found.groupdict().items() if number is not None})
 
     def of(self, newest: int) -> int:
-        """The number to go to, 0 for none yet."""
+        """Return the number of the version to go to; 0 if there is none yet."""
         if self.version is not None:
             return self.version
         return max(0, newest - self.behind) // self.every * self.every
 
     def is_near(self, served: int, newest: int, within: int) -> bool:
-        """Whether what is served is what the pin points to, or, where it moves, at most `within` versions before it.
+        """Whether `served` is the version that the pin points to, or with a moving pin at most `within` versions before it.
 
-        Where only each k-th is taken, one of those counts as near in any case.
+        With `every` K, up to K versions are always near.
         """
         if self.version is not None:
             return served == self.version
@@ -58,4 +54,4 @@ class Pin:
 
 
 NEWEST = Pin()
-"""Follow the channel."""
+"""Take every version of the channel."""

@@ -1,4 +1,4 @@
-"""Where the tensors of a channel lie in a `torch.nn.Module`."""
+"""Find the tensors of a channel in a `torch.nn.Module`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 
 Names = Callable[[str], str | Sequence[str] | None]
-"""What a name of a module's state_dict is called in the channel: one tensor, several that lie one after the other along the
-first dimension, or None for one that the channel does not have."""
+"""Returns the channel's name for a tensor of a module's state_dict: one name, several for tensors that lie one after the
+other along the first dimension, or None for a tensor that the channel does not have."""
 
 _WRAPPERS = ("_orig_mod.", "base_model.model.")  # torch.compile's, peft's
 _AROUND_BASE = ".base_layer."  # peft's
 
 
 def plain_name(name: str) -> str | None:
-    """The checkpoint's name of a tensor in a module that torch.compile or peft has wrapped; None for an adapter's own."""
+    """Return a tensor's checkpoint name in a module that torch.compile or peft has wrapped; None for an adapter's own."""
     for wrapper in _WRAPPERS:
         name = name.removeprefix(wrapper)
     return None if ".lora_" in name else name.replace(_AROUND_BASE, ".")
@@ -29,27 +29,27 @@ def plain_name(name: str) -> str | None:
 def places(
     module: torch.nn.Module, specs: Mapping[str, TensorSpec], names: Names
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Where the channel's tensors lie in a module.
+    """Find the channel's tensors in a module.
 
     Returns:
-        For each tensor a view of live memory with its shape and dtype. One that shares its memory with another one is a copy
-        instead, and named with that other one in the second mapping.
+        A view of live memory for each tensor, with its shape and dtype; and the ties. A tensor that shares its memory with
+        another is a copy instead of a view, and the second mapping has the name of the other.
 
     Raises:
         ModelMismatchError: a tensor is on one side only, or has another shape or dtype there.
     """
     found: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
-    owners: dict[tuple[int, int, torch.device], str] = {}  # of memory
-    strange: dict[str, torch.Tensor] = {}
+    owners: dict[tuple[int, int, torch.device], str] = {}  # by memory
+    strange: dict[str, torch.Tensor] = {}  # whose names the channel does not have
     for own, tensor in module.state_dict(keep_vars=True).items():
-        told = names(own)
-        if told is None or not isinstance(tensor, torch.Tensor):
+        named = names(own)
+        if named is None or not isinstance(tensor, torch.Tensor):
             continue
-        if not any(name in specs for name in ([told] if isinstance(told, str) else told)):
+        if not any(name in specs for name in ([named] if isinstance(named, str) else named)):
             strange[own] = tensor
             continue
-        for name, part in _parts(own, tensor, told, specs):
+        for name, part in _parts(own, tensor, named, specs):
             other = owners.setdefault(_memory(part), name)
             if other != name:
                 ties[name], part = other, part.detach().clone()
@@ -60,22 +60,22 @@ def places(
     lacking = specs.keys() - found.keys()
     if unknown or lacking:
         sides = ((lacking, "is in the channel and not in the module"), (unknown, "is in the module and not in the channel"))
-        told = "; ".join(f"{min(side)} (and {len(side) - 1} more) {where}" for side, where in sides if side)
-        raise ModelMismatchError(f"{told}. Map the names of the module to the channel's by `names`.")
+        problems = "; ".join(f"{min(side)} (and {len(side) - 1} more) {where}" for side, where in sides if side)
+        raise ModelMismatchError(f"{problems}. Map the names of the module to the channel's by `names`.")
     return found, ties
 
 
 def _parts(
-    own: str, tensor: torch.Tensor, told: str | Sequence[str], specs: Mapping[str, TensorSpec]
+    own: str, tensor: torch.Tensor, named: str | Sequence[str], specs: Mapping[str, TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The channel's tensors that lie in one of the module's, each held to its spec."""
+    """Yield the channel's tensors that lie in one of the module's, each checked against its spec."""
     if tensor.is_meta:
         raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
     first = 0
-    for name in [told] if isinstance(told, str) else told:
+    for name in [named] if isinstance(named, str) else named:
         spec = specs.get(name)
-        rows = 0 if spec is None or isinstance(told, str) or not spec.shape else spec.shape[0]
-        part = tensor if isinstance(told, str) else tensor.detach()[first : first + rows]
+        rows = 0 if spec is None or isinstance(named, str) or not spec.shape else spec.shape[0]
+        part = tensor if isinstance(named, str) else tensor.detach()[first : first + rows]
         if spec is None or (dtype_name(part.dtype), tuple(part.shape)) != (spec.dtype, spec.shape):
             wanted = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
             raise ModelMismatchError(
@@ -93,7 +93,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.device]:
 
 
 def segment(tensor: torch.Tensor) -> Segment:
-    """The place of a whole tensor in its own memory, whatever its strides."""
+    """Return the segment of a whole tensor in its own memory, with any strides."""
     live = tensor.detach()
     if live.is_contiguous():
         return Segment(int_view(live), (1,), 0)

@@ -1,4 +1,4 @@
-"""When to ask for the next version again."""
+"""Decide when to ask for the next version again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from deltasync.stores.base import ObjectInfo, Store
 _FIRST_S = 0.02
 _GROWTH = 1.5
 _LIVE_S = 30.0
-_EARLIEST, _LATEST = 0.75, 1.5  # times the shortest and the longest of the last times between two versions
-_LOOKS_APART = 0.03  # of the longest
-_LOOKS_CLOSE = 0.2  # of the time until or since their mean, where that is less
+# The next version is expected between these multiples of the shortest and the longest of the last times between two. Then
+# the waits are this fraction of the longest, or this fraction of the time until or since the mean, whichever is less.
+_EARLIEST, _LATEST = 0.75, 1.5
+_LOOKS_APART = 0.03
+_LOOKS_CLOSE = 0.2
 
 
 class Poll(contextlib.AbstractContextManager["Poll"]):
-    """How long to wait between two requests: from 20 ms, because the next version may follow soon, up to an interval.
+    """Waits between two requests: from 20 ms after a version, because another may follow soon, up to an interval.
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
-    time between two versions, and shorter the nearer that time is. Where the store tells of new objects it is only asked
-    rarely, while that works: `on_change` is called from another thread when there may be a new record, with what is known of
-    it, to ask at once.
+    time between two versions, and shorter near that time. A store that tells of new objects is only asked rarely while that
+    works: `on_change` is called from another thread, with what is known of a new record, to ask at once.
     """
 
     def __init__(self, store: Store, interval_s: float, on_change: Callable[[ObjectInfo | None], None]) -> None:
@@ -38,7 +39,7 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
         self._watch = store.watch(keys.VERSIONS, on_change)
 
     def delay_s(self, moved: bool, settled: bool = True) -> float:
-        """Seconds to wait now; `moved` if the last request brought a new version, `settled` if nothing else is to do."""
+        """Return the seconds to wait; `moved` if the last request gave a new version, `settled` if nothing needs a retry."""
         now_s = time.monotonic()
         if moved:
             if self._moved_s is not None:
@@ -48,16 +49,16 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
         self._delay_s = min(_GROWTH * self._delay_s, self._interval_s)
         if settled and not moved and self.told:
             return max(_LIVE_S, self._interval_s)
-        # So that many replicas do not ask at the same moment for ever.
+        # Random, so that many replicas do not keep asking at the same moment.
         return delay_s * random.uniform(0.9, 1.0)
 
     @property
     def told(self) -> bool:
-        """Whether the store tells of new records just now."""
+        """Whether the store tells of new records at present."""
         return self._watch is not None and self._watch.live
 
     def _due_s(self, now_s: float) -> float:
-        """How long to wait at most for the version that is due by the rhythm of the last ones."""
+        """Return how long to wait at most, by the rhythm of the last versions."""
         if self._moved_s is None or not self._between_s:
             return math.inf
         since_s, longest_s = now_s - self._moved_s, max(self._between_s)

@@ -1,8 +1,8 @@
-"""Fetch the parts of a version before its record exists, while the publisher is still uploading the others.
+"""Fetch the parts of a version before its record exists, while the publisher is still uploading other parts.
 
-Guessed is the next version of the same log, with as many parts of each rank as the last one. A rank is asked for its first
-part at each look, once the version is due by the rhythm of the last two; when it is there, for all others at once. A part is
-used only once a record names its digest (`ChannelReader.fetch`), so a wrong guess costs a few requests and nothing else.
+The guess is the next version of the same log, with as many parts of each rank as the last one. Once that version is due by
+the rhythm of the last two, each look asks for the first part of each rank, and if it is there, for the rank's other parts. A
+part is used only once a record names its digest (`ChannelReader.fetch`), so a wrong guess costs only a few requests.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from deltasync.channel.record import Stored
 
 _MOST_BYTES = 1 << 28
 _AT_ONCE = 4
-_EARLY, _LATE = 0.7, 3.0  # times the time between the last two versions; one is expected between these
+_EARLY, _LATE = 0.7, 3.0  # multiples of the time between the last two versions; the next is expected between these
 _WAITS_S = 0.02, 0.04, 0.08, 0.16, 0.32  # between two requests for a part that comes soon
-_SOON = 0.1  # of the time since the first part came: wait so long for the record
-_SOON_S = 0.02, 0.1  # but at least and at most so long
+_SOON = 0.1  # how long to wait for the record, as a fraction of the time since the first part came
+_SOON_S = 0.02, 0.1  # the shortest and the longest such wait
 
 
 class Prefetch:
-    """What one replica fetches ahead, in threads of its own. Not thread-safe."""
+    """Fetches parts ahead for one replica, in its own threads. Not thread-safe."""
 
     def __init__(self, reader: ChannelReader) -> None:
         self._reader = reader
         self._counts: Counter[int] = Counter()  # parts of each rank in the last version
         self._slot: Slot | None = None
-        self._left: dict[int, list[int]] = {}  # numbers of parts of each rank that did not come yet
+        self._left: dict[int, list[int]] = {}  # numbers of each rank's parts that did not come yet
         self._running: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = None
         self._taken_s = self._between_s = 0.0
@@ -39,7 +39,7 @@ class Prefetch:
         self._left_bytes = _MOST_BYTES
 
     def took(self, stored: Stored) -> None:
-        """A version was found; the next one may have parts if it has."""
+        """Note that a version was found; the next one is expected to have as many parts."""
         now = time.monotonic()
         self._between_s, self._taken_s = now - self._taken_s, now
         names = (file.key.rpartition("/")[2] for file in stored.record.payload_files)
@@ -47,9 +47,9 @@ class Prefetch:
         self._slot = None
 
     def look(self, slot: Slot) -> bool:
-        """The record of a slot is not there yet: ask for parts, unless requests are under way.
+        """Ask for the parts of a slot that has no record yet, unless requests are under way.
 
-        Returns whether parts have come, so that the record comes soon; waits a moment then.
+        If parts have come, so that the record must come soon, waits a moment and returns True.
         """
         since_s = time.monotonic() - self._taken_s
         if not self._counts or not _EARLY * self._between_s <= since_s <= _LATE * self._between_s:
@@ -72,12 +72,12 @@ class Prefetch:
         return True
 
     def _begin(self, slot: Slot, rank: int, number: int) -> None:
-        """The part of a rank that comes next; if it is there, the others too."""
+        """Fetch the next part of a rank; if it is there, the others too."""
         if self._fetch(slot, rank, number) and self._pool is not None:
             self._running += [self._pool.submit(self._insist, slot, rank, number) for number in self._left[rank]]
 
     def _insist(self, slot: Slot, rank: int, number: int) -> None:
-        """A part that is being stored by now."""
+        """Fetch a part that is being stored by now."""
         for wait_s in (*_WAITS_S, 0.0):
             if slot != self._slot or self._fetch(slot, rank, number):
                 return

@@ -31,16 +31,16 @@ from deltasync.tensors.bits import bits_of
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_DETOURS = 8  # taken in one go; the next call may take more
+_DETOURS = 8  # most in one call; the next call may take more
 
 
 class Replica:
     """Weights in host memory that follow a channel.
 
     Args:
-        channel: URL of the channel, or several of it and its copies with spaces between them; an opened store; or a reader.
-        trusted_keys: See `ReaderSettings`; from the environment if None. A reader has its own.
-        max_age_s: Likewise.
+        channel: URL of the channel, or URLs of it and its copies with spaces between them; an opened store; or a reader.
+        trusted_keys: See `ReaderSettings`; from the environment if None. Ignored if `channel` is a reader.
+        max_age_s: See `ReaderSettings`; from the environment if None.
 
     Examples:
         >>> replica = Replica("file:///data/run")
@@ -48,7 +48,7 @@ class Replica:
         7
     """
 
-    _is_alone = True  # nobody reads the weights while they are of no version
+    _is_alone = True  # nobody else reads the weights before they are of a version
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Replica:
 
     @property
     def version(self) -> int | None:
-        """Its number."""
+        """The number of this version."""
         return None if self.identity is None else self.identity.version
 
     @property
     def digest(self) -> str | None:
-        """The sha256 of its record."""
+        """The sha256 of this version's record."""
         return None if self.identity is None else self.identity.sha256
 
     @property
@@ -89,8 +89,8 @@ class Replica:
         """Bring the weights to a version and check every bit that was written.
 
         Args:
-            version: Its number; the newest by default.
-            timeout_s: How long to wait for it to be published.
+            version: The version's number; the newest by default.
+            timeout_s: How long to wait for the version to be published.
 
         Returns:
             The number of the version that is now live.
@@ -108,9 +108,7 @@ class Replica:
             while True:
                 left_s = deadline - time.monotonic()
                 try:
-                    self._advance(pin)
-                    assert self.version is not None
-                    return self.version
+                    return self._advance(pin)
                 except (NotPublishedError, MissingVersionError):
                     if left_s <= 0:
                         raise
@@ -120,33 +118,31 @@ class Replica:
                 changed.clear()
 
     def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
-        """Take what follows, if there is something, by the one request that a replica makes over and over.
+        """Take the next version, if there is one, usually by a single request.
 
-        Otherwise as `sync`, but it may miss, for seconds, a newest version to which that request does not lead. `known` is
-        what an event told of a new record.
+        Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is what an event told of a
+        new record.
 
         Raises:
             NotPublishedError: the channel has no version yet, or none that the pin allows.
         """
-        self._advance(pin, known=known, look=False)
-        assert self.version is not None
-        return self.version
+        return self._advance(pin, known=known, look=False)
 
-    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> None:
-        """Take every step to where the pin points. What fails is left out where there is another way."""
+    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> int:
+        """Take every step to where the pin points, or with `look` false one step; go around what fails.
+
+        Returns the number of the version that is live now.
+        """
         detours, looked = 0, not look
         joins = self.identity is None
         while True:
-            if self._follower is not None and not self._follower.settled:
-                before = self.identity
-                self._settle()
-                if before is not None and self.identity is None:
-                    self._course.acquit()
+            if self._follower is not None and not self._follower.settled and self._settle():
+                self._course.acquit()
             way = self._course.next(self.identity, pin=pin, known=known, now=look and self._course.stuck is not None)
             if not way and not looked:
                 looked, way = True, self._course.next(self.identity, pin=pin, now=True)
             if not way:
-                return
+                break
             if self._follower is None:
                 memory, self._tensors = LiveMemory.on_host(self._reader.specs)
                 self._follower = Follower(self._reader, memory)
@@ -161,21 +157,21 @@ class Replica:
                 logger.warning("%s Taking another way.", error)
             else:
                 if not look:
-                    return
+                    break
+        assert self.version is not None
+        return self.version
 
     def _take(self, follower: Follower, way: list[Stored], joins: bool) -> None:
-        """Take a way; while a replica joins, which nobody looks at yet, without what would undo it."""
+        """Take a way. While the replica joins, before anybody reads its weights, nothing is kept to undo it."""
         if self._is_alone and (follower.version is None or (joins and not goes_back(way))):
             before = time.perf_counter()
             version = follower.load(way)
-            load_s = time.perf_counter() - before
-            said = "loaded version=%d digest=%.12s steps=%d load_s=%.3f"
-            logger.info(said, version.version, version.sha256, len(way), load_s)
+            message = "loaded version=%d digest=%.12s steps=%d load_s=%.3f"
+            logger.info(message, version.version, version.sha256, len(way), time.perf_counter() - before)
             return
         staged = follower.stage(way)
         with self._undisturbed():
-            committed = follower.commit(staged)
-            version = follower.confirm(committed)
+            version = follower.confirm(follower.commit(staged))
         logger.info(
             "committed version=%d digest=%.12s anchor=%s steps=%d changed=%d stage_s=%.3f scatter_s=%.4f",
             version.version,
@@ -184,21 +180,21 @@ class Replica:
             len(way),
             staged.staged.changed,
             staged.stage_s,
-            committed.report.scatter_s,
+            staged.staged.scatter_s,
         )
 
     def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """While nobody else reads the weights."""
+        """Return a context in which nobody else reads the weights."""
         return contextlib.nullcontext()
 
     def load(self, directory: str | Path) -> int | None:
-        """Take the weights of a checkpoint directory, so that `sync` fetches only what came after them.
+        """Load the weights of a checkpoint directory, so that `sync` fetches only what came after them.
 
-        Returns the version that they are, None if it is none that the channel tells of; `sync` then starts from an anchor.
+        Returns the version that they are; None if the channel does not know them, and `sync` then starts from an anchor.
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            ConfigError, FormatError, ChainError, ModelMismatchError: it is none of this model; what was there stays.
+            ConfigError, FormatError, ChainError, ModelMismatchError: it is no checkpoint of this model; nothing changed.
         """
         found = dataclasses.replace(checkpoint.find(Path(directory)), tied=self._course.tied())
         memory, tensors = LiveMemory.on_host(self._reader.specs)
@@ -210,7 +206,7 @@ class Replica:
         return self.version
 
     def audit(self) -> bool:
-        """Hold every bit in memory to the version, against faults that no commit meets; returns whether it is right.
+        """Check every bit in memory, against faults that no commit notices; return whether all are those of the version.
 
         If not, `version` is None, and the next `sync` starts from an anchor.
 
@@ -220,18 +216,19 @@ class Replica:
         if self._follower is None:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         before = self.version
-        self._settle()
-        if before is not None and self.version is None:
+        if self._settle():
             logger.warning("The weights in memory are not those of version %d any more; the next sync loads others.", before)
         return self.version is not None
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
+        """Audit the weights; return whether they turned out not to be those of `version`, which is None then."""
         assert self._follower is not None
-        self._follower.memory.audit()
-        self._follower.settle(model_fingerprint(self._follower.memory.fingerprints))
+        before = self.version
+        self._follower.settle()
+        return before is not None and self.version is None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights by checkpoint name. They are the live ones: the next `sync` changes them in place; clone to keep."""
+        """Return the live weights by checkpoint name. The next `sync` changes them in place; clone what you keep."""
         if self.version is None:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         return dict(self._tensors)

@@ -1,4 +1,4 @@
-"""What a tensor is here: its spec, its bits, their fingerprint, and the patches that change them. No I/O."""
+"""Tensors: their specs, bits and fingerprints, and the patches that change them. No I/O."""
 
 from __future__ import annotations
 

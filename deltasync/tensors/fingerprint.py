@@ -4,9 +4,9 @@
     F(model)  = sum over its tensors of F(tensor)        modulo 2**64
 
 h is splitmix64's finalizer over the flat checkpoint index and the bit pattern (`kernels.reference.cell_hash`).
-Sums over shards add up to the whole, and writing element i adds h(new) - h(old). h is not linear in the bits on purpose:
-were it mix(i) * bits(i), adding the same step to a wrong old value would change F as if the old value had been right
-(see docs/decisions/0002-fingerprint.md). It detects faults, not attackers.
+Sums over shards add up to the whole, and writing element i adds h(new) - h(old). h must not be linear in the bits: with
+mix(i) * bits(i), adding a step to a wrong old value would change F as if the old value had been right
+(docs/decisions/0002-fingerprint.md). It detects faults, not attackers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MASK = (1 << 64) - 1
 
 
 def tensor_key(name: str) -> int:
-    """The 64-bit key of a tensor: the first 8 bytes, little-endian, of the sha256 of its UTF-8 name."""
+    """Return a tensor's 64-bit key: the first 8 bytes, little-endian, of the sha256 of its UTF-8 name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
 
 def to_hex(value: int) -> str:
-    """16 lower-case hexadecimal digits."""
+    """Return 16 lower-case hexadecimal digits."""
     return f"{value & MASK:016x}"

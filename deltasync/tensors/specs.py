@@ -1,4 +1,4 @@
-"""What the stages hand to each other: specs and patches of tensors.
+"""Specs of tensors, and the patches that all stages hand to each other.
 
 Shape suffixes: N elements of a tensor, K changed elements of it.
 """
@@ -28,35 +28,35 @@ _DTYPES = {
     "int64": (8, "I64"),
 }
 ITEM_BYTES = {name: size for name, (size, _) in _DTYPES.items()}
-"""Bytes of one element, by torch's name of the dtype without the prefix."""
+"""Bytes of one element, by torch's name of the dtype without `torch.`."""
 
 SAFETENSORS_DTYPES = {name: entry for name, (_, entry) in _DTYPES.items()}
-"""What safetensors calls each of these dtypes."""
+"""The name that safetensors has for each of these dtypes."""
 
 
 def index_dtype(element_count: int) -> np.dtype:
-    """The dtype of flat indices into a tensor: int32, from 2**31 elements on int64."""
+    """Return the dtype of flat indices into a tensor: int32, or int64 from 2**31 elements on."""
     return np.dtype(np.int32 if element_count < 1 << 31 else np.int64)
 
 
 Region = tuple[int, tuple[tuple[int, int], ...]]
-"""Elements of a flat tensor: the first one, then (size, stride) of each dimension, the largest stride first."""
+"""Elements of a flat tensor: the index of the first, then (size, stride) of each dimension, the largest stride first."""
 
 
 def region_size(region: Region) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return math.prod(size for size, _ in region[1])
 
 
 def region_end(region: Region) -> int:
-    """Where the flat tensor goes on behind the region's last element; its first, if it has none."""
+    """Return the index behind the region's last element; the region's offset if it is empty."""
     offset, dims = region
     return offset + 1 + sum((size - 1) * stride for size, stride in dims) if region_size(region) else offset
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype (torch's name without the prefix) and shape of a checkpoint tensor."""
+    """Name, dtype (torch's name without `torch.`) and shape of a checkpoint tensor."""
 
     name: str
     dtype: str
@@ -87,12 +87,12 @@ class TensorSpec:
 
 
 def weight_elements(specs: Iterable[TensorSpec]) -> int:
-    """Elements of a model's weights."""
+    """Return the number of elements of a model."""
     return sum(spec.element_count for spec in specs)
 
 
 def weight_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of a model's weights."""
+    """Return the number of bytes of a model's weights."""
     return sum(spec.nbytes for spec in specs)
 
 
@@ -104,8 +104,8 @@ class Patch:
         name: Checkpoint name of the tensor.
         index_K: int32 or int64 (`index_dtype`), flat checkpoint indices, strictly ascending; None when `data` covers the
             whole tensor.
-        data: Unsigned bit patterns, of shape K, or of shape N where `index_K` is None.
-        absolute: `data` holds new bit patterns; otherwise steps, new minus old modulo 2**width.
+        data: Unsigned integers, of shape K, or of shape N where `index_K` is None.
+        absolute: Whether `data` holds new bit patterns; otherwise it holds steps, new minus old modulo 2**width.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Patch:
 
     @classmethod
     def steps(cls, spec: TensorSpec, at_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Patch:
-        """The steps at positions of a range of a tensor that begins at flat index `start`."""
+        """Make a patch of steps, at positions in a range of the tensor that begins at flat index `start`."""
         index_K = at_K.astype(index_dtype(spec.element_count), copy=False)
         return cls(spec.name, index_K + index_K.dtype.type(start) if start else index_K, step_K, absolute=False)
 
@@ -125,7 +125,7 @@ class Patch:
         return int(self.data.size)
 
     def apply(self, bits_N: np.ndarray) -> None:
-        """Change the whole tensor's unsigned bit patterns in place."""
+        """Apply this patch in place to the whole tensor's unsigned bit patterns."""
         if self.index_K is None:
             bits_N[:] = self.data
         elif self.absolute:

@@ -131,7 +131,7 @@ def _copying(original: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
                 yield copy
 
     def commit(self: LiveMemory, staged: Staged) -> Any:
-        object.__setattr__(staged, "copies", Copies(staged.copies))
+        staged.copies = Copies(staged.copies)  # type: ignore[assignment]
         return original(self, staged)
 
     return commit

@@ -202,8 +202,8 @@ def hang(*arguments):
     print("hangs", flush=True)
     time.sleep(1000)
 
-def hang_half_way(memory, staged):
-    exchange(memory, staged)
+def hang_half_way(memory, staged, done):
+    exchange(memory, staged, done)
     hang()
 
 exchange = LiveMemory._exchange

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -382,6 +383,32 @@ def test_an_interrupt_leaves_the_gate_open(memory_url: str) -> None:
             hook.remove()
             following.wait(trainer.publish(), PATIENCE_S)
             assert_same_bits(model.state_dict(), trainer.published[2])
+
+
+def test_an_interrupt_of_a_commit_that_waits_leaves_the_gate_open(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            trainer.publish()
+            changed = following._gate._changed
+            with (
+                mock.patch.object(changed, "wait_for", side_effect=KeyboardInterrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                following.sync()
+            assert _computes(following, model)
+            assert following.sync() == 2
+            assert_same_bits(model.state_dict(), trainer.published[2])
+
+
+def test_closing_twice_is_closing_once(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url) as following:
+            following.close()
+        assert "forward" not in vars(model)
 
 
 def _computes(following: Following, model: Any) -> bool:

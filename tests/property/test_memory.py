@@ -345,7 +345,7 @@ def test_live_memory_that_changed_since_staging_is_left_alone() -> None:
 def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() -> None:
     memory, _, patches = _two_tensors()
     report = memory.commit(memory.stage([(Patch("a", None, np.ones(3, np.uint16), absolute=True), 0), patches[1]]))
-    report.staged.copies[0].pieces[0][1].resize_(2)
+    report.copies[0].pieces[0][1].resize_(2)
     with pytest.raises(CommitError):
         memory.rollback(report)
 

@@ -160,7 +160,7 @@ class TestHanded:
 
     def test_bits_that_nobody_knows_are_settled_first(self, of: WorkerReplica, url: str) -> None:
         stored = ChannelReader(open_store(url)).numbered(1)
-        of._follower.doubt()
+        of._follower.settled = False
         assert of._stage(handed([stored])) == Work("unsettled")
 
 
