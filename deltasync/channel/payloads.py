@@ -20,7 +20,10 @@ from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError,
 from deltasync.kernels import cpu
 from deltasync.tensors import Patch, TensorSpec, fingerprint
 
-_FILES_AHEAD = 4
+_PARTS_AHEAD = 4
+
+FILES_AHEAD = 2
+"""Weight files that are fetched and checked, each by a thread, while one is used."""
 
 
 def fetch(reader: ChannelReader, stored: Stored) -> list[tuple[str, bytes]]:
@@ -66,7 +69,7 @@ def weights(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, np.nda
         yield from _reference_weights(reader, record.version, record.reference)
         return
     missing = dict(reader.specs)
-    for file, data in _files(reader, stored, 2):
+    for file, data in _files(reader, stored, FILES_AHEAD):
         with _naming(file.key):
             for name, bits_N, expected in read_weights(data, reader.specs):
                 if missing.pop(name, None) is None:
@@ -120,7 +123,7 @@ def _payloads(reader: ChannelReader, stored: Stored) -> Iterator[tuple[str, byte
         data = reader.fetch(File(key=stored.key, bytes=stored.size, sha256=stored.sha256))
     if _has_payload(data):
         yield stored.key, data
-    for file, part in _files(reader, stored, _FILES_AHEAD):
+    for file, part in _files(reader, stored, _PARTS_AHEAD):
         yield file.key, part
 
 

@@ -39,6 +39,7 @@ class _Kept(threading.local):
     def __init__(self) -> None:
         self.rows: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
         self.left = np.empty(0, np.uint8)
+        self.others = 0  # see `beside`
 
 
 _kept = _Kept()
@@ -291,12 +292,25 @@ def threads(task_count: int) -> Iterator[None]:
     """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
     with _alone if threading_layer() == "workqueue" else contextlib.nullcontext():
         before = get_num_threads()
-        wanted = max(1, task_count if _most is None else min(task_count, _most))
-        set_num_threads(min(wanted, before))
+        most = before - _kept.others
+        set_num_threads(max(1, min(task_count, most if _most is None else min(most, _most))))
         try:
             yield
         finally:
             set_num_threads(before)
+
+
+@contextlib.contextmanager
+def beside(others: int) -> Iterator[None]:
+    """Leave a core to each of `others` threads while this thread runs kernels, which take one core at least.
+
+    A kernel's threads spin while they wait for each other: where cores are too few, that costs more than they save.
+    """
+    before, _kept.others = _kept.others, others
+    try:
+        yield
+    finally:
+        _kept.others = before
 
 
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:

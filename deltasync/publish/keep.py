@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from deltasync import housekeeping
+from deltasync import housekeeping, kernels
 from deltasync.channel import anchors, keys
 from deltasync.channel.documents import Anchor, Delta, File, Version
 from deltasync.channel.reading import ChannelReader
@@ -59,7 +59,10 @@ class Keeper:
         log, stored = self._log, list[Future[File]]()
         folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
         companions = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
-        with ThreadPoolExecutor(_STORED_AT_ONCE, thread_name_prefix="deltasync-anchor") as pool:
+        with (
+            kernels.cpu.beside(_STORED_AT_ONCE),
+            ThreadPoolExecutor(_STORED_AT_ONCE, thread_name_prefix="deltasync-anchor") as pool,
+        ):
             for name, data in weights.files:
                 if len(stored) >= _STORED_AT_ONCE:
                     stored[-_STORED_AT_ONCE].result()  # so that no more are in memory

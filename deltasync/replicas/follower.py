@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from deltasync import codec
+from deltasync import codec, kernels
 from deltasync.channel import payloads
 from deltasync.channel.documents import Version
 from deltasync.channel.plan import goes_back
@@ -102,7 +102,8 @@ class Follower:
                         self.version, self.settled = None, False
                         if stored.use_anchor:
                             self._loaded.clear()
-                            self.memory.load(payloads.weights(self.reader, stored))
+                            with kernels.cpu.beside(payloads.FILES_AHEAD):
+                                self.memory.load(payloads.weights(self.reader, stored))
                         else:
                             patches = payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got)
                             wanted |= self.memory.patch(patches)

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from numba import get_num_threads
+
+from deltasync.kernels import cpu
 
 PUBLISH_AND_FOLLOW = """
 import ctypes
@@ -36,3 +39,18 @@ def test_torch_keeps_its_threads_and_starts_none_inside_of_others() -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["omp", "1", "0"]
+
+
+def test_cores_are_left_to_other_threads_while_they_are_at_work() -> None:
+    def used(tasks: int) -> int:
+        with cpu.threads(tasks):
+            return get_num_threads()
+
+    cores = used(1 << 20)
+    with cpu.beside(cores - 1):
+        assert used(1 << 20) == 1
+        with cpu.beside(0):
+            assert used(1 << 20) == cores
+        with cpu.beside(1000):
+            assert used(1 << 20) == 1
+    assert used(1 << 20) == cores
