@@ -281,7 +281,7 @@ def filled(
 
     Args:
         store: Where.
-        states: Of the versions, from 1 on; the first is an anchor, the others are deltas.
+        states: Weights of the versions, from 1 on; the first is an anchor, the others are deltas.
         anchors: Versions whose anchor is announced beside the log.
         parts: Versions whose payload is in parts.
         seals: Versions after which the log is sealed and an epoch begins.

@@ -32,8 +32,8 @@ class Compiled:
     """A kernel for one set of arguments.
 
     Attributes:
-        name: Of the kernel.
-        registers: Of each thread (vector registers where there are scalar ones too).
+        name: Name of the kernel.
+        registers: Registers of each thread (vector registers where there are scalar ones too).
         spilled: Bytes or registers of each thread that did not fit.
         code: As assembly: PTX, or AMD's.
     """

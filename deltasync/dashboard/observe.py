@@ -33,9 +33,9 @@ class Observer:
     """Observes one channel from outside. A look reads head, each heartbeat and new documents, and lists now and then.
 
     Args:
-        store: The channel's.
+        store: The channel's store.
         last: How many of the newest versions to read.
-        heat: Of how many of the newest versions `read_headers` reads the headers of payloads.
+        heat: How many of the newest versions `read_headers` reads payload headers of.
         trusted_keys: See `ChannelReader`.
     """
 

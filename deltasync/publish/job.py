@@ -20,8 +20,8 @@ GROUP_CHANGED = 1 << 20
 """Changed elements that make a group, which is encoded, and stored as a part, by itself."""
 
 GROUPS_AHEAD = 8
-"""How many groups are encoded together while later tensors are still compared. Encoding takes cores from comparing, which
-the trainer waits for, so fewer groups wait until all tensors are compared.
+"""How many groups are handed over together, to be encoded while later tensors are still compared. Encoding takes cores from
+comparing, which the trainer waits for; groups that are fewer are encoded when all tensors are compared.
 """
 
 Group = list[Patch]

@@ -24,7 +24,7 @@ class Sessions:
     """Games by episode id. Not thread-safe: for one event loop.
 
     Args:
-        words: Of all games.
+        words: The words of all games.
         limit: Most games at a time.
         idle_s: A game not used for so long may be given up.
         clock: Seconds, monotonic.

@@ -70,7 +70,7 @@ class Row:
         noticed: By what.
         back: What brings everything back.
         run: Does it.
-        marks: Of its test.
+        marks: Marks of its test.
     """
 
     part: str

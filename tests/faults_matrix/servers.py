@@ -34,7 +34,7 @@ class Supervised:
     """A server that is started again when it has ended.
 
     Attributes:
-        folder: Of its channel, checkpoint and log.
+        folder: Holds its channel, checkpoint and log.
         workers: Tensor-parallel ones.
         starts: How often it was started.
     """

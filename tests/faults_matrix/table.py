@@ -27,7 +27,7 @@ def enter(results: Path, row: Row, seen: Seen, folder: Path) -> None:
         results: The file.
         row: Which.
         seen: What came of it.
-        folder: Of the test, which the file does not need to name.
+        folder: The test's folder, which the file does not need to name.
     """
     found = {each["fault"]: each for each in rows(results)}
     found[row.fault] = _entry(row, seen.times, _said(seen.said, folder), seen.recovered_s)

@@ -41,7 +41,7 @@ def summarize(
         counters: See `firewall`.
         uploads: Bytes from trainer to bucket when a version was out.
         joined_at: The version that was out when the replicas in host memory joined.
-        shape: Of the lines.
+        shape: Delay and rate of the lines.
         checks: Taken over as they are.
     """
     published = list(report.read_lines(folder / "published.jsonl"))

@@ -14,11 +14,11 @@ class Endless:
 
     Args:
         announced: The value of Content-Length, and what may follow it in the head.
-        piece: Of the body, sent over and over.
+        piece: A piece of the body, sent over and over.
 
     Attributes:
         url: Where it listens.
-        sent_bytes: Of bodies.
+        sent_bytes: Bytes sent of bodies.
     """
 
     def __init__(self, announced: bytes, piece: bytes) -> None:

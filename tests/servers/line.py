@@ -32,7 +32,7 @@ class Line:
 
     Args:
         target: Host and port of the server.
-        shape: Of the line; may be changed at any time.
+        shape: Delay and rate of the line; may be changed at any time.
     """
 
     def __init__(self, target: tuple[str, int], shape: Shape) -> None:

@@ -27,7 +27,7 @@ class Exchange:
     """One request and its reply as the client saw it. Byte counts are of whole messages, headers included.
 
     Attributes:
-        status: Of the reply, 0 if there was none.
+        status: Status of the reply, 0 if there was none.
         fault: Name of the fault that struck, empty if the exchange was honest.
         connection: Number of the client's connection, from 1.
     """

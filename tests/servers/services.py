@@ -26,8 +26,8 @@ class Service:
     """A store behind a proxy.
 
     Attributes:
-        url: Of a channel, through the proxy.
-        direct: Of the same channel, without it.
+        url: URL of a channel, through the proxy.
+        direct: URL of the same channel, without it.
         steps: Name of a step to method, path and query of its requests, as `FaultProxy.strike` takes them.
     """
 

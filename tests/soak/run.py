@@ -244,7 +244,7 @@ def failures(result: dict[str, Any], versions: int, growth: float = 0.05) -> lis
     """What is not as it should be.
 
     Args:
-        result: Of a run. After its warm-up, what is no memory may grow by a quarter.
+        result: The result of a run. After its warm-up, what is no memory may grow by a quarter.
         versions: Least number of them.
         growth: Most growth of a process's memory.
     """

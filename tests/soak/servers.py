@@ -188,7 +188,7 @@ class _Fleet(Cast):
     Args:
         soak: What to run.
         checkpoint: That the servers load.
-        url: Of the channel, through the proxy.
+        url: URL of the channel, through the proxy.
         direct: The channel itself.
     """
 

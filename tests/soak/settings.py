@@ -30,7 +30,7 @@ class Soak:
         warm_up_s: What is flat is flat from then on.
         sample_s: Between two looks at the processes.
         trouble_s: Between two times that the store is away or a process is stopped, on average.
-        seed: Of all chance.
+        seed: Seed of everything random.
         chaos: Processes are also killed and started again, second writers come and go, the channel is restored from a
             backup once, and its disk is filled where a small one can be mounted.
     """
