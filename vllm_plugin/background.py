@@ -17,7 +17,7 @@ from deltasync.channel.record import Stored
 from deltasync.errors import DeltaSyncError, TransientStoreError
 from deltasync.replicas import Course, Pin, Poll
 from deltasync.stores import ObjectInfo, Store
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 from vllm_plugin.messages import Status
 
 _FIELDS = [field.name for field in dataclasses.fields(Heartbeat) if field.name != "time_s"]

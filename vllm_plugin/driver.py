@@ -40,9 +40,9 @@ from deltasync.errors import (
 from deltasync.replicas import NEWEST, Course, Pin, Poll
 from deltasync.stores import ObjectInfo
 from deltasync.stores.cache import CachedStore, behind_cache
+from vllm_plugin import logger
 from vllm_plugin.background import Beats, Scout
 from vllm_plugin.engine import Engine
-from vllm_plugin.log import logger
 from vllm_plugin.messages import Commit, Committed, Failure, Status
 from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses

@@ -33,10 +33,9 @@ from fastapi.responses import HTMLResponse, Response
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, redacted
 from deltasync.replicas import Pin
-from vllm_plugin import compat
+from vllm_plugin import compat, logger
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.engine import is_salted
-from vllm_plugin.log import logger
 from vllm_plugin.messages import PinTo, Status, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import other_pauses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 
 class Engine(Protocol):
@@ -14,7 +14,7 @@ class Engine(Protocol):
     engine_core: Any
 
     async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
-        """Call a method of every worker; the replies in the order of their ranks."""
+        """Call a method of every worker. Returns the replies in the order of their ranks."""
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""
@@ -23,33 +23,33 @@ class Engine(Protocol):
         """Pause generation between two steps."""
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume generation."""
 
     async def update_weight_version(self, version: str) -> None:
-        """Name the weights, which labels tokens and keeps the prefix cache apart."""
+        """Set the weight version, which labels tokens and keeps the prefix cache apart."""
 
 
 class IdleEngine:
-    """Base of engines that generate nothing while a call of the driver runs; a subclass has `collective_rpc`."""
+    """Base of engines that generate nothing during a call of the driver. A subclass has `collective_rpc`."""
 
     engine_core: Any = None
 
     async def is_paused(self) -> bool:
-        """Never by others."""
+        """Return False: nobody else pauses."""
         return False
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def resume_generation(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def update_weight_version(self, version: str) -> None:
-        """Nobody is told."""
+        """Do nothing."""
 
 
 async def call_workers(engine: Engine, method: str, args: tuple[object, ...]) -> list[Any]:
-    """Call a method of the workers of all engines. vLLM's client does too, but tells only what the first one's reply."""
+    """Call a method of the workers of all engines. vLLM's own RPC returns the replies of the first engine only."""
     if len(getattr(engine.engine_core, "core_engines", ())) < 2:
         return await engine.collective_rpc(method, args=args)
     by_engine = await _call_engines(engine, "collective_rpc", method, None, args, None)
@@ -61,7 +61,7 @@ async def is_salted(engine: Engine) -> bool:
     try:
         salted = await _call_engines(engine, "deltasync_salts")
     except Exception:  # of any class: vLLM's for an engine that has no such method
-        logger.exception("deltasync asked an engine about its prefix cache")
+        logger.exception("deltasync could not ask an engine about its prefix cache")
         return False
     return bool(salted) and all(salted)
 

@@ -23,7 +23,7 @@ from deltasync.errors import (
 )
 from deltasync.live import Parts
 from deltasync.tensors import Region
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 _T = TypeVar("_T")
 

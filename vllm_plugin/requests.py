@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 from vllm_plugin.versions import PATHS
 
 

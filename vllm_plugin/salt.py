@@ -18,7 +18,7 @@ import secrets
 from collections import OrderedDict
 from typing import Any
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 SESSION = "deltasync-session:"
 """A `cache_salt` that begins so names the version of its session, then, behind another colon, the request's own salt."""

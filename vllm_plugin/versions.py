@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 from vllm_plugin.salt import SESSION, number_of
 
 HEADER = "x-deltasync-versions"

@@ -34,8 +34,8 @@ from deltasync.live import LiveMemory
 from deltasync.replicas.follower import CommittedVersion, Follower, StagedVersion
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
+from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
-from vllm_plugin.log import logger
 from vllm_plugin.messages import Audit, Committed, Failure, Handed, Live, Work
 
 CALLS = frozenset(

@@ -16,9 +16,9 @@ from deltasync.errors import ApplyError, CommitError, printable
 from deltasync.live import combine, model_fingerprint
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import signed_view
+from vllm_plugin import logger
 from vllm_plugin.engine import Engine, call_workers
 from vllm_plugin.load import proof
-from vllm_plugin.log import logger
 from vllm_plugin.messages import Committed, Failure, Handed, Live, Reason, Work, gravest, parse
 
 _T = TypeVar("_T")

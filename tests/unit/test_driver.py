@@ -507,7 +507,7 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
                 "offload_config",
                 SimpleNamespace(offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)),
             ),
-            "prefetch offloading",
+            "Prefetch offloading",
         ),
         (
             lambda e: setattr(e.vllm_config, "weight_transfer_config", SimpleNamespace(backend="deltasync")),

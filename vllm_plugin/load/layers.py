@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 
 def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
