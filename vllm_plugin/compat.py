@@ -123,7 +123,7 @@ def minor_of(version: str) -> str:
 
 
 def missing(uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
-    """Return the uses that this minor version lacks. `arguments_of` returns a parameter list, and raises for what is missing."""
+    """Return the uses that this minor version lacks. `arguments_of` lists parameters, and raises for what is missing."""
     wrong = []
     for use in uses:
         if VERSIONS.index(use.since) > VERSIONS.index(minor):
