@@ -1,6 +1,6 @@
 """One worker's part of a replica: the load plan, a follower over the live parameters, and background work.
 
-vLLM runs RPCs on the thread that runs the engine's steps. So long work runs in another thread while tokens are generated, and
+vLLM runs RPCs on the thread of the engine's steps. So long work runs in another thread while tokens are generated, and
 RPCs only start it, poll it, or commit. Each of several workers has a shard; the driver adds up their fingerprints and sends
 all of them the sum.
 """
@@ -204,7 +204,7 @@ class WorkerReplica:
     def commit(self, alone: bool) -> Committed:
         """Write the staged version into the live parameters.
 
-        A worker that is `alone` also confirms the bits, or rolls back. Several need `confirm` or `undo` before the next step.
+        A worker that is `alone` also confirms the bits, or rolls back. Others need `confirm` or `undo` before the next step.
         """
         staged, self._staged = self._staged, None
         assert staged is not None
