@@ -64,8 +64,6 @@ class AdapterDriver(Driver):
         ConfigError: the adapter has the name of a served model.
     """
 
-    _engine: Any  # vLLM's, of which it needs more than `Engine`
-
     def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics, models: Any) -> None:
         super().__init__(engine, settings, metrics)
         assert settings.adapter is not None

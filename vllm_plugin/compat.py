@@ -154,8 +154,10 @@ def refusal(vllm_config: Any, args: Any) -> str | None:
     if vllm_config.parallel_config.enable_eplb:
         return "--enable-eplb moves experts to other places at run time, where deltas would not find them: leave it out."
     offload, load = getattr(vllm_config, "offload_config", None), vllm_config.load_config
-    backend = None if offload is None else offload.offload_backend
-    if backend == "prefetch" or (backend == "auto" and offload.prefetch.offload_group_size > 0):
+    if offload is not None and (
+        offload.offload_backend == "prefetch"
+        or (offload.offload_backend == "auto" and offload.prefetch.offload_group_size > 0)
+    ):
         return "Prefetch offloading refills weights from copies that deltas do not reach: use --cpu-offload-gb, or neither."
     if load.load_format == "ipc_cache" and (load.model_loader_extra_config or {}).get("mode") != "copy":
         return (

@@ -1,38 +1,20 @@
-"""vLLM's engine client, as far as deltasync uses it."""
+"""vLLM's engine client: stand-ins for it, and calls that go past it to all engines behind it."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_plugin import logger
 
 
-class Engine(Protocol):
-    """What the driver calls. `engine_core` is vLLM's own client behind it, None where there is none."""
-
-    engine_core: Any
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
-        """Call a method of every worker. Returns the replies in the order of their ranks."""
-
-    async def is_paused(self) -> bool:
-        """Whether generation is paused."""
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        """Pause generation between two steps."""
-
-    async def resume_generation(self) -> None:
-        """Resume generation."""
-
-    async def update_weight_version(self, version: str) -> None:
-        """Set the weight version, which labels tokens and keeps the prefix cache apart."""
-
-
 class IdleEngine:
-    """Base of engines that generate nothing during a call of the driver. A subclass has `collective_rpc`."""
+    """Stands in for vLLM's engine client where nothing is generated while the driver runs: all that the driver calls.
 
-    engine_core: Any = None
+    A subclass has `collective_rpc`, which calls a method of every worker and returns the replies in the order of ranks.
+    """
+
+    engine_core: Any = None  # vLLM's own client behind its engine client
 
     async def is_paused(self) -> bool:
         """Return False: nobody else pauses."""
@@ -45,18 +27,18 @@ class IdleEngine:
         """Do nothing."""
 
     async def update_weight_version(self, version: str) -> None:
-        """Do nothing."""
+        """Do nothing with the version, which elsewhere labels tokens and keeps the prefix cache apart."""
 
 
-async def call_workers(engine: Engine, method: str, args: tuple[object, ...]) -> list[Any]:
+async def call_workers(engine: Any, method: str, args: tuple[object, ...]) -> list[Any]:
     """Call a method of the workers of all engines. vLLM's own RPC returns the replies of the first engine only."""
     if len(getattr(engine.engine_core, "core_engines", ())) < 2:
-        return await engine.collective_rpc(method, args=args)
+        return list(await engine.collective_rpc(method, args=args))
     by_engine = await _call_engines(engine, "collective_rpc", method, None, args, None)
     return [reply for replies in by_engine for reply in replies]
 
 
-async def is_salted(engine: Engine) -> bool:
+async def is_salted(engine: Any) -> bool:
     """Whether all engines keep their prefix cache apart by version, see `vllm_plugin.salt`."""
     try:
         salted = await _call_engines(engine, "deltasync_salts")
@@ -66,6 +48,6 @@ async def is_salted(engine: Engine) -> bool:
     return bool(salted) and all(salted)
 
 
-async def _call_engines(engine: Engine, method: str, *args: object) -> list[Any]:
+async def _call_engines(engine: Any, method: str, *args: object) -> list[Any]:
     core = engine.engine_core
     return await asyncio.gather(*(core._call_utility_async(method, *args, engine=each) for each in core.core_engines))

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_plugin.engine import Engine
 from vllm_plugin.messages import is_safe
 
 _PATHS = ("/pause", "/resume", "/sleep", "/wake_up")
@@ -28,7 +28,7 @@ class Pauses:
         used: Whether another client has used the switch. The driver resets it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._others = 0
         self._by_another = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from deltasync.live import combine, model_fingerprint
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import signed_view
 from vllm_plugin import logger
-from vllm_plugin.engine import Engine, call_workers
+from vllm_plugin.engine import call_workers
 from vllm_plugin.load import proof
 from vllm_plugin.messages import Audit, Committed, Failure, Handed, Live, Reason, Work, gravest, parse
 
@@ -36,7 +36,7 @@ class Workers:
         fingerprints: Each tensor's fingerprint over all workers, as of the last audit, or commit of several workers.
     """
 
-    def __init__(self, engine: Engine, reader: ChannelReader) -> None:
+    def __init__(self, engine: Any, reader: ChannelReader) -> None:
         self._engine = engine
         self._reader = reader
         self._regions: list[dict[str, list[Region]]] = []  # which elements of each tensor each worker holds
