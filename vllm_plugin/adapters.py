@@ -37,7 +37,7 @@ from deltasync.replicas import Follower, Pin
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin.driver import HISTORY, Driver
-from vllm_plugin.messages import Committed, Status
+from vllm_plugin.messages import CommitReply, Status
 from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
 
 KEPT = 2
@@ -179,7 +179,7 @@ class AdapterDriver(Driver):
         self._models.lora_requests[self._adapter] = self._models.lora_requests[name]
         self._served.append(name)
         self.identity, self._served_s = version, time.monotonic()
-        done = Committed(ahead.changed, written - ahead.begun_s, 0.0, time.perf_counter() - written)
+        done = CommitReply(ahead.changed, written - ahead.begun_s, 0.0, time.perf_counter() - written)
         self._committed(ahead.way, done, generated_tokens() - ahead.tokens_before, ahead.running, 0.0)
 
     def _write(self, folder: Path) -> None:

@@ -42,7 +42,7 @@ from deltasync.stores import ObjectInfo
 from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin import logger
 from vllm_plugin.background import Beats, Scout
-from vllm_plugin.messages import Commit, Committed, Failure, Status
+from vllm_plugin.messages import Commit, CommitReply, Failure, Status
 from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.workers import Workers
@@ -342,11 +342,11 @@ class Driver:
         """Have the workers stage a way. Returns False if one does not know its bits, which the next look settles."""
         self._state = "staging"
         replies = await self._workers.stage(way)
-        failed = [(reply.failure, reply.blamed) for reply in replies if reply.failure is not None]
-        if not failed:
+        failures = [reply.failure for reply in replies if reply.failure is not None]
+        if not failures:
             return all(reply.state == "staged" for reply in replies)
-        failure = failed[0][0]
-        blamed = [key for _, key in failed if key is not None]
+        failure = failures[0]
+        blamed = [reply.blamed for reply in replies if reply.blamed is not None]
         self._scout.failed((way, blamed[0], failure.message) if blamed else None)
         reference = way[0].record.reference
         if reference is not None and self.identity is None:
@@ -372,7 +372,7 @@ class Driver:
         self._committed(way, done, generated_tokens() - tokens_before, running, self.pauses.last_s)
         self._report("serving", None)
 
-    def _committed(self, way: Sequence[Stored], done: Committed, tokens: int, running: int, pause_s: float) -> None:
+    def _committed(self, way: Sequence[Stored], done: CommitReply, tokens: int, running: int, pause_s: float) -> None:
         """Record a commit in the status, the metrics and the log."""
         self._step = way[-1].record.step
         commit = Commit(

@@ -110,11 +110,10 @@ class Live(msgspec.Struct):
     version: Version | None
 
 
-class Committed(msgspec.Struct):
+class CommitReply(msgspec.Struct):
     """Result of a commit in one worker, or in all together. `Commit` explains the fields.
 
-    Attributes:
-        parts: The fingerprints of the worker's segments of the changed tensors; empty if it is the only worker.
+    `parts` has the fingerprints of the worker's segments of the changed tensors; empty if it is the only worker.
     """
 
     changed: int

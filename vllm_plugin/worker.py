@@ -36,7 +36,7 @@ from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
 from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
-from vllm_plugin.messages import Audit, Committed, Failure, Handed, Live, Work
+from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset(
     ("settled", "poll", "audit", "prove", "settle", "identified", "stage", "commit", "confirm", "undo", "read")
@@ -201,7 +201,7 @@ class WorkerReplica:
             return Work("failed", failure=Failure.of(error), blamed=failed if is_blamed else None)
         return Work("staged")
 
-    def commit(self, alone: bool) -> Committed:
+    def commit(self, alone: bool) -> CommitReply:
         """Write the staged version into the live parameters.
 
         A worker that is `alone` also confirms the bits, or rolls back. Others need `confirm` or `undo` before the next step.
@@ -217,14 +217,12 @@ class WorkerReplica:
         if alone:
             self.confirm(None, None)
         report = committed.report
-        return Committed(staged.staged.changed, staged.stage_s, report.scatter_s, reload_s, {} if alone else report.parts)
+        return CommitReply(staged.staged.changed, staged.stage_s, report.scatter_s, reload_s, {} if alone else report.parts)
 
     def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
         """Compare the committed bits with the published fingerprints, and roll them back if they differ.
 
-        Args:
-            fingerprints: Those of the changed tensors, over all workers; None if this is the only one.
-            total: That of the model, likewise.
+        The arguments are those of the changed tensors and of the model, over all workers; None if this is the only one.
         """
         committed, self._committed = self._committed, None
         assert committed is not None

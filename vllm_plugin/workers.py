@@ -19,7 +19,7 @@ from deltasync.tensors.bits import signed_view
 from vllm_plugin import logger
 from vllm_plugin.engine import call_workers
 from vllm_plugin.load import proof
-from vllm_plugin.messages import Audit, Committed, Failure, Handed, Live, Reason, Work, gravest, parse
+from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Reason, Work, gravest, parse
 
 _T = TypeVar("_T")
 _NOTHING = type(None)
@@ -115,7 +115,7 @@ class Workers:
         """Have all workers stage a way while tokens are generated. Returns what each ended with."""
         return await self._work("stage", handed(way))
 
-    async def commit(self) -> Committed:
+    async def commit(self) -> CommitReply:
         """Commit what is staged, on all workers or on none. Call while generation is paused.
 
         Returns the longest times, and the sum of the changed elements.
@@ -124,7 +124,7 @@ class Workers:
             DeltaSyncError: the commit failed; `is_safe` tells whether the old bits are live again.
         """
         alone = len(self._regions) == 1
-        replies = await self._replies(Committed, "commit", alone)
+        replies = await self._replies(CommitReply, "commit", alone)
         if not alone and any(isinstance(reply, Failure) for reply in replies):
             _check_undone(await self._replies(_NOTHING, "undo"))
         done = _succeeded(replies)
@@ -136,7 +136,7 @@ class Workers:
                 _check_undone(confirmed)
             _succeeded(confirmed)
             self.fingerprints = fingerprints
-        return Committed(
+        return CommitReply(
             changed=sum(each.changed for each in done),
             stage_s=max(each.stage_s for each in done),
             scatter_s=max(each.scatter_s for each in done),
