@@ -118,7 +118,7 @@ class Driver:
 
     @property
     def _stale(self) -> str | None:
-        """Return that the channel was not read for long, in one sentence, or None if it was."""
+        """Return since when the channel could not be read, in one sentence, or None if that is not long."""
         limit_s = max(STALE_S, STALE_POLLS * self._settings.poll_interval_s)
         since_s = min(self._last_look_s_ago or 0.0, time.monotonic() - self._served_s)
         if self.identity is None or self._state not in ("serving", "failed") or since_s <= limit_s:
