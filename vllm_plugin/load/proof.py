@@ -72,8 +72,8 @@ def verify(
 ) -> set[str]:
     """Compare live memory, as vLLM loaded it, with the checkpoint's `tensors` through the plan, bit by bit.
 
-    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape, and that
-    share no place with a compared one. Only a fingerprint can prove the plan for those.
+    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape, and
+    that share no place with a compared one. Only a fingerprint can prove the plan for those.
     """
     compared = set()
     for name, tensor in tensors:
