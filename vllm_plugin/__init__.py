@@ -2,11 +2,11 @@
 
     DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
 
-is all there is to type: the server follows the channel, tells so under /deltasync/ and /metrics, and keeps its prefix cache
-apart by version. Without DELTASYNC_CHANNEL nothing of vLLM is touched. Two other ways, for other purposes:
+The server then follows the channel, reports under /deltasync/ and /metrics, and keeps its prefix cache apart by version.
+Without DELTASYNC_CHANNEL nothing in vLLM is changed. Two other ways, for other purposes:
 
-    DELTASYNC_ADAPTER=policy                                       the channel is of an adapter, loaded as runtime LoRA
-    --weight-transfer-config '{"backend": "deltasync"}'            a trainer pushes by vLLM's own weight-transfer routes
+    DELTASYNC_ADAPTER=policy                               load the channel's adapter as runtime LoRA
+    --weight-transfer-config '{"backend": "deltasync"}'    let a trainer push through vLLM's own weight-transfer routes
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from deltasync.errors import ConfigError
-from vllm_plugin.log import logger
+from deltasync.errors import ConfigError, get_logger
 
 if TYPE_CHECKING:
     from vllm_plugin.extension import DeltaSyncWorkerExtension
@@ -28,15 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["DeltaSyncWorkerExtension", "follow", "register"]
 
-_LOADED_UNASKED = ("general", "io_processor", "platform", "stat_logger")
+logger = get_logger("vllm.vllm_plugin")
+"""The plugin's only logger. It is below vLLM's own, whose handlers and level it shares."""
+
+_LOADED_BY_DEFAULT = ("general", "io_processor", "platform", "stat_logger")
 """Kinds of plugins that vLLM loads unless VLLM_PLUGINS is set and does not name them."""
 
 
 def register() -> None:
-    """vLLM's general-plugin hook, called in every process of a server before the model is loaded; more than once is fine.
+    """Prepare this process for following. vLLM's general-plugin hook: called in every process before the model is loaded.
 
-    Where deltasync is not configured it only names the backend to vLLM, which imports it when it is chosen. It never raises:
-    a server that cannot be prepared for following starts without, and says so.
+    May be called more than once, and never raises: a server that cannot be prepared starts without following, and says so.
+    Where deltasync is not configured, it only names the weight-transfer backend to vLLM, which imports it when it is chosen.
     """
     try:
         _register()
@@ -50,7 +52,7 @@ def _register() -> None:
 
     with contextlib.suppress(ValueError):  # registered already
         weight_transfer.WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
-        if trainers := getattr(weight_transfer, "WeightTransferTrainerFactory", None):  # older ones have none
+        if trainers := getattr(weight_transfer, "WeightTransferTrainerFactory", None):  # missing in older versions
             trainers.register_engine("deltasync", "vllm_plugin.trainer_side", "DeltaSyncTrainerEngine")
     if not os.environ.get("DELTASYNC_CHANNEL"):
         return
@@ -68,20 +70,21 @@ def _register() -> None:
 
 
 def opt_in(environ: MutableMapping[str, str]) -> None:
-    """Have vLLM load our endpoint plugin, as it does only for those that VLLM_PLUGINS names, and all that it loads anyway.
+    """Set VLLM_PLUGINS in this environment, unless it is set, so that vLLM loads our endpoint plugin.
 
-    Changes the environment, which the processes that this one starts inherit, unless it names plugins already.
+    vLLM loads endpoint plugins only if VLLM_PLUGINS names them. The other plugins that it loads by default are named too.
+    Processes that this one starts inherit the variable.
     """
     if "VLLM_PLUGINS" not in environ:
-        names = {plugin.name for kind in _LOADED_UNASKED for plugin in entry_points(group=f"vllm.{kind}_plugins")}
+        names = {plugin.name for kind in _LOADED_BY_DEFAULT for plugin in entry_points(group=f"vllm.{kind}_plugins")}
         environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"deltasync"}))
 
 
 def _refuse_unfollowed() -> None:
-    """Have the engines of this process refuse requests until their `deltasync_attached` is set. Again is fine.
+    """Make vLLM's engines refuse requests until their `deltasync_attached` is set.
 
     The driver comes with vLLM's endpoint plugins. An application that makes an `AsyncLLM` without vLLM's own app may load
-    none, as Ray Serve LLM does by default; its engine would answer for ever with the weights that it was started with.
+    none, as Ray Serve LLM does by default. Its engine would serve the weights it started with for ever.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -1,9 +1,9 @@
-"""Follow a channel that holds an adapter: each version is loaded by vLLM's runtime LoRA, under a name of its own.
+"""Following a channel that holds an adapter: vLLM's runtime LoRA loads each version under a name of its own.
 
     next way -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the versions apart. The
-last versions can be asked for by name; older ones are unloaded once no request uses them.
+last versions can be requested by name. Older ones are unloaded once no request uses them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,24 +33,22 @@ from deltasync.errors import (
 )
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
-from deltasync.replicas import Course, Follower, Pin
+from deltasync.replicas import Follower, Pin
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
-from vllm_plugin.background import Scout
 from vllm_plugin.driver import HISTORY, Driver
-from vllm_plugin.engine import Engine
-from vllm_plugin.messages import Committed, Status
+from vllm_plugin.messages import CommitReply, Status
 from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
 
 KEPT = 2
-"""Newest versions that can be asked for by name."""
+"""How many of the newest versions can be requested by name."""
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_GRACE_S = 60.0  # a request may have looked up a version's name, and not be among the running ones yet
+_GRACE_S = 60.0  # for requests that have looked up a version's name and do not run yet
 
 
 class _Ahead(NamedTuple):
-    """A version on its way: by what, the tokens and requests of when it began, and how many elements it changed."""
+    """A version in the tensors that vLLM has not loaded yet, and what was noted when staging it began."""
 
     way: Sequence[Stored]
     tokens_before: int
@@ -59,57 +57,45 @@ class _Ahead(NamedTuple):
     changed: int
 
 
-class AdapterEngine(Engine, Protocol):
-    """vLLM's engine client, as far as adapters need more of it."""
-
-    output_processor: Any
-
-    async def is_sleeping(self) -> bool:
-        """Whether vLLM sleeps."""
-
-
 class AdapterDriver(Driver):
-    """Follows the channel of an adapter for one server, with vLLM's served models. No worker of vLLM is told of it.
+    """Follows the channel of an adapter for one server, through vLLM's served `models`. Workers take no part.
 
     Raises:
         ConfigError: the adapter has the name of a served model.
     """
 
-    _engine: AdapterEngine
-
-    def __init__(self, engine: AdapterEngine, settings: ReplicaSettings, metrics: Metrics, models: Any) -> None:
+    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics, models: Any) -> None:
         super().__init__(engine, settings, metrics)
         assert settings.adapter is not None
         if models.is_base_model(settings.adapter):
             raise ConfigError(f"The adapter cannot be named {settings.adapter}, as a model that vLLM serves.")
         self._adapter = settings.adapter
         self._models = models
-        self._course = Course(self._reader, settings.max_age_s)
-        self._scout = Scout(self._course)
         self._follower: Follower | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._config = b""
-        self._ahead: _Ahead | None = None  # what the tensors are, until vLLM has loaded it
+        self._ahead: _Ahead | None = None
         self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
         self._served: list[str] = []  # names of versions, oldest first
-        self._retired: dict[str, float] = {}  # when a version was last in use, of those that are not served by name
+        self._retired: dict[str, float] = {}  # when each version that is not served by name any more was last in use
 
     async def run(self) -> None:
-        """Follow until cancelled; then nothing is left on the disk."""
+        """Follow the channel until cancelled; then remove all files."""
         with self._root:
             await super().run()
 
     def status(self, commit_count: int = HISTORY) -> Status:
-        """As of any driver, and the names that requests may ask for."""
+        """Return the driver's status, with the model names that requests may use."""
         status = super().status(commit_count)
         status.adapters = [self._adapter, *reversed(self._served)] if self._served else []
         return status
 
     async def digest(self) -> dict[str, Any]:
-        """sha256 of every tensor in the files that vLLM loaded the newest version from."""
+        """Return the version served, and the sha256 of every tensor in the files that vLLM loaded it from."""
         async with self._busy:
             version = self.identity
-            tensors = {} if version is None else await asyncio.to_thread(_read, self._folder(self._versioned(version)))
+            path = None if version is None else self._folder(self._versioned(version)) / _WEIGHTS
+            tensors = {} if path is None else await asyncio.to_thread(load_file, path)
         sha256 = {name: sha256_hex(bits_of(tensor).data) for name, tensor in tensors.items()}
         return {"version": self.version, "sha256": sha256}
 
@@ -118,6 +104,7 @@ class AdapterDriver(Driver):
         return None if self._follower is None else self._follower.version
 
     async def _follow_once(self, pin: Pin) -> bool:
+        """Take the next step. Returns whether there was nothing to take."""
         await self._scout.ask("published", self._check_published)
         async with self._busy:
             await self._retire()
@@ -137,14 +124,14 @@ class AdapterDriver(Driver):
         return not way
 
     def _find_out(self, follower: Follower) -> None:
-        """Whether the bits in memory are those of the version that they are taken for."""
+        """Audit the bits in memory."""
         before = follower.version
         follower.settle()
         if follower.version != before:
             self._scout.acquit()
 
     def _advance(self, way: Sequence[Stored]) -> _Ahead:
-        """Bring the tensors to a version."""
+        """Bring the tensors to the end of a way."""
         began = generated_tokens(), running_requests(), time.perf_counter()
         if self._follower is None:
             memory, self._tensors = LiveMemory.on_host(self._reader.specs)
@@ -177,7 +164,7 @@ class AdapterDriver(Driver):
         )
 
     async def _load(self, ahead: _Ahead) -> None:
-        """Write the tensors, have vLLM load them, and take them for what requests for the adapter mean."""
+        """Write the tensors, have vLLM load them, and serve them under the adapter's name too."""
         version = ahead.way[-1].version
         name = self._versioned(version)
         await asyncio.to_thread(self._write, self._folder(name))
@@ -191,21 +178,22 @@ class AdapterDriver(Driver):
         self._models.lora_requests[self._adapter] = self._models.lora_requests[name]
         self._served.append(name)
         self.identity, self._served_s = version, time.monotonic()
-        done = Committed(ahead.changed, written - ahead.begun_s, 0.0, time.perf_counter() - written, {})
+        done = CommitReply(ahead.changed, written - ahead.begun_s, 0.0, time.perf_counter() - written)
         self._committed(ahead.way, done, generated_tokens() - ahead.tokens_before, ahead.running, 0.0)
 
     def _write(self, folder: Path) -> None:
-        """Write the tensors as a directory of PEFT's, and read them again."""
+        """Write the tensors as a PEFT directory, and compare the files with them."""
         assert self._follower is not None
         folder.mkdir(exist_ok=True)
         (folder / _CONFIG).write_bytes(self._config)
         save_file(self._tensors, folder / _WEIGHTS, {"format": "pt"})
-        written = {name: cpu.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in _read(folder).items()}
+        tensors = load_file(folder / _WEIGHTS)
+        written = {name: cpu.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()}
         if written != self._follower.memory.fingerprints:
             raise FingerprintMismatchError(f"{folder} does not hold the bits of version {self._have} that were written.")
 
     async def _retire(self) -> None:
-        """Unload what is older than the versions that are kept, and remove directories, once no request needs them."""
+        """Unload versions older than those that are kept, and remove their directories, once no request uses them."""
         used = {state.lora_name for state in self._engine.output_processor.request_states.values()}
         for name in [name for name in self._served[:-KEPT] if name not in used]:
             await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
@@ -223,8 +211,3 @@ class AdapterDriver(Driver):
 
     def _folder(self, name: str) -> Path:
         return Path(self._root.name) / name
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(folder / _WEIGHTS)
-    return tensors

@@ -1,4 +1,4 @@
-"""vLLM's own weight-transfer routes: the backend `deltasync`, for trainers that push.
+"""The backend `deltasync` of vLLM's own weight-transfer routes, for trainers that push.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "deltasync"}'     with VLLM_SERVER_DEV_MODE=1
 
@@ -7,9 +7,9 @@
     POST /update_weights                 {"update_info": {"version": 7}}
     POST /finish_weight_update           {"weight_version": "7"}
 
-vLLM calls each of these on all workers of an engine at once, between two of its steps. In `update_weights` the first worker
-runs the driver; what that does by RPCs elsewhere, it does here by a collective that the others wait in. Start and finish
-have nothing to do: weights are patched in place, so vLLM's layerwise reload is not begun.
+vLLM calls each of these on all workers of an engine at once, between two steps. In `update_weights` the first worker runs
+the driver, and reaches the other workers by a collective that they wait in, instead of RPCs. Start and finish do nothing:
+weights are patched in place, without vLLM's layerwise reload.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from vllm_plugin.metrics import Metrics
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`init_info`: URL of the channel, `DELTASYNC_CHANNEL` by default; another one must be allowed (`allowed_channels`)."""
+    """`init_info`: the channel's URL, by default `DELTASYNC_CHANNEL`. Another one must be in `allowed_channels`."""
 
     channel: str | None = None
 
 
 @dataclasses.dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`update_info`: the version of the channel to serve, the newest by default."""
+    """`update_info`: the version of the channel to serve, by default the newest."""
 
     version: int | None = None
 
@@ -59,20 +59,20 @@ class UpdateInfo(WeightTransferUpdateInfo):
             raise ConfigError(f"version must be a whole number from 1, or null for the newest, not {self.version!r}.")
 
 
-class _Answered(RuntimeError, AsyncModelRunnerOutput):
-    """An error that the last worker reports.
+class _SilentError(RuntimeError, AsyncModelRunnerOutput):
+    """An error in a worker that must seem to succeed: vLLM takes what `get_output` returns for the reply.
 
     vLLM reads its workers' replies in order up to the first error, and takes those left for replies to its later calls
-    (vllm-project/vllm#57846). So all but the last must seem to succeed: vLLM puts what `get_output` returns in this place.
+    (vllm-project/vllm#57846). So only the last worker may raise.
     """
 
     def get_output(self) -> Any:
-        """The reply."""
+        """Return the reply."""
         return None
 
 
 def _reported_once(method: Callable[[DeltaSyncEngine, Any], Any]) -> Callable[[DeltaSyncEngine, Any], Any]:
-    """Make an error that all workers raise reach vLLM from the last one only."""
+    """Wrap a method so that an error that all workers raise reaches vLLM from the last one only."""
 
     @functools.wraps(method)
     def wrapped(self: DeltaSyncEngine, argument: Any) -> Any:
@@ -81,13 +81,13 @@ def _reported_once(method: Callable[[DeltaSyncEngine, Any], Any]) -> Callable[[D
         except Exception as error:
             if self.group.is_last_rank:
                 raise
-            raise _Answered(str(error)) from error
+            raise _SilentError(str(error)) from error
 
     return wrapped
 
 
 class _WorkersEngine(IdleEngine):
-    """The workers as the driver sees an engine client. The trainer names the weights, to `/finish_weight_update`."""
+    """Presents the workers to the driver as an engine client. The weight version comes from `/finish_weight_update`."""
 
     def __init__(self, call: Callable[..., list[Answer]]) -> None:
         self._call = call
@@ -97,10 +97,10 @@ class _WorkersEngine(IdleEngine):
 
 
 class DeltaSyncEngine(WeightTransferEngine):
-    """One worker's end of the backend; see `vllm.distributed.weight_transfer.base.WeightTransferEngine`.
+    """Implements `vllm.distributed.weight_transfer.base.WeightTransferEngine` in one worker.
 
     Raises:
-        ConfigError: the engine shares its experts with other data-parallel engines, or may sleep, which would go unnoticed.
+        ConfigError: the engine shares its experts with other data-parallel engines, or may sleep, which nobody would notice.
     """
 
     init_info_cls = InitInfo
@@ -124,39 +124,39 @@ class DeltaSyncEngine(WeightTransferEngine):
 
     @_reported_once
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """`InitInfo` of what was sent."""
+        """Decode `init_info`."""
         return super().parse_init_info(init_dict)
 
     @_reported_once
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Choose the channel, which may still be empty: it is opened by the first update.
+        """Choose the channel. It may still be empty: the first update opens it.
 
         Raises:
-            ConfigError: no channel is named, it is not one that callers may name, or another one is followed already.
+            ConfigError: no channel is named, callers may not name this one, or another one is followed already.
         """
         self._together(lambda: self._choose(init_info.channel))
 
     def start_weight_update(self) -> None:
-        """Nothing: weights are patched in place."""
+        """Do nothing: weights are patched in place."""
 
     @_reported_once
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stage and commit a version on all workers, or on none.
 
         Raises:
-            ApplyError: the version before is still live, and why.
+            ApplyError: it failed, and why; the version before is still live.
         """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """As `update_weights`."""
+        """Do the same as `update_weights`."""
         self._together(lambda: self._serve(update_info.version))
 
     def finish_weight_update(self) -> None:
-        """Nothing: the version is live and proven since `update_weights`."""
+        """Do nothing: the version is live and proven since `update_weights`."""
 
     def shutdown(self) -> None:
-        """End what it holds."""
+        """Release what it holds."""
         self._loop.close()
 
     def _choose(self, channel: str | None) -> None:
@@ -180,27 +180,27 @@ class DeltaSyncEngine(WeightTransferEngine):
             raise ApplyError(status.error or f"Version {version} is not live.")
 
     def _together(self, lead: Callable[[], None]) -> None:
-        """Run `lead` on the first worker while the others answer its calls; if it failed, all raise its error."""
+        """Run `lead` on the first worker while the others serve its calls. If it fails, all raise its error."""
         if self.group.is_first_rank:
             outcome = answer(lead)
-            self._tell(None, outcome)
+            self._broadcast(None, outcome)
         else:
-            method, *arguments = self._tell()
+            method, *arguments = self._broadcast()
             while method is not None:
                 self._do(method, *arguments)
-                method, *arguments = self._tell()
+                method, *arguments = self._broadcast()
             (outcome,) = arguments
         failure = parse(outcome, type(None))
         if isinstance(failure, Failure):
             raise failure.error()
 
     def _call(self, method: str, *arguments: object) -> list[Answer]:
-        """Call a method of every worker's extension; the replies in the order of their ranks. On the first worker."""
-        self._tell(method, *arguments)
+        """Call a method of every worker's extension, from the first. Returns the replies in the order of their ranks."""
+        self._broadcast(method, *arguments)
         return self._do(method, *arguments)
 
-    def _tell(self, *message: Any) -> tuple[Any, ...]:
-        """Send a message from the first worker to the others, who get it by calling this without one."""
+    def _broadcast(self, *message: Any) -> tuple[Any, ...]:
+        """Send a message from the first worker to the others, who receive it by calling this without one."""
         box = [message]
         torch.distributed.broadcast_object_list(box, src=self.group.first_rank, group=self.group.cpu_group)
         return box[0]

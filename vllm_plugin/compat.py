@@ -1,7 +1,7 @@
-"""What deltasync uses of vLLM beyond its documented interfaces, in one list, and what it refuses to follow with.
+"""The list of all that deltasync uses of vLLM beyond its documented interfaces, and the configurations that it refuses.
 
-Every entry is looked up when a server starts. If one is missing or takes other arguments, or if vLLM is another version than
-deltasync was run with, the server starts, keeps the weights that it loaded, says so in one sentence, and does not follow.
+Every entry is looked up when a server starts. If one is missing or takes other arguments, or if deltasync was not run with
+this version of vLLM, the server starts with the weights that it loaded, says so in one sentence, and does not follow.
 `make check-vllm` looks the entries up in the source of a vLLM that cannot run here.
 """
 
@@ -19,14 +19,14 @@ VERSIONS = ("0.31", "0.32", "0.33")
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Something of vLLM that deltasync calls, replaces or reads.
+    """One thing in vLLM that deltasync calls, replaces or reads.
 
     Attributes:
-        module: Where it is defined.
-        name: Dotted name within the module.
-        arguments: Names of the first parameters of a function after `self`, in order; None for what is no function.
-        since: First minor version that has it.
-        source_only: Checked in sources, not at start: only objects have it, or it is of another device's build.
+        module: The module that defines it.
+        name: Its dotted name within the module.
+        arguments: Names of a function's first parameters after `self`, in order; None if it is not a function.
+        since: The first minor version that has it.
+        source_only: Checked in sources, not at start: only instances have it, or it is in another device's build.
     """
 
     module: str
@@ -96,12 +96,12 @@ USES = (
 
 
 def unsuited(version: str) -> str | None:
-    """Why deltasync does not follow with the imported vLLM, of this version, in one sentence; None if it does."""
+    """Return why deltasync does not follow with the imported vLLM of this version, in one sentence, or None if it does."""
     return outside(version) or changed(version)
 
 
 def outside(version: str) -> str | None:
-    """Why deltasync does not follow with this version of vLLM, in one sentence; None if it was run with it."""
+    """Return why deltasync does not follow with this version of vLLM, in one sentence, or None if it was run with it."""
     if minor_of(version) in VERSIONS:
         return None
     return (
@@ -111,19 +111,19 @@ def outside(version: str) -> str | None:
 
 
 def changed(version: str) -> str | None:
-    """What the imported vLLM, of this version, lacks, in one sentence; None if it has all of `USES`."""
+    """Return what the imported vLLM of this version lacks, in one sentence, or None if it has all of `USES`."""
     wrong = missing([use for use in USES if not use.source_only], minor_of(version), _live_arguments)
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"vLLM {version} is not as deltasync knows it: {wrong[0]} has changed{more}." if wrong else None
 
 
 def minor_of(version: str) -> str:
-    """`0.32` of `0.32.1`."""
+    """Return the minor version: `0.32` for `0.32.1`."""
     return ".".join(version.split(".")[:2])
 
 
 def missing(uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
-    """Which of these a vLLM of this minor version lacks, or has with other arguments than `arguments_of` finds."""
+    """Return the uses that this minor version lacks. `arguments_of` lists parameters, and raises for what is missing."""
     wrong = []
     for use in uses:
         if VERSIONS.index(use.since) > VERSIONS.index(minor):
@@ -148,32 +148,20 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
 
 
 def refusal(vllm_config: Any, args: Any) -> str | None:
-    """Why a server with this configuration and these arguments cannot follow, in one sentence; None if it can."""
-    parallel, load = vllm_config.parallel_config, vllm_config.load_config
-    offload = getattr(vllm_config, "offload_config", None)
-    copies = (load.model_loader_extra_config or {}).get("mode") == "copy"
-    reasons = (
-        (
-            (getattr(args, "api_server_count", None) or 1) > 1,
-            "several API servers would drive the same workers: start vLLM with --api-server-count 1",
-        ),
-        (
-            parallel.enable_eplb,
-            "--enable-eplb moves experts to other places at run time, where deltas would not find them: leave it out",
-        ),
-        (
-            offload is not None and _prefetches(offload),
-            "prefetch offloading refills weights from copies that deltas do not reach: use --cpu-offload-gb, or neither",
-        ),
-        (
-            load.load_format == "ipc_cache" and not copies,
+    """Return why a server with this configuration and these arguments cannot follow, in one sentence, or None if it can."""
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        return "Several API servers would drive the same workers: start vLLM with --api-server-count 1."
+    if vllm_config.parallel_config.enable_eplb:
+        return "--enable-eplb moves experts to other places at run time, where deltas would not find them: leave it out."
+    offload, load = getattr(vllm_config, "offload_config", None), vllm_config.load_config
+    if offload is not None and (
+        offload.offload_backend == "prefetch"
+        or (offload.offload_backend == "auto" and offload.prefetch.offload_group_size > 0)
+    ):
+        return "Prefetch offloading refills weights from copies that deltas do not reach: use --cpu-offload-gb, or neither."
+    if load.load_format == "ipc_cache" and (load.model_loader_extra_config or {}).get("mode") != "copy":
+        return (
             "--load-format ipc_cache shares the weights with other processes, which deltas would change too: add "
-            '--model-loader-extra-config \'{"mode": "copy"}\'',
-        ),
-    )
-    return next((f"{reason}." for applies, reason in reasons if applies), None)
-
-
-def _prefetches(offload: Any) -> bool:
-    chosen, given = offload.offload_backend, offload.prefetch.offload_group_size > 0
-    return bool(chosen == "prefetch" or (chosen == "auto" and given))
+            '--model-loader-extra-config \'{"mode": "copy"}\'.'
+        )
+    return None

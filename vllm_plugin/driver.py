@@ -1,12 +1,12 @@
-"""The driver: one task in vLLM's API server that follows the channel and moves the workers along.
+"""The driver: one task in vLLM's API server that follows the channel and has the workers stage and commit.
 
     way -> stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
 
-The driver alone polls, looks and plans (`deltasync.replicas.Course`), and hands the workers what it has read, so that all of
-them take the same way, and a small version costs one request. Staging happens in the workers while tokens are generated; the
-pause covers the commit only. If staging or the commit fails, the version before stays served, and the next look tries again,
-by another way if the way was at fault. If a commit fails so that nobody knows the bits, generation stays paused until an
-audit or full weights tell. If another client has paused generation, it stays paused; while vLLM sleeps, nothing is touched.
+Only the driver polls and plans (`deltasync.replicas.Course`). It hands the workers the records that it has read, so all of
+them take the same way, and a small version costs one request. Workers stage while tokens are generated; the pause covers the
+commit only. If either fails, the old version stays served, and the next look tries again, by another way if the way was at
+fault. If a commit leaves unknown bits, generation stays paused until an audit identifies them or full weights replace them.
+If another client has paused generation, it stays paused. While vLLM sleeps, nothing is touched.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from deltasync.errors import (
 from deltasync.replicas import NEWEST, Course, Pin, Poll
 from deltasync.stores import ObjectInfo
 from deltasync.stores.cache import CachedStore, behind_cache
+from vllm_plugin import logger
 from vllm_plugin.background import Beats, Scout
-from vllm_plugin.engine import Engine
-from vllm_plugin.log import logger
-from vllm_plugin.messages import Commit, Committed, Failure, Status
+from vllm_plugin.messages import Commit, CommitReply, Failure, Status
 from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.workers import Workers
 
 HISTORY = 4096
-"""Commits that are remembered."""
+"""How many commits the status keeps."""
 
 STALE_S, STALE_POLLS = 60.0, 20
-"""A server is stale when its last good look is older than these seconds and than this number of longest waits."""
+"""A server is stale when its last good look is older than so many seconds, and than so many poll intervals."""
 
-_SURE_S = 10.0  # between two questions to workers; vLLM has each of several keep a core busy for a second after a call
+_SURE_S = 10.0  # between calls of idle workers: with several, vLLM keeps a core of each busy for a second after a call
 
-_DETOURS = 8  # failed looks after which whoever waits for a version is told, because the next one may take another way
+_DETOURS = 8  # failed looks after which `look_until_done` gives up: each may take another way
 
 
 class Driver:
-    """Follows one channel for one server.
+    """Follows one channel for one server. `engine` is vLLM's engine client, or an `IdleEngine`.
 
     Attributes:
-        pin: Which versions it takes; may be set while it follows.
-        identity: The version that tokens are made with; changes only while generation is paused. None before the first.
-        commits: The last ones.
+        pin: Which versions it takes. May be set while it follows.
+        pauses: How it pauses generation.
+        identity: The version that generates tokens, None before the first. Changes only while generation is paused.
+        commits: The last `HISTORY` commits.
     """
 
-    def __init__(self, engine: Engine, settings: ReplicaSettings, metrics: Metrics) -> None:
+    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
         assert settings.channel is not None
         self._engine = engine
         self._settings = settings
@@ -76,35 +76,31 @@ class Driver:
         self._channel = settings.channel
         store = behind_cache(open_nearest(settings.channel), settings.cache_dir, settings.cache_bytes)
         self._reader = ChannelReader(store, settings.trusted_keys)
-        self._course = Course(self._reader, settings.max_age_s, prefetch=isinstance(store, CachedStore))  # for the workers
+        prefetch = settings.adapter is not None or isinstance(store, CachedStore)  # workers only have the cache in common
+        self._course = Course(self._reader, settings.max_age_s, prefetch)
         self.pin = Pin.parse(settings.pin)
         self._scout = Scout(self._course)
         self._workers = Workers(engine, self._reader)
         self.pauses = Pauses(engine)
         self._beats = Beats(store, settings.heartbeat_interval_s)
         self.identity: Version | None = None
-        self._step: int | None = None  # of its record
+        self._step: int | None = None  # the trainer's, of the last version
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
         self._opened = False
         self._served_s = self._audited_s = self._asked_s = 0.0
-        self._names: OrderedDict[int, str] = OrderedDict()  # the digest that was served first, of each number
+        self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look now
-        self._looked = asyncio.Event()  # the look that goes on or comes next has ended; then there is a new one
-        self._begun = 0
-        self._caught_up = -1  # the last look that found nothing to take
+        self._looked = asyncio.Event()  # the current or next look has ended; replaced after each look
+        self._begun = 0  # number of looks
+        self._caught_up = -1  # number of the last look that found nothing to take
 
     @property
     def version(self) -> int | None:
         """The number of the version served."""
         return None if self.identity is None else self.identity.version
-
-    @property
-    def _have(self) -> Version | None:
-        """Where the next way begins."""
-        return self.identity
 
     @property
     def caught_up(self) -> bool:
@@ -117,12 +113,12 @@ class Driver:
 
     @property
     def _last_look_s_ago(self) -> float | None:
-        """Since the store last answered a look."""
+        """Seconds since the store last answered a look."""
         return None if self._course.looked_s is None else time.monotonic() - self._course.looked_s
 
     @property
     def _stale(self) -> str | None:
-        """In one sentence, that nobody knows whether what is served is new; None if it is known."""
+        """Return since when the channel could not be read, in one sentence, or None if that is not long."""
         limit_s = max(STALE_S, STALE_POLLS * self._settings.poll_interval_s)
         since_s = min(self._last_look_s_ago or 0.0, time.monotonic() - self._served_s)
         if self.identity is None or self._state not in ("serving", "failed") or since_s <= limit_s:
@@ -131,7 +127,7 @@ class Driver:
 
     @property
     def not_ready(self) -> str | None:
-        """Why this server should not get requests, in one sentence; None if it serves a version that is new enough."""
+        """Why this server should get no requests, in one sentence; None if it serves a version that is new enough."""
         served, newest = self.version, self._newest
         if served is None or newest is None:
             return f"This server serves no version of {self._reader.store.url} yet. {self._error or ''}".rstrip()
@@ -143,7 +139,7 @@ class Driver:
         return self._stale
 
     def status(self, commit_count: int = HISTORY) -> Status:
-        """What `GET /deltasync/status` returns, with the last commits only."""
+        """Return the reply of `GET /deltasync/status`, with the last `commit_count` commits."""
         stale, identity, workers = self._stale, self.identity, self._workers
         return Status(
             replica_id=self._settings.replica_id,
@@ -166,9 +162,11 @@ class Driver:
         )
 
     async def reach(self, version: int | None, step: int | None = None) -> int:
-        """Look at once, and wait until a version or a later one is served; returns that.
+        """Look at the channel now, and wait until a version or a later one is served. Returns the version served.
 
-        None is the newest that is published now, or the first if none is; with `step`, the one published with that step.
+        Args:
+            version: Its number; None for the newest that is published now, or the first if there is none.
+            step: The trainer's step to wait for instead.
         """
         begun = self._begun
         self._scout.is_asked = True
@@ -184,7 +182,7 @@ class Driver:
             await self._looked.wait()
 
     async def digest(self) -> dict[str, Any]:
-        """sha256 of every tensor in live memory, all workers' shards together, with the version they are of.
+        """Return the version served, and the sha256 of every tensor in live memory, put together from all workers' shards.
 
         Raises:
             ApplyError: two workers hold different copies of the same elements.
@@ -193,7 +191,7 @@ class Driver:
             return {"version": self.version, "sha256": await self._workers.digest()}
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the channel until cancelled."""
         url, name, loop = self._reader.store.url, self._settings.replica_id, asyncio.get_running_loop()
         logger.info("deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s", url, self.pin, name, url)
 
@@ -219,14 +217,14 @@ class Driver:
         self._wake.set()
 
     async def stop(self) -> None:
-        """Tell the channel that this server has ended in order. Call when `run` has ended."""
+        """Write the last heartbeat, which says that this server has ended in order. Call when `run` has ended."""
         self._state, self._error = heartbeat.STOPPED, None
         await self._beats.stop(self.status(0))
 
     async def look_until_done(self, pin: Pin | None = None, deadline: float = math.inf) -> None:
-        """In place of `run`: look until nothing is left to take, or nothing comes of it; `status` tells which.
+        """Look until nothing is left to take, or looking does not help; `status` tells which. Replaces `run`.
 
-        It stops at a deadline, by `time.monotonic`, unless it is not known what the weights are.
+        Stops at the deadline, by `time.monotonic`, unless the bits of the weights are unknown.
         """
         failed = 0
         while True:
@@ -238,9 +236,9 @@ class Driver:
                 return
 
     async def look(self, pin: Pin | None = None, *, asked: bool = False) -> None:
-        """Go one step to where a pin points, the driver's own by default, and report what came of it.
+        """Look at the channel, take one step towards the pin (the driver's own by default), and report the result.
 
-        Where somebody `asked` for it, what was damaged before is tried again.
+        If somebody `asked` for a version, records that were damaged before are tried again.
         """
         self._begun += 1
         self._scout.is_asked |= asked
@@ -257,22 +255,22 @@ class Driver:
             self._report("failed", f"{type(error).__name__}: {error}")
         except Exception as error:  # the server goes on with the weights it has, and says why
             self._metrics.failed(error)
-            told = printable(f"Unexpected {type(error).__name__}: {error}")
-            if told != self._error:
+            message = printable(f"Unexpected {type(error).__name__}: {error}")
+            if message != self._error:
                 logger.exception("deltasync failed unexpectedly")
-            self._report("failed", told)
+            self._report("failed", message)
         self._metrics.looked(self.version, self._newest, self._last_look_s_ago)
         self._looked.set()
         self._looked = asyncio.Event()
 
     async def _follow_once(self, pin: Pin) -> bool:
-        """Take what there is to take; whether there was nothing."""
+        """Take the next step. Returns whether there was nothing to take."""
         async with self._busy:
             if not self._opened:
                 await self._open()
             elif self.pauses.held or not await self._settled():
                 await self._settle()
-        way = await self._scout.next(self._have, pin)
+        way = await self._scout.next(self.identity, pin)
         async with self._busy:
             if not way:
                 await self._audit_if_due()
@@ -284,15 +282,15 @@ class Driver:
         return False
 
     async def _settled(self) -> bool:
-        """Whether the workers know what their bits are. As long as nothing happened they are asked every `_SURE_S` only."""
-        now_s, calm = time.monotonic(), self._state == "serving" and not self._scout.is_asked and not self.pauses.used
-        if calm and now_s - self._asked_s < _SURE_S:
+        """Whether the workers know which bits they hold. Idle ones are asked every `_SURE_S` only."""
+        now_s, is_idle = time.monotonic(), self._state == "serving" and not self._scout.is_asked and not self.pauses.used
+        if is_idle and now_s - self._asked_s < _SURE_S:
             return True
         self._asked_s, self.pauses.used = now_s, False
         return await self._workers.settled()
 
     async def _open(self) -> None:
-        """Learn what the workers hold, prove it, and find out which version they serve."""
+        """Learn what the workers hold, prove it, and identify the version."""
         await self._scout.ask("published", self._check_published)
         keys = self._settings.trusted_keys
         total = await self._workers.open(self._channel, None if keys is None else str(keys))
@@ -302,7 +300,7 @@ class Driver:
         if found is not None:
             await self._announce(found.version)
             self._step = found.record.step
-            logger.info("deltasync serves version=%d, which the loaded weights already were", found.version.version)
+            logger.info("deltasync serves version=%d, which is what vLLM has loaded", found.version.version)
         self._opened = True
 
     def _check_published(self) -> None:
@@ -311,7 +309,7 @@ class Driver:
             raise NotPublishedError(f"{self._reader.store.url} holds no version yet.")
 
     async def _audit_if_due(self) -> None:
-        """Raise if bits changed by themselves, by a fault of the memory say; the next look then loads full weights."""
+        """Raise ApplyError if bits in memory changed by themselves. The next look then loads full weights."""
         interval_s, before = self._settings.audit_interval_s, self.version
         if interval_s and time.monotonic() - self._audited_s >= interval_s:
             await self._settle()
@@ -319,7 +317,7 @@ class Driver:
                 raise ApplyError(f"The weights in memory were not those of version {before} any more; loading full weights.")
 
     async def _settle(self) -> None:
-        """Find out whether the live bits are those of the version that is taken for live."""
+        """Audit the live bits, and announce which version they are."""
         identity = await self._workers.settle()
         self._audited_s = time.monotonic()
         if identity != self.identity:
@@ -329,26 +327,26 @@ class Driver:
             await self.pauses.release()
 
     async def _announce(self, version: Version | None) -> None:
-        """Tell vLLM which version the weights are, which labels tokens and keeps the prefix cache apart."""
+        """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
         await self._engine.update_weight_version("unknown" if version is None else self._name(version))
         self.identity, self._served_s = version, time.monotonic()
 
     def _name(self, version: Version) -> str:
-        """Its number; behind that, if another version of that number was served before, the begin of its digest."""
+        """Return a version's number, with the start of its digest if another version of that number was served before."""
         first = self._names.setdefault(version.version, version.sha256)
         if len(self._names) > HISTORY:
             self._names.popitem(last=False)
         return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
 
     async def _stage(self, way: Sequence[Stored]) -> bool:
-        """Have the workers stage a way; False if one does not know what its bits are, which the next look settles."""
+        """Have the workers stage a way. Returns False if one does not know its bits, which the next look settles."""
         self._state = "staging"
         replies = await self._workers.stage(way)
-        failed = [(reply.failure, reply.blamed) for reply in replies if reply.failure is not None]
-        if not failed:
+        failures = [reply.failure for reply in replies if reply.failure is not None]
+        if not failures:
             return all(reply.state == "staged" for reply in replies)
-        failure = failed[0][0]
-        blamed = [key for _, key in failed if key is not None]
+        failure = failures[0]
+        blamed = [reply.blamed for reply in replies if reply.blamed is not None]
         self._scout.failed((way, blamed[0], failure.message) if blamed else None)
         reference = way[0].record.reference
         if reference is not None and self.identity is None:
@@ -357,7 +355,7 @@ class Driver:
         raise failure.error()
 
     async def _commit(self, way: Sequence[Stored], tokens_before: int) -> None:
-        """Pause, commit, hold the bits to the published fingerprints, announce, resume."""
+        """Pause, commit, compare the bits with the published fingerprints, announce, resume."""
         self._state = "committing"
         running = running_requests()
         try:
@@ -374,8 +372,8 @@ class Driver:
         self._committed(way, done, generated_tokens() - tokens_before, running, self.pauses.last_s)
         self._report("serving", None)
 
-    def _committed(self, way: Sequence[Stored], done: Committed, tokens: int, running: int, pause_s: float) -> None:
-        """Note a commit, in the status, the metrics and the log."""
+    def _committed(self, way: Sequence[Stored], done: CommitReply, tokens: int, running: int, pause_s: float) -> None:
+        """Record a commit in the status, the metrics and the log."""
         self._step = way[-1].record.step
         commit = Commit(
             version=way[-1].version.version,
@@ -402,6 +400,6 @@ class Driver:
 
     def _report(self, state: str, error: str | None) -> None:
         if error is not None and error != self._error:
-            tell = logger.info if state == "waiting" else logger.error
-            tell("deltasync: %s", error)
+            log = logger.info if state == "waiting" else logger.error
+            log("deltasync: %s", error)
         self._state, self._error = state, error

@@ -3,16 +3,16 @@
 GET  /deltasync/                 a live page for people
 GET  /deltasync/status           version served, lag, errors, and each commit's numbers
 GET  /deltasync/ready            200 while a version that is new enough is served, otherwise 503; needs no token
-POST /deltasync/sync             look at the channel now, and answer once a version is served
-POST /deltasync/pin              stay at a version, or pass over some, and answer once that is served
-POST /receive_weight_update      as /deltasync/sync, for trainers that speak PipelineRL's inference contract; and
-POST /request_weight_update      by the name of its paper, with POST /init_process_group, which does nothing
+POST /deltasync/sync             look at the channel now, and reply once a version is served
+POST /deltasync/pin              stay at a version, or skip some, and reply once that is served
+POST /receive_weight_update      as /deltasync/sync, for trainers that speak PipelineRL's inference contract; also
+POST /request_weight_update      under the name in its paper, with POST /init_process_group, which does nothing
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
 
-With DELTASYNC_HTTP_TOKEN all of them want it, except that status without one tells the state and the versions alone.
-Requests of other sites' pages are refused (`vllm_plugin.requests`), and so are bodies that do not say that they are JSON.
-Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). Where deltasync cannot
-follow with this vLLM, or with its options, the routes are there and say why.
+If DELTASYNC_HTTP_TOKEN is set, all of them require it; without it, status replies with the state and the versions only.
+Requests from other sites' pages are refused (`vllm_plugin.requests`), and so are bodies that are not declared as JSON.
+Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot
+follow with this vLLM or its options, the routes say why.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from fastapi.responses import HTMLResponse, Response
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, redacted
 from deltasync.replicas import Pin
-from vllm_plugin import compat
+from vllm_plugin import compat, logger
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.engine import is_salted
-from vllm_plugin.log import logger
 from vllm_plugin.messages import PinTo, Status, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import other_pauses
@@ -45,7 +44,7 @@ from vllm_plugin.versions import note_spans, versions_header
 
 _Body = TypeVar("_Body")
 
-_BODY_BYTES = 4 << 20  # other trainers name every tensor in theirs
+_BODY_BYTES = 4 << 20  # PipelineRL's trainer names every tensor in its body
 _MOST_HELD = 64  # requests that wait for a version
 _PAGE_HEADERS = {
     "cache-control": "no-store",
@@ -59,21 +58,21 @@ def _json(document: Any, status_code: int = 200, headers: dict[str, str] | None 
 
 
 def _rank(args: Namespace) -> int | None:
-    """Which engine this is, of those that share a port: by data parallelism, or of this node's replicas in Ray Serve."""
+    """Return this engine's rank among those that share a port: in data parallelism, or as a replica of Ray Serve."""
     if serve := sys.modules.get("ray.serve"):
         with contextlib.suppress(serve.exceptions.RayServeException):  # not in a replica
             return int(serve.get_replica_context().rank.local_rank)
-    found: int | None = getattr(args, "data_parallel_rank", None)
-    return found
+    rank: int | None = getattr(args, "data_parallel_rank", None)
+    return rank
 
 
 def _in_short(status: Status) -> dict[str, Any]:
-    """What anybody may know."""
+    """Return what may be read without the token."""
     return {"state": status.state, "version": status.version, "newest_version": status.newest_version}
 
 
 class _Refused(Exception):
-    """A request that gets an error for an answer."""
+    """The request is answered with this error."""
 
     def __init__(self, status_code: int, sentence: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(sentence)
@@ -81,7 +80,7 @@ class _Refused(Exception):
 
 
 class DeltaSyncEndpoints:
-    """See `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+    """Implements `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "deltasync"
     required_tasks = ("generate",)
@@ -93,11 +92,11 @@ class DeltaSyncEndpoints:
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._logprobs_mode: str | None = None
         self._metrics: Metrics | None = None
-        self._held = 0
+        self._held = asyncio.Semaphore(_MOST_HELD)
         self._only_loopback = False
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and the header on completions."""
+        """Add the routes, and the headers of completions."""
         guarded = [Depends(self._authorize)]
         page = importlib.resources.files("vllm_plugin").joinpath("page.html").read_text("utf-8")
 
@@ -108,11 +107,11 @@ class DeltaSyncEndpoints:
         @app.get("/deltasync/status")
         async def status(request: Request, commits: Annotated[int, Query(ge=0)] = HISTORY) -> Response:
             self._refuse_strangers(request)
-            named = "authorization" in request.headers or self._settings.http_token is None
-            if named:
+            is_full = "authorization" in request.headers or self._settings.http_token is None
+            if is_full:
                 await self._authorize(request)
             found = self._status(commits)
-            return _json(found if named else _in_short(found))
+            return _json(found if is_full else _in_short(found))
 
         @app.get("/deltasync/ready")
         async def ready() -> Response:
@@ -121,7 +120,8 @@ class DeltaSyncEndpoints:
 
         @app.post("/deltasync/sync", dependencies=guarded)
         async def sync(request: Request) -> Response:
-            return await self._sync(await _body(request, Sync))
+            wanted = await _body(request, Sync)
+            return await self._sync(wanted.timeout_s, version=wanted.version)
 
         @app.post("/deltasync/pin", dependencies=guarded)
         async def pin(request: Request) -> Response:
@@ -130,7 +130,7 @@ class DeltaSyncEndpoints:
                 self._running().pin = Pin.parse(wanted.pin)
             except ConfigError as error:
                 raise _Refused(422, str(error)) from None
-            return await self._sync(Sync(timeout_s=wanted.timeout_s))
+            return await self._sync(wanted.timeout_s)
 
         if self._settings.digest_route:
 
@@ -156,14 +156,14 @@ class DeltaSyncEndpoints:
             app.add_middleware(wait_ready, not_ready=self._not_ready)
 
     def _attach_pipeline_rl(self, app: FastAPI) -> None:
-        """Add the routes that PipelineRL's trainer calls. Its weights come through the channel: publish, then ask."""
+        """Add the routes that PipelineRL's trainer calls once it has published: weights come through the channel."""
         guarded = [Depends(self._authorize)]
 
         @app.post("/receive_weight_update", dependencies=guarded)
         @app.post("/request_weight_update", dependencies=guarded)
         async def receive_weight_update(request: Request) -> Response:
             wanted = await _body(request, WeightUpdate)
-            return await self._sync(Sync(timeout_s=wanted.timeout_s), wanted.version)
+            return await self._sync(wanted.timeout_s, step=wanted.version)
 
         @app.post("/init_process_group", dependencies=guarded)
         async def init_process_group() -> Response:
@@ -171,7 +171,7 @@ class DeltaSyncEndpoints:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """End following before vLLM ends its engine, which would look like a fault."""
+        """Stop following before vLLM stops its engine, which would look like a fault."""
         yield
         if self._driver is not None and self._task is not None:
             self._task.cancel()
@@ -180,7 +180,7 @@ class DeltaSyncEndpoints:
             await self._driver.stop()
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the driver, or learn why not; vLLM serves in any case."""
+        """Start the driver, or note why it cannot start. vLLM serves in any case."""
         channel = self._settings.channel
         if channel is None:
             return
@@ -195,7 +195,7 @@ class DeltaSyncEndpoints:
                 self._start(engine_client, state, self._metrics)
         except DeltaSyncError as error:
             self._refused = str(error)
-        except Exception as error:  # the server serves what it has loaded, and says why
+        except Exception as error:  # the server serves the weights it has loaded, and says why
             logger.exception("deltasync could not start")
             self._refused = f"deltasync could not start: {type(error).__name__}: {error}"
         if self._refused:
@@ -204,7 +204,7 @@ class DeltaSyncEndpoints:
             logger.error("This server does not follow %s. %s", redacted(channel), self._refused)
 
     def _look_at_address(self, args: Namespace) -> None:
-        """Find out who reaches this server, and warn if that is everybody."""
+        """Note whether only this machine reaches the server, and warn if others do without a token."""
         host = getattr(args, "host", None)
         without_token = self._settings.http_token is None
         self._only_loopback = without_token and is_loopback(host)
@@ -216,15 +216,15 @@ class DeltaSyncEndpoints:
             )
 
     async def _refusal(self, engine: Any, args: Namespace) -> str | None:
-        """Why this server cannot follow, in one sentence."""
+        """Return why this server cannot follow, in one sentence, or None if it can."""
         import vllm
 
         if engine is None:
             return "There is no engine in this process."
-        found = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
+        reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
+        if reason is not None:
+            return reason
         transfer = engine.vllm_config.weight_transfer_config
-        if found is not None:
-            return found
         if transfer is not None and transfer.backend == "deltasync":
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self._settings.adapter is not None:
@@ -258,27 +258,24 @@ class DeltaSyncEndpoints:
     def _not_ready(self) -> str | None:
         return self._refused if self._driver is None else self._driver.not_ready
 
-    async def _sync(self, wanted: Sync, step: int | None = None) -> Response:
+    async def _sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Response:
+        """Reply once what `Driver.reach` takes is served, or with 504 after `timeout_s`."""
         driver, before = self._running(), time.monotonic()
-        if self._held >= _MOST_HELD:
+        if self._held.locked():
             raise _Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
-        self._held += 1
         try:
-            async with asyncio.timeout(wanted.timeout_s):
-                version = await driver.reach(wanted.version, step)
+            async with self._held, asyncio.timeout(timeout_s):
+                served = await driver.reach(version, step)
         except TimeoutError:
             status = driver.status(0)
-            which = "The newest version" if wanted.version is None else f"Version {wanted.version}"
-            which = which if step is None else f"Step {step}"
+            wanted = "The newest version" if version is None else f"Version {version}"
             sentence = (
-                f"{which} is not served after {wanted.timeout_s:g} s: this replica serves version {status.version}, "
-                f"the newest is version {status.newest_version}, and it is {status.state}"
+                f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this replica serves "
+                f"version {status.version}, the newest is version {status.newest_version}, and it is {status.state}"
                 f"{'' if status.pin is None else f', pinned: {status.pin}'}."
             )
             return _json({"error": sentence, "cause": status.error} | _in_short(status), 504)
-        finally:
-            self._held -= 1
-        return _json({"version": version, "waited_s": time.monotonic() - before})
+        return _json({"version": served, "waited_s": time.monotonic() - before})
 
     def _refuse_strangers(self, request: Request) -> None:
         sentence = stranger(request.method, request.headers, self._only_loopback)

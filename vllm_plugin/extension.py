@@ -1,7 +1,7 @@
-"""`--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`: the RPCs of a worker, a thin shell around `WorkerReplica`.
+"""`--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`: a worker's RPCs, a thin shell around `WorkerReplica`.
 
-vLLM adds this class to the bases of its worker, never calls its `__init__`, and refuses any name that the worker has; so
-there are two, prefixed, and the state is made on first use.
+vLLM adds this class to the bases of its worker, never calls its `__init__`, and refuses names that the worker has. So both
+RPCs have a prefix, and the state is created on first use.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from vllm_plugin.worker import WorkerReplica
 
 
 class DeltaSyncWorkerExtension:
-    """Mixed into vLLM's worker. Each method returns plain data, see `vllm_plugin.messages`."""
+    """Mixed into vLLM's worker. RPCs return plain data, see `vllm_plugin.messages`."""
 
     model_runner: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Creating vLLM's worker comes through here, because none of its own classes has a `__new__`.
+        """Prepare vLLM's worker while it is created: none of its own classes has a `__new__`.
 
         Raises:
-            ConfigError: a channel is configured, and nothing in this server would ever follow it.
+            ConfigError: a channel is configured that nothing in this server would ever follow.
         """
         channel, worker = ReplicaSettings.from_env().channel, super().__new__(cls)
         if channel is not None:
@@ -35,16 +35,16 @@ class DeltaSyncWorkerExtension:
         return worker
 
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Answer:
-        """Record the load plan for the channel's tensors; a second call changes nothing.
+        """Record the load plan for the channel's tensors. A second call changes nothing.
 
-        What no key in the file `trusted_keys` has signed is refused; by default the environment names the file.
-        NotPublishedError while the channel has no version.
+        Records are refused unless a key in the file `trusted_keys` has signed them; by default the environment names it.
+        The reply is NotPublishedError while the channel has no version.
         """
 
         def body() -> None:
             if not hasattr(self, "_deltasync_replica"):
                 self._deltasync_replica = WorkerReplica(self.model_runner, channel, trusted_keys)
-                _tell_of_sleep(self, self._deltasync_replica)
+                _hook_sleep(self, self._deltasync_replica)
 
         return answer(body)
 
@@ -60,7 +60,7 @@ class DeltaSyncWorkerExtension:
 
 
 def _check(channel: str) -> None:
-    """End the start of a server that would serve for ever what it has loaded, though a channel is configured."""
+    """Raise ConfigError for a server that would serve the weights it has loaded for ever, though a channel is configured."""
     if "deltasync" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         raise ConfigError(
             f"This server would never follow {channel}, because VLLM_PLUGINS leaves deltasync out: add it, or leave "
@@ -74,7 +74,7 @@ def _check(channel: str) -> None:
 
 
 def warm_up_first(worker: Any) -> None:
-    """Have a vLLM worker compile the kernels of commits before it serves, with its own, and not beside requests."""
+    """Make a vLLM worker compile the kernels of commits when it compiles its own, before it serves requests."""
     if not hasattr(worker, "compile_or_warm_up_model"):
         return
     warm_up = worker.compile_or_warm_up_model
@@ -89,19 +89,19 @@ def warm_up_first(worker: Any) -> None:
     worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
-def _tell_of_sleep(worker: Any, replica: WorkerReplica) -> None:
-    """Tell a replica of the sleep of a vLLM worker, which has no hook for that: touching weights then ends its process."""
+def _hook_sleep(worker: Any, replica: WorkerReplica) -> None:
+    """Make a vLLM worker tell the replica when it sleeps: touching weights then would end the process."""
     if not hasattr(worker, "sleep"):
         return
     sleep, wake_up = worker.sleep, worker.wake_up
 
-    def told_sleep(level: int = 1) -> None:
+    def hooked_sleep(level: int = 1) -> None:
         replica.fall_asleep()
         sleep(level)
 
-    def told_wake_up(tags: list[str] | None = None) -> None:
+    def hooked_wake_up(tags: list[str] | None = None) -> None:
         wake_up(tags)
         if tags is None or "weights" in tags:
             replica.wake_up()
 
-    worker.sleep, worker.wake_up = told_sleep, told_wake_up
+    worker.sleep, worker.wake_up = hooked_sleep, hooked_wake_up

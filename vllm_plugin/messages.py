@@ -1,6 +1,6 @@
-"""What crosses processes: errors and replies between driver and workers, bodies and replies of routes.
+"""Messages between processes: replies and errors of workers to the driver, bodies and replies of routes.
 
-Workers answer in plain data, as vLLM can send it: `{"result": ...}`, or `{"error": {"kind": ..., "message": ...}}`.
+Workers reply in plain data, which vLLM can send: `{"result": ...}`, or `{"error": {"kind": ..., "message": ...}}`.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from deltasync.errors import (
 )
 from deltasync.live import Parts
 from deltasync.tensors import Region
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 _T = TypeVar("_T")
 
 Answer = dict[str, Any]
 
 Handed = tuple[str, str, bytes | None]
-"""A record that the driver has read, on its way to the workers: key, sha256, and its bytes, if they are not too many."""
+"""A record that the driver has read and hands to the workers: its key, its sha256, and its bytes unless too many."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to another process: its class and its sentence."""
+    """An error, as it is sent to another process: its class and its message."""
 
     kind: str
     message: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The error, ready to cross; what is no error of deltasync's is logged here, with its traceback."""
+        """Return an error's failure. Errors that are not deltasync's are logged here with their traceback."""
         if not isinstance(error, DeltaSyncError):
             logger.error("deltasync failed unexpectedly", exc_info=error)
         return cls(type(error).__name__, str(error))
 
     def error(self) -> DeltaSyncError:
-        """The error again; an ApplyError if its class is none of deltasync's."""
+        """Return the error; an ApplyError if its class is not one of deltasync's."""
         return error_of(self.kind, self.message, ApplyError)
 
 
 def is_safe(error: BaseException) -> bool:
-    """Whether live weights are those of the version before, although a commit ended with this error."""
+    """Whether the live weights are still those of the version before a commit that ended with this error."""
     return isinstance(error, FingerprintMismatchError | StageError | SleepingError)
 
 
 def gravest(failures: Iterable[Failure]) -> DeltaSyncError:
-    """The error to raise for several workers: one after which the weights are uncertain, if there is one."""
+    """Return the error to raise for several workers: one that leaves the weights uncertain, if there is one."""
     return min((failure.error() for failure in failures), key=is_safe)
 
 
 def answer(body: Callable[[], Any]) -> Answer:
-    """Run an RPC's body. An exception in an RPC may end vLLM's engine, so it becomes part of the answer."""
+    """Run an RPC's body and return the reply. An exception becomes part of it, because it could end vLLM's engine."""
     try:
         return {"result": msgspec.to_builtins(body(), builtin_types=(bytes,))}
     except Exception as error:  # noqa: BLE001 - the server goes on with the weights it has, and says why
@@ -70,16 +70,19 @@ def answer(body: Callable[[], Any]) -> Answer:
 
 
 def parse(answer: Answer, kind: type[_T]) -> _T | Failure:
-    """What `answer` gave in another process."""
+    """Decode what `answer` returned in another process."""
     if "error" in answer:
         return msgspec.convert(answer["error"], Failure)
     return msgspec.convert(answer["result"], kind)
 
 
 class Audit(msgspec.Struct):
-    """What an audit found: fingerprints of a worker's segments.
+    """Result of an audit.
 
-    The first one also tells which elements of each tensor the worker holds, and why tensors take the fallback.
+    Attributes:
+        parts: The fingerprints of the worker's segments.
+        regions: Which elements of each tensor the worker holds. Only in the first audit, as is the next.
+        reloaded: The tensors that take the fallback, and why.
     """
 
     parts: Parts
@@ -88,9 +91,11 @@ class Audit(msgspec.Struct):
 
 
 class Work(msgspec.Struct):
-    """Work in the background of a worker: `idle`, `working`, or what it ended with.
+    """State of a worker's background work.
 
-    `blamed` is the key of the record that is damaged or lacks something, None if that is not why staging failed.
+    Attributes:
+        state: `idle`, `working`, or how it ended: `audited`, `staged`, `unsettled`, `failed`.
+        blamed: The key of the record that is damaged or lacks something, None if staging failed for another reason.
     """
 
     state: str
@@ -100,31 +105,35 @@ class Work(msgspec.Struct):
 
 
 class Live(msgspec.Struct):
-    """The version whose bits a worker holds, None for none."""
+    """The version whose bits a worker holds, None if they are of no version."""
 
     version: Version | None
 
 
-class Committed(msgspec.Struct):
-    """What a worker committed."""
+class CommitReply(msgspec.Struct):
+    """Result of a commit in one worker, or in all together. `Commit` explains the fields.
+
+    `parts` has the fingerprints of the worker's segments of the changed tensors; empty if it is the only worker.
+    """
 
     changed: int
     stage_s: float
     scatter_s: float
     reload_s: float
-    parts: Parts
+    parts: Parts = {}
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """One version that became live, as the status tells it.
+    """One version that became live, as the status reports it.
 
     Attributes:
         sha256: The digest of its record.
-        stage_s: Fetch, check, decode and translate, in the worker, while serving.
+        changed: The number of elements that changed.
+        stage_s: Time to fetch, check, decode and translate it in the worker, while tokens are generated.
         pause_s: From asking vLLM to pause until it had resumed.
-        scatter_s: The share of that for writing live weights, or the mirror of those that take the fallback.
-        reload_s: The share of that for loading the layers of those again.
-        lag_s: From the publisher's clock at encoding until the version was served; None for what `Course.lag_s` leaves out.
+        scatter_s: The share of the pause for writing live weights, or the mirror of the tensors that take the fallback.
+        reload_s: The share of the pause for loading the layers of those tensors again.
+        lag_s: From encoding, by the publisher's clock, until the version was served; None where `Course.lag_s` is.
         tokens_during_sync: Tokens that the server generated between the start of staging and the resume.
         running_requests: Requests in flight when generation was paused.
         served_at: Seconds since the epoch.
@@ -146,7 +155,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reason(msgspec.Struct):
-    """Why tensors take the fallback: how many, and the first one's name."""
+    """A reason why tensors take the fallback, their number, and the name of the first."""
 
     reason: str
     tensors: int
@@ -154,7 +163,7 @@ class Reason(msgspec.Struct):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """Reply of `GET /deltasync/status`; see docs/operations.md. `adapters` are the names that requests may ask for."""
+    """Reply of `GET /deltasync/status`, see docs/operations.md. `adapters` are the model names that requests may use."""
 
     replica_id: str
     channel: str
@@ -178,14 +187,14 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 HeldSeconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-"""How long a request may be held until a version is served."""
+"""How long a request may wait for a version."""
 
 
 class WeightUpdate(msgspec.Struct, kw_only=True):
-    """Body of PipelineRL's `POST /receive_weight_update`; its other fields are ignored.
+    """Body of PipelineRL's `POST /receive_weight_update`. Other fields are ignored.
 
     Attributes:
-        version: As the trainer counts: the `step` that it published with.
+        version: The trainer's number: the `step` that it published with.
     """
 
     version: Number | None = None
@@ -193,21 +202,21 @@ class WeightUpdate(msgspec.Struct, kw_only=True):
 
 
 class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/sync`, where a field that is not one is a mistake, and `version` one of the channel."""
+    """Body of `POST /deltasync/sync`. `version` is a version of the channel, and an unknown field is an error."""
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`; `pin` as `deltasync.replicas.Pin.parse` takes it."""
+    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.replicas.Pin.parse` takes."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0
 
 
 def body_of(data: bytes, kind: type[_T]) -> _T:
-    """The body of a request; an empty one has no fields.
+    """Decode a request's body. An empty body has no fields.
 
     Raises:
-        ConfigError: it is not what the route takes.
+        ConfigError: the body is not what the route takes.
     """
     try:
         return msgspec.json.decode(data if data.strip() else b"{}", type=kind)

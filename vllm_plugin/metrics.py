@@ -1,7 +1,7 @@
-"""Prometheus metrics: deltasync's own, beside vLLM's under /metrics, and what vLLM's say about the server.
+"""Prometheus metrics: deltasync's own, beside vLLM's under /metrics, and two of vLLM's that deltasync reads.
 
-Both live in vLLM's API process and go the same way: by prometheus_client's default registry, or, with several API
-processes, by the files in PROMETHEUS_MULTIPROC_DIR.
+Both are in vLLM's API process, in prometheus_client's default registry, or, with several API processes, in the files in
+PROMETHEUS_MULTIPROC_DIR.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PAUSE_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class Metrics:
-    """What a replica tells Prometheus; a registry takes them once.
+    """A replica's metrics. A registry takes them once.
 
     Attributes:
         following: 1, or 0 for a server that cannot follow.
@@ -61,13 +61,13 @@ class Metrics:
             self._commits.labels(kind)
 
     def looked(self, served: int | None, newest: int | None, last_look_s_ago: float | None) -> None:
-        """After a look at the channel: the version served, the newest there, and when the store last answered."""
+        """Note a look at the channel: the version served, the newest one, and when the store last answered."""
         self._served.set(0 if served is None else served)
         self._newest.set(0 if newest is None else newest)
         self._looked_at.set(0 if last_look_s_ago is None else time.time() - last_look_s_ago)
 
     def committed(self, commit: Commit, fold: bool) -> None:
-        """After a commit."""
+        """Note a commit. `fold` tells whether its way has a fold."""
         self._commits.labels("anchor" if commit.anchor else "fold" if fold else "delta").inc()
         self._payload.inc(commit.payload_bytes)
         self._stage.observe(commit.stage_s)
@@ -75,21 +75,21 @@ class Metrics:
             self._lag.observe(commit.lag_s)
 
     def failed(self, error: Exception) -> None:
-        """After a look at the channel that ended with an error."""
+        """Note a look at the channel that ended with an error."""
         self._errors.labels(type(error).__name__).inc()
 
 
 def generated_tokens() -> int:
-    """Tokens generated since the server started."""
-    return _total("vllm:generation_tokens", "vllm:generation_tokens_total")
+    """Return the tokens generated since the server started."""
+    return _total("vllm:generation_tokens_total")
 
 
 def running_requests() -> int:
-    """Requests in flight at the last engine step."""
-    return _total("vllm:num_requests_running", "vllm:num_requests_running")
+    """Return the requests in flight at the last engine step."""
+    return _total("vllm:num_requests_running")
 
 
-def _total(name: str, sample_name: str) -> int:
-    """Sum of one of vLLM's metrics over its labels; 0 where vLLM's statistics are turned off."""
-    registry = REGISTRY.restricted_registry([name, sample_name])
-    return int(sum(s.value for metric in registry.collect() for s in metric.samples if s.name == sample_name))
+def _total(name: str) -> int:
+    """Return the sum of one of vLLM's metrics over its labels; 0 if vLLM's statistics are turned off."""
+    metrics = REGISTRY.restricted_registry([name]).collect()
+    return int(sum(sample.value for metric in metrics for sample in metric.samples))

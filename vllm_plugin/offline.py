@@ -17,21 +17,20 @@ from vllm_plugin.metrics import Metrics
 
 
 class _OfflineEngine(IdleEngine):
-    """An `LLM` as the driver sees an engine client."""
+    """Presents an `LLM` to the driver as an engine client."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
     async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> list[Any]:
-        replies: list[Any] = self._llm.collective_rpc(method, args=args)
-        return replies
+        return list(self._llm.collective_rpc(method, args=args))
 
     async def update_weight_version(self, version: str) -> None:
         self._llm.llm_engine.set_weight_version(version)
 
 
 class OfflineReplica:
-    """An `LLM` that follows a channel when asked. Made by `follow`."""
+    """An `LLM` that follows a channel when `sync` is called. Made by `follow`."""
 
     def __init__(self, llm: Any, settings: ReplicaSettings) -> None:
         self._llm = llm
@@ -40,19 +39,19 @@ class OfflineReplica:
 
     @property
     def version(self) -> int | None:
-        """The version that the `LLM` has, None before the first."""
+        """The version that the `LLM` holds, None before the first."""
         return self._driver.version
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
-        """Bring the weights to the newest version, or at least to `version`, drop the prefix cache, and return what is live.
+        """Bring the weights to the newest version, drop the prefix cache, and return the version that is live.
 
         Args:
-            version: To wait for, if it is not published yet.
+            version: The version that must be live at least. It may not be published yet.
             timeout_s: How long to wait for it to be published.
 
         Raises:
-            ApplyError: it could not be brought there, and why; the version before is still live.
-            CommitError: nobody knows what the weights are. Call again before anything is generated, or load the model anew.
+            ApplyError: the weights were not brought there, and why; the version before is still live.
+            CommitError: the weights are uncertain. Call again before anything is generated, or load the model again.
         """
         driver, before, deadline = self._driver, self._driver.identity, time.monotonic() + timeout_s
         while True:
@@ -61,7 +60,7 @@ class OfflineReplica:
             if driver.caught_up and live is not None and (version is None or live >= version):
                 break
             if driver.pauses.held:
-                raise CommitError(f"It is not known what the weights are: generate nothing. {status.error or ''}".strip())
+                raise CommitError(f"The weights are uncertain: generate nothing. {status.error or ''}".strip())
             if status.state == "failed" or time.monotonic() > deadline:
                 wanted = version or status.newest_version
                 raise ApplyError(f"Version {wanted} is not live, but version {live}. {status.error or ''}".strip())
@@ -71,21 +70,21 @@ class OfflineReplica:
         return live
 
     def close(self) -> None:
-        """End what it holds; the `LLM` keeps its weights."""
+        """Stop following. The `LLM` keeps its weights."""
         self._loop.close()
 
 
 def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
-    """Let an offline `LLM` follow a channel.
+    """Make an offline `LLM` follow a channel.
 
     Args:
-        llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made with `DELTASYNC_CHANNEL` set
-            in the environment, so that on a CPU its weights stay where they can be patched.
-        channel: URL of the channel.
+        llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made while the environment has
+            `DELTASYNC_CHANNEL`, so that on a CPU its weights stay where they can be patched.
+        channel: The channel's URL.
         **settings: Fields of `ReplicaSettings`.
 
     Raises:
-        ConfigError: deltasync was not run with this vLLM.
+        ConfigError: deltasync does not support this vLLM.
 
     Examples:
         >>> replica = vllm_plugin.follow(llm, "s3://bucket/run")

@@ -1,6 +1,6 @@
-"""Pausing generation for a commit beside other clients, who may pause and resume it too, and send vLLM to sleep.
+"""Pausing generation for a commit, beside other clients who pause and resume it, and put vLLM to sleep.
 
-vLLM has one switch for all of them. So a commit waits until no other client is at it, keeps them waiting meanwhile, and
+vLLM has one switch for all of them. So a commit waits until no other client uses the switch, makes them wait meanwhile, and
 leaves it as it was.
 """
 
@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_plugin.engine import Engine
 from vllm_plugin.messages import is_safe
 
 _PATHS = ("/pause", "/resume", "/sleep", "/wake_up")
@@ -23,12 +23,12 @@ class Pauses:
     """The switch of one engine.
 
     Attributes:
-        last_s: Length of the last pause for a commit.
-        held: Whether generation stays paused, because a commit left weights that no version has.
-        used: Whether another client has used the switch; the driver takes note, and sets it back.
+        last_s: Seconds that the last pause for a commit took.
+        held: Whether generation stays paused, because a commit left uncertain weights.
+        used: Whether another client has used the switch. The driver resets it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._others = 0
         self._by_another = False
@@ -38,9 +38,9 @@ class Pauses:
 
     @contextlib.asynccontextmanager
     async def paused(self, clear_cache: bool) -> AsyncIterator[None]:
-        """Generation is paused, and afterwards again as it was before; `clear_cache` forgets running requests' keys.
+        """Pause generation for the body, then restore what it was. `clear_cache` drops the keys of running requests.
 
-        If the body raises what is not safe (`is_safe`), it stays paused, until a body succeeds or `release` is called.
+        If the body raises an error that is not safe (`is_safe`), it stays paused until a body succeeds or `release`.
         """
         async with self._free:
             await self._free.wait_for(lambda: not self._others)
@@ -60,7 +60,7 @@ class Pauses:
                 self.last_s = time.perf_counter() - before
 
     async def release(self) -> None:
-        """End holding generation: it is known which version the weights are."""
+        """Resume generation if it is held: it is known again which version the weights are."""
         async with self._free:
             if self.held:
                 await self._resume()
@@ -77,12 +77,12 @@ class Pauses:
         if clear_cache or pause is None:
             await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
         else:
-            # All that `pause_generation` does, but for 20 ms of sleep in which the last outputs reach their readers.
+            # As `pause_generation`, without its 20 ms of sleep in which the last outputs reach their readers.
             await pause(mode="keep", clear_cache=False)
 
     @contextlib.asynccontextmanager
     async def by_another(self) -> AsyncIterator[None]:
-        """Another client pauses or resumes, once no commit is going on and generation is not held."""
+        """Let another client use the switch in the body, once no commit is running and generation is not held."""
         async with self._free:
             await self._free.wait_for(lambda: not self.held)
             self._others += 1
@@ -96,7 +96,7 @@ class Pauses:
 
 
 def other_pauses(app: ASGIApp, pauses: Callable[[], Pauses | None]) -> ASGIApp:
-    """ASGI middleware that has other clients' pauses wait for the driver's commits, and commits for them."""
+    """ASGI middleware that makes other clients' pauses wait for the driver's commits, and commits for them."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         switch = pauses() if scope["type"] == "http" and scope["path"].endswith(_PATHS) else None

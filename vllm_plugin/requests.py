@@ -1,8 +1,8 @@
-"""Which requests are answered: whose, from where, and since when.
+"""Which requests are answered: who may send them, from which sites, and from when on.
 
-Whoever has the token may ask, as a bearer token or, in browsers, as the password of any user; no other site's page may. A
-browser sends what any page tells it to, with the passwords it keeps for us, from machines that reach us where the page's
-author does not. So requests that another site's page made are refused, token or not.
+The token is taken as a bearer token or, for browsers, as the password of any user. A browser sends what any page tells it
+to, with the passwords it keeps for us, from machines that reach us where the page's author does not. So requests that
+another site's page made are refused, with or without the token.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 from vllm_plugin.versions import PATHS
 
 
 def token_matches(authorization: str | None, token: str) -> bool:
-    """Whether an Authorization header presents the token; takes the same time wherever the two differ."""
+    """Whether an Authorization header has the token. Takes the same time wherever the two differ."""
     scheme, _, credentials = (authorization or "").partition(" ")
-    found = credentials.strip().encode("utf-8", "replace")
+    presented = credentials.strip().encode("utf-8", "replace")
     if scheme.lower() == "basic":
         try:
-            found = base64.b64decode(found, validate=True).partition(b":")[2]
+            presented = base64.b64decode(presented, validate=True).partition(b":")[2]
         except binascii.Error:
             return False
     elif scheme.lower() != "bearer":
         return False
-    return hmac.compare_digest(found, token.encode())
+    return hmac.compare_digest(presented, token.encode())
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether an address to listen on is this machine's own; None is all addresses."""
+    """Whether an address to listen on is reached from this machine only. None is all addresses."""
     address = _address(host or "")
     return _is_localhost(host or "") if address is None else address.is_loopback
 
 
 def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> str | None:
-    """Why a request is not to be answered, whoever sends it; None if it may be. Headers have lower-case names.
+    """Return why a request must be refused whoever sends it, or None. Names of `headers` are in lower case.
 
-    Where the server listens on loopback only and wants no token, it answers to addresses and `localhost` alone: a name that
-    was made to point here is another site's.
+    A server that listens on loopback only and needs no token answers to IP addresses and `localhost` alone: any other name
+    that points to it is another site's.
     """
     host = headers.get("host", "")
-    if only_loopback and not _is_nobodys(host):
+    if only_loopback and not _has_no_owner(host):
         return "This server is only for its own machine; set DELTASYNC_HTTP_TOKEN to reach it by other names."
     if method == "GET" and headers.get("sec-fetch-mode") == "navigate":
-        return None  # a link: whoever follows it sees the answer, the page that has it does not
+        return None  # a link: who follows it sees the reply, the page with the link does not
     origin = headers.get("origin")
     crossed = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
     if crossed or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
@@ -59,8 +59,8 @@ def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> st
     return None
 
 
-def _is_nobodys(host: str) -> bool:
-    """Whether a Host header has no name in it that somebody can own."""
+def _has_no_owner(host: str) -> bool:
+    """Whether a Host header names an IP address or `localhost`, which nobody can own as a name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -80,7 +80,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def wait_ready(app: ASGIApp, not_ready: Callable[[], str | None]) -> ASGIApp:
-    """ASGI middleware for `DELTASYNC_WAIT_READY`: answers 503 to requests for tokens until the server was ready once."""
+    """ASGI middleware for `DELTASYNC_WAIT_READY`: replies 503 to requests for tokens until the server was ready once."""
     opened = False
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +88,7 @@ def wait_ready(app: ASGIApp, not_ready: Callable[[], str | None]) -> ASGIApp:
         if not opened and scope["type"] == "http" and scope["path"].endswith(PATHS):
             try:
                 reason = not_ready()
-            except Exception:  # nobody knows whether it is
+            except Exception:  # unknown counts as not ready
                 logger.exception("deltasync could not tell whether this server is ready")
                 reason = "It cannot be told whether this server is ready."
             if reason is not None:

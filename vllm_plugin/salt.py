@@ -1,13 +1,12 @@
-"""The prefix cache, kept apart by version: no prompt meets keys and values that other weights computed.
+"""The prefix cache, kept apart by version: no prompt uses keys and values that other weights computed.
 
 vLLM finds cached blocks by a hash that covers a request's `cache_salt`. In the engine's process each request gets the salt
-of the version that is live when its first token is computed, whichever route it came by. A salt the request brought is
-combined with it. Running requests are not touched, so they keep their blocks over a commit. Every change of the weight
-version begins a new salt, also a change back to an older version: blocks of a request that spanned a commit are never found
-again.
+of the version that is live when its first token is computed, whatever route it came by, combined with a salt of its own.
+Running requests are not touched, so they keep their blocks over a commit. Every change of the weight version starts a new
+salt, also a change back to an older version: blocks of a request that spanned a commit are never found again.
 
-A request that names a session keeps the salt of the version that its conversation began with, so that its prefix is found
-though the weights have moved on: what a running request does, over several requests.
+A request that names a session keeps the salt of the version that its conversation began with. So its prefix is found
+although the weights have changed, as a running request keeps its blocks.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ import secrets
 from collections import OrderedDict
 from typing import Any
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 SESSION = "deltasync-session:"
-"""A `cache_salt` that begins so names the version of its session, then, behind another colon, the request's own salt."""
+"""Prefix of a `cache_salt` that names its session's version and, after another colon, the request's own salt."""
 
 _SESSIONS = 1024
-"""Versions whose salts are remembered."""
+"""How many versions' salts are kept."""
 
 
 def number_of(version: str) -> str:
-    """The number in a weight version that vLLM was told: other weights of one number have a digest behind it."""
+    """Return the number in vLLM's weight version. A digest follows it if other weights of that number were served."""
     return version.partition("-")[0]
 
 
 class Salts:
-    """The salts of one engine. The thread that schedules calls `begin`; the one that takes requests in calls `of` too."""
+    """The salts of one engine. The scheduling thread calls `begin` and `of`; the thread that takes requests, `of`."""
 
     def __init__(self) -> None:
         self._engine = secrets.token_hex(8)  # several engines may share one external cache
@@ -45,8 +44,8 @@ class Salts:
         return f"{self._engine}-{next(self._numbers)}"
 
     def begin(self, version: str) -> None:
-        """Begin a salt: from now on other weights, called `version`, are live. Sessions of its number go on with these."""
-        self._live = None  # if anything fails here, no two requests share blocks
+        """Start a salt: from now on other weights, named `version`, are live. Sessions of its number go on with it."""
+        self._live = None  # so that no two requests share blocks if anything fails here
         salt, number = self._next(), number_of(version)
         self._by_version[number] = salt
         self._by_version.move_to_end(number)
@@ -55,7 +54,7 @@ class Salts:
         self._live = salt
 
     def of(self, given: str | None) -> str:
-        """The salt of a request that starts now and brought this `cache_salt`."""
+        """Return the salt of a request that starts now and came with the `given` one."""
         own, live = given or "", self._live
         if own.startswith(SESSION):
             version, _, own = own.removeprefix(SESSION).partition(":")
@@ -66,7 +65,7 @@ class Salts:
 
 
 def install() -> None:
-    """Salt all requests of the engines that are made in this process. Call before the first; a second call does nothing."""
+    """Salt all requests to engines of this process. Call before the first engine is made. A second call does nothing."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCore
 
@@ -106,14 +105,14 @@ def install() -> None:
 
 
 def _salt(request: Any, salts: Salts) -> bool:
-    """Give a request that is about to start the salt of what is live now, if it has another; False if that failed."""
+    """Give a request that is about to start the salt of the live version. Returns False if that failed."""
     try:
         salt = salts.of(vars(request).setdefault("deltasync_given_salt", request.cache_salt))
         if request.num_computed_tokens == 0 and request.cache_salt != salt:
             request.cache_salt = salt
             request.block_hashes.clear()
             request.update_block_hashes()
-    except Exception:  # it computes its whole prompt
+    except Exception:  # then it computes its whole prompt
         logger.exception("deltasync could not salt a request; it finds no cached prefix")
         return False
     return True

@@ -1,4 +1,4 @@
-"""vLLM's own trainer side: the backend `deltasync`, for trainers that are built on `WeightTransferTrainerFactory`.
+"""The backend `deltasync` of vLLM's own trainer side, for trainers that are built on `WeightTransferTrainerFactory`.
 
     vllm_plugin.register()
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -23,7 +23,7 @@ from deltasync.errors import ConfigError
 
 @dataclasses.dataclass
 class TrainerInit(TrainerInitInfo):
-    """The channel, by its URL, and other arguments of [`~deltasync.Publisher`]."""
+    """The channel's URL, and other arguments of [`~deltasync.Publisher`]."""
 
     backend: ClassVar[str] = "deltasync"
 
@@ -32,7 +32,7 @@ class TrainerInit(TrainerInitInfo):
 
 
 class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
-    """The trainer's end; see `vllm.distributed.weight_transfer.base.TrainerWeightTransferEngine`. Rank 0 publishes."""
+    """Implements `vllm.distributed.weight_transfer.base.TrainerWeightTransferEngine`. Rank 0 publishes."""
 
     init_info_cls = TrainerInit
 
@@ -42,7 +42,7 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> DeltaSyncTrainerEngine:
-        """Open the channel and name it to the servers.
+        """Open the channel and send its URL to the servers.
 
         Raises:
             ConfigError: no source is given, or a setting is wrong.
@@ -56,10 +56,10 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
         return cls(publisher, client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> None:
-        """Publish the source, on rank 0, and have the servers take that version; others only gather along.
+        """Publish the source and have the servers take that version, on rank 0. Other ranks only take part in gathers.
 
         Raises:
-            PublishError: the version did not become visible; the servers were told nothing.
+            PublishError: the version did not become visible; nothing was sent to the servers.
         """
         if self._publisher is None:
             deque(self.source, maxlen=0)

@@ -1,7 +1,7 @@
-"""Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans` on completions.
+"""Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans` of completions.
 
-And the header `x-deltasync-session` of requests, which keeps a conversation on the cached prefixes of the version that it
-began with (`vllm_plugin.salt`).
+Also the header `x-deltasync-session` of requests, by which a conversation keeps using the cached prefixes of the version
+that it began with (`vllm_plugin.salt`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 from vllm_plugin.salt import SESSION, number_of
 
 HEADER = "x-deltasync-versions"
@@ -33,21 +33,21 @@ _SALTED_PATHS = (
     "/inference/v1/generate",
 )
 PATHS = (*_SALTED_PATHS, "/v1/messages")
-"""Routes whose replies are generated."""
+"""Routes that generate tokens."""
 _LONGEST = 4000  # characters of spans: clients refuse long headers
 
 Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
-"""The finished choices of a reply, by what sorts them: the length of the request's id, the id, and the choice's index.
+"""The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the choice's index.
 
-Of each: the versions, in the order in which they made tokens, and how many each made; None if vLLM does not know."""
+Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not know."""
 
 _choices: ContextVar[Choices | None] = ContextVar("deltasync_choices", default=None)  # of the reply made in this context
 
 
 def note_spans(engine: Any) -> None:
-    """Have an engine client note, for the replies of `versions_header`, which version made which token.
+    """Make an engine client note which version made which token, for `versions_header`.
 
-    Wraps its `generate`, which every route goes through. vLLM knows from 0.32 on; before that nothing is noted.
+    Wraps its `generate`, which every route calls. vLLM knows the versions from 0.32 on.
     """
     generate = engine.generate
 
@@ -70,22 +70,21 @@ async def _noting(outputs: AsyncGenerator[Any], choices: Choices) -> AsyncGenera
 
 
 def _note(output: Any, choices: Choices) -> None:
-    """Note the choices that one of vLLM's `RequestOutput`s ends."""
+    """Note the choices that end with this `RequestOutput` of vLLM's."""
     for choice in output.outputs:
         if choice.finish_reason is None:
             continue
         spans = getattr(choice, "weight_versions", None)
         numbers = [number_of(span.version) for span in spans or ()]
-        if spans is None or not all(number.isdecimal() for number in numbers):
-            found = None
-        else:
-            found = [(int(number), span.end - span.start) for number, span in zip(numbers, spans, strict=True)]
-        choices[len(output.request_id), output.request_id, choice.index] = found
+        known = None
+        if spans is not None and all(number.isdecimal() for number in numbers):
+            known = [(int(number), span.end - span.start) for number, span in zip(numbers, spans, strict=True)]
+        choices[len(output.request_id), output.request_id, choice.index] = known
 
 
 def _spans_text(choices: Choices) -> str | None:
-    """Spans of all choices, in their order; None where vLLM makes a choice of several requests, or they are too long."""
-    # Prompts of one reply are numbered at the end of their ids.
+    """Return the spans of all choices in order, or None if unknown, too long, or of a beam search's several requests."""
+    # The ids of one reply's prompts end with their numbers.
     spans = [choices[key] for key in sorted(choices)]
     if not spans or None in spans or any("-beam-" in request for _, request, _ in choices):
         return None
@@ -94,14 +93,14 @@ def _spans_text(choices: Choices) -> str | None:
 
 
 def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
-    """ASGI middleware that adds `first..last`: the versions that were live while the request ran.
+    """ASGI middleware that adds the headers.
 
-    No token of the reply was made by a version before `first` or after `last`; `5..5` means that version 5 made all of
-    them. A streamed reply's headers leave before its tokens, so there it is `first..`, without an upper bound. Without the
-    header nothing is known, because no version was served when the request came.
+    `x-deltasync-versions: first..last` names the versions that were live while the request ran: no token was made by a
+    version before `first` or after `last`. A streamed reply's headers leave before its tokens, so there it is `first..`.
+    There is no header if no version was served when the request came.
 
-    `x-deltasync-spans` has, for each choice, `[version, tokens]` of each version that made some of it; a streamed reply has
-    it in a comment before its end. It needs vLLM 0.32.
+    `x-deltasync-spans` lists `[version, tokens]` for each choice and each version that made some of its tokens. A streamed
+    reply has it in a comment before its end. It needs vLLM 0.32.
 
     A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's version.
     """
@@ -127,7 +126,7 @@ def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASG
         async def send_with_versions(message: Message) -> None:
             try:
                 _add(message, first, live_version, choices)
-            except Exception:  # the reply goes on without it
+            except Exception:  # the reply goes on without them
                 logger.exception("deltasync could not name the versions of a reply")
             await send(message)
 
@@ -138,7 +137,7 @@ def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASG
 
 
 def _add(message: Message, first: int, live_version: Callable[[], int | None], choices: Choices) -> None:
-    """Add what is known to a part of the reply."""
+    """Add what is known to a message of the reply."""
     if message["type"] == "http.response.start":
         headers = MutableHeaders(scope=message)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
@@ -150,25 +149,19 @@ def _add(message: Message, first: int, live_version: Callable[[], int | None], c
 
 
 async def _naming_session(scope: Scope, receive: Receive, version: str) -> Receive:
-    """Name the session in a body's `cache_salt`, vLLM's own field; returns what gives the body in place of `receive`."""
+    """Name the session in the body's `cache_salt`, a field of vLLM's. Returns a `receive` that gives the changed body."""
     try:
         data = await Request(scope, receive).body()
     except ClientDisconnect:
         return receive
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # vLLM refuses such a body
         fields = json.loads(data)
         if isinstance(fields, dict) and isinstance(fields.get("cache_salt"), str | None):
             data = json.dumps(fields | {"cache_salt": f"{SESSION}{version}:{fields.get('cache_salt') or ''}"}).encode()
             MutableHeaders(scope=scope)["content-length"] = str(len(data))
-    except (ValueError, RecursionError):
-        pass  # for vLLM to refuse
-    given = False
+    messages: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def receive_again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": data, "more_body": False}
+        return messages.pop() if messages else await receive()
 
     return receive_again

@@ -1,8 +1,8 @@
-"""One worker's share of a replica: the load plan, a follower over the live parameters, and work in the background.
+"""One worker's part of a replica: the load plan, a follower over the live parameters, and background work.
 
-vLLM runs RPCs on the thread that also runs the engine's steps. So what takes long happens in a thread while tokens are being
-generated, and the RPCs only start it, look at it, or commit. With several workers each has a shard; the driver adds up their
-fingerprints and tells all of them what came out.
+vLLM runs RPCs on the thread of the engine's steps. So long work runs in another thread while tokens are generated, and
+RPCs only start it, poll it, or commit. Each of several workers has a shard; the driver adds up their fingerprints and sends
+all of them the sum.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from deltasync.live import LiveMemory
 from deltasync.replicas import Follower, StagedVersion
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
+from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
-from vllm_plugin.log import logger
-from vllm_plugin.messages import Audit, Committed, Failure, Handed, Live, Work
+from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset(
     ("settled", "poll", "audit", "prove", "settle", "identified", "stage", "commit", "confirm", "undo", "read")
 )
-"""Methods of `WorkerReplica` that may be called from outside the worker."""
+"""Methods of `WorkerReplica` that the driver may call."""
 
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
 
 class WorkerReplica:
-    """Follows one channel with the parameters of one worker, of the model that vLLM's model runner has loaded.
+    """Follows one channel with one worker's parameters of the model that vLLM's model runner has loaded.
 
     Raises:
-        NotPublishedError: the channel has none yet.
+        NotPublishedError: the channel has no version yet.
         ModelMismatchError: the model does not match the channel, or vLLM keeps copies of weights that it does not refresh.
-        ConfigError: there is a `WorkerReplica` of this model already, of which only one can know what its bits are; or numba
-            has no threading layer for this.
+        ConfigError: another `WorkerReplica` changes this model's weights; or see `limit_threads`.
     """
 
     def __init__(self, runner: Any, channel: str, trusted_keys: str | None = None) -> None:
@@ -89,7 +88,7 @@ class WorkerReplica:
         )
 
     def fall_asleep(self) -> None:
-        """vLLM takes the weights out of memory: touch them no more, and refuse what would."""
+        """Touch the weights no more, which vLLM is about to take out of memory, and refuse calls that would."""
         if self._work is not None:
             wait([self._work])
         if self._committed is not None:
@@ -98,16 +97,16 @@ class WorkerReplica:
         self._asleep = True
 
     def wake_up(self) -> None:
-        """The weights are in memory again; with which bits, an audit has to find out."""
+        """Accept calls again: the weights are in memory. An audit has to find out their bits."""
         self._asleep = False
         self._follower.settled = False
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call one of `CALLS`; `prove`, `commit`, `confirm` and `undo` only while generation is paused.
+        """Call one of `CALLS`. Call `prove`, `commit`, `confirm` and `undo` only while generation is paused.
 
         Raises:
-            ConfigError: it is none of these.
-            SleepingError: vLLM sleeps, and nothing was touched.
+            ConfigError: the method is not in the list.
+            SleepingError: vLLM sleeps; nothing was touched.
         """
         if method not in CALLS:
             raise ConfigError(f"deltasync_call takes {', '.join(sorted(CALLS))}, not {method!r}.")
@@ -116,11 +115,11 @@ class WorkerReplica:
         return getattr(self, method)(*args)
 
     def settled(self) -> bool:
-        """Whether it is known which version the live bits are; if not, `stage` ends in `unsettled`."""
+        """Whether it is known which version the live bits are. If not, `stage` ends in `unsettled`."""
         return self._follower.settled
 
     def poll(self) -> Work:
-        """How the work in the background goes. What it ended with is told once."""
+        """Return the state of the background work. How it ended is returned once, then `idle`."""
         work = self._work
         if work is None:
             return Work("idle")
@@ -135,7 +134,7 @@ class WorkerReplica:
         return self.poll()
 
     def audit(self, first: bool) -> Work:
-        """Begin to read every bit of live memory; ends in `audited`. The first time, prove the load plan before."""
+        """Start to read every bit of live memory; ends in `audited`. The first time, prove the load plan before."""
         return self._begin(lambda: self._audit(first))
 
     def _audit(self, first: bool) -> Work:
@@ -146,7 +145,7 @@ class WorkerReplica:
         return Work("audited", Audit(self._memory.parts, self._memory.regions if first else {}, reloaded))
 
     def _verify(self) -> dict[str, str]:
-        """Prove the load plan against the checkpoint; returns the tensors that take the fallback instead, and why."""
+        """Prove the load plan against the checkpoint. Returns the tensors that take the fallback, and why."""
         specs, reasons = self._reader.specs, self._plan.reasons
         if self._mirror is not None:
             return reasons
@@ -160,20 +159,20 @@ class WorkerReplica:
         return reasons
 
     def prove(self) -> None:
-        """Make sure that the fallback works; changes live memory and puts it back."""
+        """Make sure that the fallback works. Changes live memory and puts it back."""
         if self._mirror is not None:
             self._mirror.prove()
 
     def settle(self, total: int) -> Live:
-        """Learn the fingerprint of the model that an audit of all workers found, -1 if copies differ."""
+        """Compare the model's fingerprint, as audited over all workers (-1 if copies differ), with the live version's."""
         self._follower.settle(total)
         return Live(self._follower.version)
 
     def identified(self, handed: Handed | None) -> None:
-        """Learn which version the live bits are, None for no version that the channel knows.
+        """Set which version the live bits are, None for no version of the channel.
 
         Raises:
-            ModelMismatchError: None, and there are tensors that the checkpoint did not prove.
+            ModelMismatchError: they are no version, and there are tensors that the checkpoint did not prove.
         """
         if handed is None and self._unproven:
             raise ModelMismatchError(
@@ -184,7 +183,7 @@ class WorkerReplica:
         self._follower.identified(None if handed is None else self._reader.handed(*handed))
 
     def stage(self, way: list[Handed]) -> Work:
-        """Begin to stage records that follow each other; ends in `staged`, `unsettled` or `failed`."""
+        """Start to stage consecutive records; ends in `staged`, `unsettled` or `failed`."""
         return self._begin(lambda: self._stage(way))
 
     def _stage(self, way: list[Handed]) -> Work:
@@ -202,10 +201,10 @@ class WorkerReplica:
             return Work("failed", failure=Failure.of(error), blamed=failed if is_blamed else None)
         return Work("staged")
 
-    def commit(self, alone: bool) -> Committed:
+    def commit(self, alone: bool) -> CommitReply:
         """Write the staged version into the live parameters.
 
-        A worker alone also confirms the bits, or rolls back; for others `confirm` or `undo` follows before the next step.
+        A worker that is `alone` also confirms the bits, or rolls back. Others need `confirm` or `undo` before the next step.
         """
         staged, self._staged = self._staged, None
         assert staged is not None
@@ -218,12 +217,12 @@ class WorkerReplica:
         if alone:
             self.confirm(None, None)
         done = staged.staged
-        return Committed(done.changed, staged.stage_s, done.scatter_s, reload_s, {} if alone else done.parts)
+        return CommitReply(done.changed, staged.stage_s, done.scatter_s, reload_s, {} if alone else done.parts)
 
     def confirm(self, fingerprints: dict[str, int] | None, total: int | None) -> None:
-        """Hold what was committed to the published fingerprints, and roll it back if it is something else.
+        """Compare the committed bits with the published fingerprints, and roll them back if they differ.
 
-        Given are those of the changed tensors and of the model, over all workers; None for this worker alone.
+        The arguments are those of the changed tensors and of the model, over all workers; None if this is the only one.
         """
         committed, self._committed = self._committed, None
         assert committed is not None
@@ -234,13 +233,13 @@ class WorkerReplica:
             raise
 
     def _reload(self, staged: StagedVersion) -> float:
-        """Have vLLM make anew what it made of the weights that were written. Returns seconds."""
+        """Have vLLM recompute what it derived from the weights that were written. Returns the seconds for the fallback."""
         reload_s = 0.0 if self._mirror is None else self._mirror.reload(staged.staged.fingerprints)
         copies.refresh(self._copies)
         return reload_s
 
     def undo(self) -> None:
-        """Roll back what was committed, because another worker could not."""
+        """Roll back the commit, because another worker's failed."""
         committed, self._committed = self._committed, None
         self._follower.settled = False
         if committed is not None:
@@ -248,12 +247,12 @@ class WorkerReplica:
             self._reload(committed)
 
     def read(self, name: str) -> list[bytes]:
-        """Bits of each of this worker's segments of a tensor, read out of live memory, in the order of its regions."""
+        """Return the bits of each of this worker's segments of a tensor, from live memory, in the order of its regions."""
         return self._memory.read(name)
 
 
 def limit_threads() -> None:
-    """Keep our kernels on the host to the threads that vLLM gives each worker, as OMP_NUM_THREADS says, or an equal share.
+    """Limit our kernels on the host to this worker's threads: OMP_NUM_THREADS, which vLLM sets, or an equal share.
 
     Raises:
         ConfigError: numba has no threading layer that several threads may use at once; it would end the process.
@@ -271,13 +270,13 @@ def limit_threads() -> None:
 
 
 def _use_device(device: torch.device) -> None:
-    """Make a device the current one of this thread."""
+    """Make `device` this thread's current one."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def open_channel(channel: str) -> Store:
-    """The store of a channel, behind the cache that the processes of this machine share."""
+    """Open a channel's store, behind the cache that the processes of this machine share."""
     settings = ReplicaSettings.from_env()
     workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return behind_cache(open_nearest(channel), settings.cache_dir, settings.cache_bytes, workers)

@@ -1,10 +1,10 @@
-"""All workers of a server as one: RPCs to every one of them, and their shards put together."""
+"""The driver's side of the workers: RPCs to all of them, and their shards put together."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,17 +16,16 @@ from deltasync.errors import ApplyError, CommitError, printable
 from deltasync.live import combine, model_fingerprint
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import signed_view
-from vllm_plugin.engine import Engine, call_workers
+from vllm_plugin import logger
+from vllm_plugin.engine import call_workers
 from vllm_plugin.load import proof
-from vllm_plugin.log import logger
-from vllm_plugin.messages import Committed, Failure, Handed, Live, Reason, Work, gravest, parse
+from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Reason, Work, gravest, parse
 
 _T = TypeVar("_T")
 _NOTHING = type(None)
 
-# Between two looks at work in the background: each is an RPC that runs between two engine steps.
-_POLL_S = (0.002, 0.05)
-_HANDED_BYTES = 8 << 20  # of records in one call; that goes to each worker
+_POLL_S = (0.002, 0.05)  # shortest and longest time between polls of background work, which are RPCs between engine steps
+_HANDED_BYTES = 8 << 20  # of records in one call, which goes to each worker
 
 
 class Workers:
@@ -34,10 +33,10 @@ class Workers:
 
     Attributes:
         reasons: Why tensors take the fallback.
-        fingerprints: Each tensor's fingerprint over all workers, of the last audit or commit of several workers.
+        fingerprints: Each tensor's fingerprint over all workers, as of the last audit, or commit of several workers.
     """
 
-    def __init__(self, engine: Engine, reader: ChannelReader) -> None:
+    def __init__(self, engine: Any, reader: ChannelReader) -> None:
         self._engine = engine
         self._reader = reader
         self._regions: list[dict[str, list[Region]]] = []  # which elements of each tensor each worker holds
@@ -46,14 +45,27 @@ class Workers:
 
     @property
     def reloaded_count(self) -> int:
-        """Tensors that take the fallback."""
+        """How many tensors take the fallback."""
         return sum(reason.tensors for reason in self.reasons)
 
     async def open(self, channel: str, trusted_keys: str | None) -> int:
-        """Learn what the workers hold, and prove it. Returns the fingerprint of the model."""
+        """Learn what the workers hold, and prove it. Returns the model's fingerprint.
+
+        Raises:
+            ModelMismatchError: the workers do not hold every tensor in places that can be updated.
+        """
         answers = await call_workers(self._engine, "deltasync_open", (channel, trusted_keys))
         _succeeded([parse(answer, _NOTHING) for answer in answers])
-        total = await self._audit(first=True)
+        audits = await self._audit(first=True)
+        self._regions = [audit.regions for audit in audits]
+        reloaded = {name: why for audit in audits for name, why in audit.reloaded.items()}
+        await asyncio.to_thread(proof.check_coverage, self._reader.specs, self._regions, reloaded)
+        if reloaded:
+            await self._call(_NOTHING, "prove")
+        names: dict[str, list[str]] = {}
+        for name, why in reloaded.items():
+            names.setdefault(why, []).append(name)
+        self.reasons = [Reason(printable(why), len(of), printable(of[0])) for why, of in names.items()]
         patched = len(self._reader.specs) - self.reloaded_count
         logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, self.reloaded_count)
         for reason in self.reasons:
@@ -64,27 +76,27 @@ class Workers:
                 reason.first,
                 reason.reason,
             )
-        return total
+        return self._fingerprint(audits)
 
     async def identified(self, stored: Stored | None) -> None:
-        """Tell the workers which version they hold."""
+        """Tell the workers which version they hold, None for no version of the channel."""
         await self._call(_NOTHING, "identified", None if stored is None else handed([stored])[0])
 
     async def settled(self) -> bool:
-        """Whether all workers know what the bits in their memory are."""
+        """Whether all workers know which version's bits they hold."""
         return all(await self._call(bool, "settled"))
 
     async def settle(self) -> Version | None:
-        """The version whose bits are live, found by an audit; None if they are not those of the version taken for live."""
-        total = await self._audit(first=False)
+        """Audit the workers. Returns the version that they hold, or None if the bits are not what they were taken for."""
+        total = self._fingerprint(await self._audit(first=False))
         named = {live.version for live in await self._call(Live, "settle", total)}
         if len(named) > 1:
             raise ApplyError(f"The workers hold different versions: {', '.join(sorted(map(str, named)))}.")
         (version,) = named
         return version
 
-    async def _audit(self, first: bool) -> int:
-        """Read all live memory; the first time, prove where it lies. Returns the fingerprint of the model."""
+    async def _audit(self, first: bool) -> list[Audit]:
+        """Have the workers read all live memory, and the first time prove where it lies."""
         audits = []
         for work in await self._work("audit", first):
             if work.failure is not None:
@@ -92,57 +104,47 @@ class Workers:
             if work.audit is None:
                 raise ApplyError(f"A worker did not audit its weights, it is {work.state}.")
             audits.append(work.audit)
-        if first:
-            self._regions = [audit.regions for audit in audits]
-            reloaded = {name: why for audit in audits for name, why in audit.reloaded.items()}
-            await asyncio.to_thread(proof.check_coverage, self._reader.specs, self._regions, reloaded)
-            if reloaded:
-                await self._call(_NOTHING, "prove")
-            names: dict[str, list[str]] = {}
-            for name, why in reloaded.items():
-                names.setdefault(why, []).append(name)
-            self.reasons = [Reason(printable(why), len(of), printable(of[0])) for why, of in names.items()]
+        return audits
+
+    def _fingerprint(self, audits: Sequence[Audit]) -> int:
+        """Add up what an audit found, over all workers. Returns the model's fingerprint."""
         self.fingerprints = combine(self._regions, [audit.parts for audit in audits])
         return model_fingerprint(self.fingerprints)
 
     async def stage(self, way: Sequence[Stored]) -> list[Work]:
-        """Have all workers stage a way while tokens are generated; what each ended with."""
+        """Have all workers stage a way while tokens are generated. Returns what each ended with."""
         return await self._work("stage", handed(way))
 
-    async def commit(self) -> Committed:
-        """Commit what is staged on all workers, or on none. Call while generation is paused.
+    async def commit(self) -> CommitReply:
+        """Commit what is staged, on all workers or on none. Call while generation is paused.
 
-        Returns the longest times, and the elements that all workers changed together.
+        Returns the longest times, and the sum of the changed elements.
 
         Raises:
-            DeltaSyncError: `is_safe` tells whether the old bits are live again.
+            DeltaSyncError: the commit failed; `is_safe` tells whether the old bits are live again.
         """
         alone = len(self._regions) == 1
-        replies = await self._replies(Committed, "commit", alone)
-        failures = [reply for reply in replies if isinstance(reply, Failure)]
-        if failures:
-            if not alone:
-                _undone(await self._replies(_NOTHING, "undo"))
-            raise gravest(failures)
-        done = [reply for reply in replies if isinstance(reply, Committed)]
+        replies = await self._replies(CommitReply, "commit", alone)
+        if not alone and any(isinstance(reply, Failure) for reply in replies):
+            _check_undone(await self._replies(_NOTHING, "undo"))
+        done = _succeeded(replies)
         if not alone:
             changed = combine(self._regions, [each.parts for each in done])
             fingerprints = self.fingerprints | changed
             confirmed = await self._replies(_NOTHING, "confirm", changed, model_fingerprint(fingerprints))
             if None in confirmed:
-                _undone(confirmed)
+                _check_undone(confirmed)
             _succeeded(confirmed)
             self.fingerprints = fingerprints
-        return Committed(
+        return CommitReply(
             changed=sum(each.changed for each in done),
             stage_s=max(each.stage_s for each in done),
             scatter_s=max(each.scatter_s for each in done),
             reload_s=max(each.reload_s for each in done),
-            parts={},
         )
 
     async def digest(self) -> dict[str, str]:
-        """sha256 of every tensor in live memory, all workers' shards together.
+        """Return the sha256 of every tensor in live memory, put together from all workers' shards.
 
         Raises:
             ApplyError: two workers hold different copies of the same elements.
@@ -154,7 +156,7 @@ class Workers:
         return sha256
 
     async def _replies(self, kind: type[_T], method: str, *args: object) -> list[_T | Failure]:
-        """Call a method of every `WorkerReplica`; what each replies, in the order of their ranks."""
+        """Call a method of every `WorkerReplica`. Returns the replies in the order of their ranks."""
         answers = await call_workers(self._engine, "deltasync_call", (method, *args))
         return [parse(answer, kind) for answer in answers]
 
@@ -162,7 +164,7 @@ class Workers:
         return _succeeded(await self._replies(kind, method, *args))
 
     async def _work(self, method: str, *args: object) -> list[Work]:
-        """Have all workers do something in the background while tokens are generated; what each ended with."""
+        """Have all workers do background work while tokens are generated. Returns what each ended with."""
         wait_s, longest_s = _POLL_S
         replies = await self._call(Work, method, *args)
         while any(reply.state == "working" for reply in replies):
@@ -174,26 +176,22 @@ class Workers:
 
 
 def _succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
-    """The replies of workers, none of which failed.
-
-    Raises:
-        DeltaSyncError: one of them failed.
-    """
+    """Return the replies, or raise the gravest failure among them."""
     failures = [reply for reply in replies if isinstance(reply, Failure)]
     if failures:
         raise gravest(failures)
     return [reply for reply in replies if not isinstance(reply, Failure)]
 
 
-def _undone(replies: Sequence[Failure | None]) -> None:
-    """Make sure that no worker failed where others did not, so that they may hold bits of two versions."""
+def _check_undone(replies: Sequence[Failure | None]) -> None:
+    """Raise CommitError if a worker failed to undo a commit: workers may then hold different versions."""
     for reply in replies:
         if reply is not None:
             raise CommitError(f"A worker's weights are uncertain. {reply.error()}")
 
 
 def handed(way: Sequence[Stored]) -> list[Handed]:
-    """Records as the workers get them, with their bytes as long as those are few: they read the others by themselves."""
+    """Return records for the workers, with their bytes up to a limit: workers read the others by themselves."""
     found: list[Handed] = []
     left = _HANDED_BYTES
     for stored in way:
@@ -204,7 +202,7 @@ def handed(way: Sequence[Stored]) -> list[Handed]:
 
 
 def assemble(spec: TensorSpec, regions: list[list[Region]], shards: list[list[bytes]]) -> np.ndarray:
-    """A tensor's bits, flat and unsigned, from the bits of the segments that the workers hold.
+    """Return a tensor's bits, flat and unsigned, from the bits of the segments that the workers hold.
 
     Raises:
         ApplyError: two copies of the same elements differ.

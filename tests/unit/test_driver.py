@@ -366,6 +366,15 @@ def test_sync_answers_once_the_version_is_served(
         assert (late.json()["version"], late.json()["cause"]) == (3, None)
 
 
+def test_only_so_many_requests_wait_at_once(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, statuses in ((0, [429, 429]), (1, [504, 504])):
+        monkeypatch.setattr("vllm_plugin.endpoints._MOST_HELD", most)
+        with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+            replies = [client.post("/deltasync/sync", json={"timeout_s": 0.05}) for _ in statuses]
+            assert [reply.status_code for reply in replies] == statuses
+            assert replies[-1].headers.get("retry-after") == (None if most else "1")
+
+
 def test_a_trainer_that_counts_by_itself_waits_for_its_step(
     engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,7 +516,7 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
                 "offload_config",
                 SimpleNamespace(offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)),
             ),
-            "prefetch offloading",
+            "Prefetch offloading",
         ),
         (
             lambda e: setattr(e.vllm_config, "weight_transfer_config", SimpleNamespace(backend="deltasync")),

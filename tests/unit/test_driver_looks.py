@@ -302,6 +302,34 @@ def test_a_store_that_hangs_keeps_the_driver_from_nothing_else(
     play(engine, memory_url, scene)
 
 
+def test_a_store_that_hangs_after_wrong_bits_keeps_the_server_from_nothing_else(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is read again, to find out whether the store or an answer was at fault."""
+
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        trainer.publish_lies()
+        await driver.look()
+        assert "FingerprintMismatchError" in driver.status(0).error
+        gate = store.hold_at("read", keys.VERSIONS)
+        opening = threading.Timer(5, gate.opened.set)
+        opening.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "_LOOK_S", 0.1)
+            await driver.look()
+        assert not gate.opened.is_set()
+        assert "The store has not answered for 0.1 s" in driver.status(0).error
+        opening.cancel()
+        gate.opened.set()
+        for _ in range(5):
+            await driver.look()
+        assert driver.version == 1 and driver._course._left_out
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
 def test_a_heartbeat_that_hangs_does_not_keep_following_waiting(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
 ) -> None:

@@ -23,14 +23,14 @@ from deltasync.errors import (
 from tests import driving
 from tests.driving import Engine, Trainer
 from vllm_plugin.engine import IdleEngine
-from vllm_plugin.messages import Committed, Failure, answer, is_safe
+from vllm_plugin.messages import CommitReply, Failure, answer, is_safe
 from vllm_plugin.offline import OfflineReplica
 from vllm_plugin.worker import CALLS, WorkerReplica
 from vllm_plugin.workers import Workers
 
 engine, trainer = driving.engine, driving.trainer  # fixtures
 
-DONE = Committed(1, 0.5, 0.25, 0.125, {})
+DONE = CommitReply(1, 0.5, 0.25, 0.125, {})
 
 
 class Two(IdleEngine):
@@ -53,7 +53,7 @@ class Two(IdleEngine):
         return [answer(lambda: body(error)) for error in self.failing.get(called, [None, None])]  # noqa: B023
 
 
-def commit(two: Two) -> Committed:
+def commit(two: Two) -> CommitReply:
     workers = Workers(two, SimpleNamespace(specs={}))  # type: ignore[arg-type]
     workers._regions = [{}, {}]
     return asyncio.run(workers.commit())

@@ -1,7 +1,7 @@
 """Copies of weights that vLLM keeps beside its parameters, in attributes of its layers.
 
-FlashInfer, for one, wants attention sinks as float32 and keeps such a copy of the parameter. A commit that writes the
-parameter leaves the copy as it was, so the layer has to make it anew, in place: captured CUDA graphs know its address.
+FlashInfer, for example, keeps a float32 copy of the attention sinks. A commit that writes the parameter does not change the
+copy, so the layer has to make it again, in place, because captured CUDA graphs hold its address.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from deltasync.errors import ModelMismatchError
 
 NAMES = frozenset({"W_UK_T_dcp_qrep"})
-"""Attributes that are copies in another order, so that their values do not tell."""
+"""Attributes that are copies in another order, which their values do not show."""
 
-_HEAD = 1024  # elements that are looked at first
+_HEAD = 1024  # elements that are compared first
 
 
 @dataclasses.dataclass(frozen=True)
 class DerivedCopy:
-    """One copy: `holder.name` is a tensor that was made of a parameter."""
+    """A copy: `holder.name` is a tensor that was made from a parameter."""
 
     holder: Any
     name: str
@@ -33,10 +33,12 @@ class DerivedCopy:
 
 
 def find(model: torch.nn.Module) -> list[DerivedCopy]:
-    """Copies that a commit has to refresh, each proven to be made anew in place; live memory is put back. Call paused.
+    """Find the copies that a commit has to refresh, and prove that refreshing works in place. Call it while paused.
+
+    Changes live memory and puts it back.
 
     Raises:
-        ModelMismatchError: one is not made anew in place.
+        ModelMismatchError: a copy is not made again in place.
     """
     parameters = list(model.parameters())
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
@@ -59,7 +61,7 @@ def find(model: torch.nn.Module) -> list[DerivedCopy]:
 
 
 def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Tensors in attributes of modules and of objects that those hold, such as an attention's `impl`; each object once."""
+    """Yield tensors in attributes of modules, and of objects that those hold, such as an attention's `impl`."""
     seen: set[int] = set()
     for module in model.modules():
         plain = [value for value in vars(module).values() if _is_plain(value)]
@@ -73,7 +75,7 @@ def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is an object of vLLM's that works on a module's weights."""
+    """Whether a value is an object of vLLM's that processes a module's weights."""
     return not isinstance(value, torch.nn.Module | torch.Tensor | type) and callable(
         getattr(value, "process_weights_after_loading", None)
     )
@@ -83,11 +85,11 @@ def _is_copy(name: str, tensor: torch.Tensor, by_size: dict[tuple[int, torch.dev
     if name in NAMES:
         return True
     sources = by_size.get((tensor.numel(), tensor.device), ())
-    if not sources or tensor.numel() < 2:  # most are neither, and a cache of keys and values is too large to be looked at
+    if not sources or tensor.numel() < 2:  # most have no source, such as the KV cache, which is too large to compare
         return False
     flat = tensor.detach().reshape(-1)
     if bool((flat[:_HEAD] == flat[0]).all()):
-        return False  # many of one value are scales and the like, and cannot be told from weights by their values
+        return False  # one repeated value: scales and the like, which values cannot tell from weights
     alike = (source.reshape(-1) for source in sources)
     return any(_equal(flat[:_HEAD], source[:_HEAD]) and _equal(flat, source) for source in alike)
 
@@ -97,7 +99,7 @@ def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
-    """Whether the holder makes it anew where it is. What was there is there again."""
+    """Whether the holder makes a copy again in place. Its value is restored."""
     if not callable(getattr(copy.holder, "process_weights_after_loading", None)) or copy.name in NAMES:
         return False
     attributes, before = dict(vars(copy.holder)), tensor.clone()
@@ -106,7 +108,7 @@ def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
             tensor.neg_().sub_(1)
         refresh([copy])
         return getattr(copy.holder, copy.name) is tensor and torch.equal(tensor, before)
-    except Exception:  # noqa: BLE001 - whatever it is, this copy is not made anew
+    except Exception:  # noqa: BLE001 - whatever it is, this copy is not made again
         return False
     finally:
         vars(copy.holder).update(attributes)
@@ -115,7 +117,7 @@ def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
 
 
 def refresh(copies: Sequence[DerivedCopy]) -> None:
-    """Have their holders make all of these anew; mutates live memory."""
+    """Have the holders make these copies again. Mutates live memory."""
     with torch.no_grad():
         for copy in copies:
             copy.holder.process_weights_after_loading(copy.dtype)

@@ -1,8 +1,8 @@
-"""The fallback: tensors that vLLM keeps in a layout of its own (repacked, quantized) are patched in a mirror on the host,
-and the layers they belong to are loaded again by vLLM.
+"""The fallback for tensors that vLLM keeps in its own layout (repacked, quantized): they are patched in a mirror on the
+host, and vLLM loads their layers again from there.
 
-The work is proportional to the layers that changed, not to what changed in them. The fingerprint proves the mirror; that
-live memory holds what the mirror does is left to vLLM's loader.
+The work is proportional to the layers that changed, not to the changes in them. Fingerprints prove the mirror; for live
+memory vLLM's loader is trusted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vllm_plugin.load.plan import LoadPlan
 def mirrored(
     plan: LoadPlan, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Copies on the host of the checkpoint's tensors that have a reason in the plan, and of others of their layers.
+    """Return host copies of the checkpoint's tensors that have a reason in the plan, and of the others in their layers.
 
-    Those others get a reason too, because they are loaded again with their layers.
+    The others get a reason too, because they are loaded again with their layers.
     """
     layers = {layer for name in plan.reasons for layer in plan.layers[name]}
     copies = {
@@ -40,9 +40,9 @@ def mirrored(
 
 
 class Mirror:
-    """Host copies of tensors as the checkpoint has them, mutated by commits, and vLLM's layerwise reload from them.
+    """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from them.
 
-    `layers` are the modules that each tensor is loaded into.
+    `layers` has the modules that each tensor is loaded into.
     """
 
     def __init__(self, runner: Any, layers: Mapping[str, Set[torch.nn.Module]], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,16 +52,16 @@ class Mirror:
 
     @property
     def segments(self) -> dict[str, list[Segment]]:
-        """Where the mirrored tensors lie."""
+        """The places of the mirrored tensors."""
         return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
 
     def prove(self) -> None:
-        """Make sure that loading the layers again has an effect, and that the unchanged mirror gives what live memory was.
+        """Make sure that reloading changes each layer, and that reloading the unchanged mirror restores live memory.
 
         Raises:
-            ModelMismatchError: one of these is not so; live memory is as before.
+            ModelMismatchError: it does not; live memory is as before.
         """
-        for layers, names in _together(self._layers):  # so that the host holds copies of no more at once
+        for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             self._prove(layers, names)
 
     def _prove(self, layers: Set[torch.nn.Module], names: Set[str]) -> None:
@@ -93,10 +93,10 @@ class Mirror:
             self._tensors[name].neg_()
 
     def reload(self, changed: Iterable[str]) -> float:
-        """Load the layers of the mirrored ones among these tensors again; mutates live weights. Returns seconds.
+        """Load the layers of those changed tensors that are mirrored. Mutates live weights. Returns the seconds it took.
 
         Raises:
-            Exception: whatever vLLM raises; the layers hold unknown values then.
+            Exception: whatever vLLM raises; the layers then hold unknown values.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -119,7 +119,7 @@ class Mirror:
 
 
 def _together(layers: Mapping[str, Set[torch.nn.Module]]) -> list[tuple[set[torch.nn.Module], set[str]]]:
-    """Layers and the tensors that are loaded into them, in groups that share no layer."""
+    """Group layers, with the tensors that are loaded into them, so that no two groups share a layer."""
     groups: list[tuple[set[torch.nn.Module], set[str]]] = []
     for name, of in layers.items():
         joined, names = set(of), {name}
@@ -136,6 +136,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of a layer's tensors that have other bits than these, which are on the host."""
+    """Return the names of a layer's tensors whose bits differ from these, which are on the host."""
     now = layer.state_dict()
     return [name for name in now if not torch.equal(int_view(now[name]).cpu(), int_view(tensors[name]))]

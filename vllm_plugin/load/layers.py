@@ -1,4 +1,4 @@
-"""vLLM's layers, which it changes after loading: as its loader expects them, and on CPUs kept where they can be patched."""
+"""vLLM's layers, which vLLM changes after loading: copies as its loader expects them, and weights that stay patchable."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from vllm_plugin.log import logger
+from vllm_plugin import logger
 
 
 def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
-    """A model for `load_weights`, without LoRA's wrappers, and with meta tensors for parameters that vLLM changed.
+    """Return a model for `load_weights`, without LoRA's wrappers, and with meta tensors for parameters that vLLM changed.
 
-    Its modules are copies that share all other tensors with `model`, which is not touched. Also each copy's original.
+    Its modules are copies that share all other tensors with `model`, which is not touched. Also returns their originals.
     """
     copies: dict[torch.nn.Module, torch.nn.Module] = {}
 
@@ -33,16 +33,16 @@ def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Mo
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's parameters that did not exist before vLLM had loaded the model, unless it changed the layer as well."""
+    """Return a layer's parameters that vLLM added after loading the model; none if it also changed others in the layer."""
     recorded = _recorded(layer)
     if recorded is None or _before_changes(layer):
         return {}
-    names = layer._parameters.keys() - recorded.keys() - {"bias"}  # which vLLM does not record
+    names = layer._parameters.keys() - recorded.keys() - {"bias"}  # vLLM does not record a bias
     return {name: tensor for name in sorted(names) if (tensor := layer._parameters[name]) is not None}
 
 
 def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a layer's parameters were before vLLM changed them, as meta tensors with weight loaders; empty if it did not."""
+    """Return a layer's parameters as they were before vLLM changed them: meta tensors with weight loaders, or none."""
     recorded = _recorded(layer) or {}
     if all(_layout(layer._parameters.get(name)) == _layout(tensor) for name, tensor in recorded.items()):
         return {}
@@ -57,7 +57,7 @@ def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """A layer's parameters before they were loaded, as vLLM keeps them for its layerwise reload; None if it does not."""
+    """Return the parameters before loading, as vLLM keeps them for its layerwise reload, or None if it does not."""
     layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
     info = None if layerwise is None else layerwise.LAYERWISE_INFO.get(layer)
     return None if info is None else info.restore_metadata[0]
@@ -68,10 +68,9 @@ def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | Non
 
 
 def keep_weights_addressable() -> None:
-    """Make vLLM's CPU linear layers use the weights as loaded; call before the model is loaded. No-op elsewhere.
+    """Make vLLM's CPU linear layers use the weights as loaded. Call before the model is loaded; does nothing on GPUs.
 
-    By default vLLM repacks them for oneDNN or SGL kernels and frees the original, so that no address holds a checkpoint
-    element any more.
+    By default vLLM repacks them for oneDNN or SGL kernels and frees the original, so no address holds a checkpoint element.
     """
     from vllm.platforms import current_platform
 
@@ -90,7 +89,7 @@ def keep_weights_addressable() -> None:
 
 
 def prepare_reload(layer: Any) -> None:
-    """Make vLLM repack an expert layer on a CPU when it is loaded again: 0.31 does so only while it builds its kernel."""
+    """Make vLLM repack an expert layer on a CPU when it is loaded again: 0.31 only does so when it builds the kernel."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:

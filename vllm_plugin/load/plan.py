@@ -1,4 +1,4 @@
-"""The load plan: where each checkpoint element lies in this worker's memory, learnt from vLLM's own loader.
+"""The load plan: where each checkpoint element lies in this worker's memory, recorded from vLLM's own loader.
 
 The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records every
 `aten.copy_` instead of executing it. A recorded copy is a segment: a strided view of one checkpoint tensor and the strided
@@ -23,17 +23,20 @@ from vllm_plugin.load.layers import as_loaded, computed_parameters
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
-    """Records copies out of the checkpoint's meta tensors into parameters, whose storages have owners; runs the rest."""
+    """Records copies of the checkpoint's meta tensors into parameters. Runs everything else.
+
+    `sources` are those meta tensors by name; `owners` has the modules of each parameter's storage.
+    """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], owners: Mapping[int, Collection[torch.nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[set[str], torch.Tensor, torch.Tensor]] = []
         self._owners = owners
         self._names = {_storage(tensor): {name} for name, tensor in sources.items()}
-        self._kept: list[torch.Tensor] = []  # so that no storage is taken for one that is gone
+        self._kept: list[torch.Tensor] = []  # so that no new storage has the address of a freed one
 
     def names(self, tensor: torch.Tensor) -> set[str]:
-        """Which of the checkpoint's tensors a meta tensor was computed from."""
+        """Return which of the checkpoint's tensors a meta tensor was computed from."""
         return self._names.get(_storage(tensor), set())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,13 +65,13 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """Where the tensors of a checkpoint, or this worker's shards of them, lie.
+    """Where a checkpoint's tensors, or this worker's shards of them, lie.
 
     Attributes:
-        segments: The places of each tensor, as far as they have its dtype and hold its elements as they are;
-            `proof.check_coverage` tells what is missing from all workers.
+        segments: The places that hold each tensor's elements unchanged, in its dtype. `proof.check_coverage` finds what is
+            missing in all workers.
         layers: The modules that the loader copies each tensor into.
-        reasons: Why a tensor that has a place cannot be patched there.
+        reasons: Why tensors cannot be patched in place.
     """
 
     segments: dict[str, list[Segment]]
@@ -77,7 +80,7 @@ class LoadPlan:
 
 
 def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> LoadPlan:
-    """Learn where the checkpoint's tensors, which are served as `specs`, lie in a loaded vLLM model; touches nothing.
+    """Find where the checkpoint's tensors, which are served as `specs`, lie in a loaded vLLM model. Changes nothing.
 
     Raises:
         ModelMismatchError: the loader refuses a name or a shape, or the model keeps weights computed from others.
@@ -114,7 +117,7 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> LoadPlan:
 
 
 def _problem(live: torch.Tensor, source: torch.Tensor) -> str | None:
-    """Why a copy does not put elements as they are into live memory; None if it does."""
+    """Return why a copy does not put elements unchanged into live memory, or None if it does."""
     if live.device.type == "meta":
         return "vLLM holds its layer in another dtype or shape, quantized for example"
     if live.dtype != source.dtype:
@@ -128,7 +131,7 @@ def _find_computed(plan: LoadPlan, layers: Iterable[torch.nn.Module], loaded: Co
     """Give reasons to tensors that vLLM computed others from.
 
     Raises:
-        ModelMismatchError: not from tensors of the same layer.
+        ModelMismatchError: vLLM computed a layer's tensor from other layers' tensors.
     """
     for layer in layers:
         computed = computed_parameters(layer)

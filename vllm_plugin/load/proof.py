@@ -1,4 +1,4 @@
-"""The proof that a load plan is right: every tensor is compared with the checkpoint, or identified by its fingerprint."""
+"""Proof that a load plan is right: every tensor is compared with the checkpoint, or identified by its fingerprint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def check_coverage(
     regions: Sequence[Mapping[str, Sequence[Region]]],
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Make sure that the shards hold every tensor: each element once, or in copies of one and the same region.
+    """Make sure that all shards together hold every tensor: each element once, or in copies of the same region.
 
-    `reasons` tells why tensors cannot be patched in place, as far as that is known.
+    `reasons` has known reasons why tensors cannot be patched in place.
 
     Raises:
-        ModelMismatchError: they do not; names tensors and says what is missing.
+        ModelMismatchError: they do not hold these tensors; it says what is missing.
     """
     problems = []
     for spec in specs.values():
@@ -51,7 +51,7 @@ def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
 
 
 def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a vLLM model runner loaded its model from.
+    """Yield the tensors that a vLLM model runner loaded its model from.
 
     Raises:
         ModelMismatchError: it was not loaded from a checkpoint that can be read again.
@@ -70,11 +70,10 @@ def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def verify(
     plan: LoadPlan, memory: LiveMemory, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> set[str]:
-    """Compare live memory, as vLLM loaded it, through the plan with the checkpoint, bit by bit.
+    """Compare live memory, as vLLM loaded it, with the checkpoint's `tensors` through the plan, bit by bit.
 
-    Tensors that lie in live memory in another layout than in the checkpoint get a reason in the plan. Returned are those
-    that were not compared, because the checkpoint does not hold them in that shape, and that share no place with one that
-    was. Only a fingerprint can tell whether the plan is right about those.
+    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape, and
+    that share no place with a compared one. Only a fingerprint can prove the plan for those.
     """
     compared = set()
     for name, tensor in tensors:
@@ -84,7 +83,7 @@ def verify(
         compared.add(name)
         if memory.differs(name, int_view(cast(tensor, spec.dtype))):
             plan.reasons[name] = "vLLM keeps it in a layout of its own"
-    # A tied tensor is one with the tensor that the checkpoint has.
+    # A tied tensor lies in the same place as the one that the checkpoint has.
     proven = {_place(segment) for name in compared - plan.reasons.keys() for segment in plan.segments[name]}
     return {
         name
