@@ -87,7 +87,7 @@ def taken_files(
 def _plain(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], None], metadata: Mapping[str, str]) -> memoryview:
     """A file whose tensors are written straight to their places in it, without another copy."""
     head, order = layout(specs, metadata)
-    file_B = np.empty(len(head) + weight_bytes(specs), np.uint8)
+    file_B = torch.empty(len(head) + weight_bytes(specs), dtype=torch.uint8).numpy()
     file_B[: len(head)] = np.frombuffer(head, np.uint8)
     places, end = dict[str, np.ndarray](), len(head)
     for spec in order:

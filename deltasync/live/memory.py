@@ -26,7 +26,7 @@ from deltasync.live.exchange import Copy, Swap, Target, undoing
 from deltasync.live.segments import Parts, Segment, combine, unsigned
 from deltasync.live.staging import DeviceStaging, HostStaging, Staged, Staging
 from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes
-from deltasync.tensors.bits import int_view, signed_view, tensor_of
+from deltasync.tensors.bits import int_view, signed_view
 
 
 class LiveMemory:
@@ -57,7 +57,9 @@ class LiveMemory:
 
     @classmethod
     def on_host(cls, specs: Mapping[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
-        """Return live memory over zeroed host tensors of these specs, and the tensors.
+        """Return live memory over new host tensors of these specs, with any bits, and the tensors.
+
+        They come from torch: numpy asks for huge pages, which some virtual machines give slowly.
 
         Raises:
             StageError: this machine has too little memory.
@@ -66,10 +68,9 @@ class LiveMemory:
         if hasattr(os, "sysconf") and model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
         try:
-            bits = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
-        except MemoryError:  # Windows promises no more than it has
+            tensors = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+        except RuntimeError:  # of torch's allocator, where the system promises no more than it has
             raise StageError(f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left.") from None
-        tensors = {name: tensor_of(bits[name], spec) for name, spec in specs.items()}
         segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}
         return cls(specs, segments), tensors
 

@@ -100,11 +100,10 @@ class Shadow:
         ranges: dict[str, Range] = {}
         tensors, dtype = _tensors(stream, dtype)
         for name, part in _parts(tensors, dtype, rank, specs):
-            held[name], ranges[name] = np.empty(part.held.numel(), specs[name].bits_dtype), (part.start, part.stop)
-            copy = TensorSpec(name, specs[name].dtype, tuple(part.held.shape))
+            copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
             # The copy casts host tensors, in all threads; others are cast where they are.
-            source = part.held.detach() if part.held.is_cpu else cast(part.held, copy.dtype)
-            tensor_of(held[name], copy).copy_(source)
+            copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
+            held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
         return cls(specs, ranges, held)

@@ -95,15 +95,14 @@ class Follower:
         wanted: dict[str, int] = {}
         done: list[Stored] = []
         try:
-            with contextlib.closing(self._fetched(way)) as fetched:
+            with contextlib.closing(self._fetched(way)) as fetched, kernels.cpu.beside(payloads.FILES_AHEAD):
                 for stored in way:
                     with self._blaming(stored), _map_out_of_memory(stored.record.version):
                         got = next(fetched)
                         self.version, self.settled = None, False
                         if stored.use_anchor:
                             self._loaded.clear()
-                            with kernels.cpu.beside(payloads.FILES_AHEAD):
-                                self.memory.load(payloads.weights(self.reader, stored))
+                            self.memory.load(payloads.weights(self.reader, stored))
                         else:
                             patches = payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got)
                             wanted |= self.memory.patch(patches)

@@ -114,6 +114,13 @@ def _memory_in_pieces(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
     return LiveMemory({spec.name: spec}, {spec.name: segments})
 
 
+def _zeros(specs: dict[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
+    memory, tensors = LiveMemory.on_host(specs)
+    for tensor in tensors.values():
+        int_view(tensor).zero_()
+    return memory, tensors
+
+
 def _host_memory(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
     memory, tensors = LiveMemory.on_host({spec.name: spec})
     int_view(tensors[spec.name]).copy_(int_view(tensor_of(bits_N.copy(), spec)))
@@ -256,7 +263,7 @@ def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None
 def test_full_weights_of_several_widths_are_copied_together() -> None:
     specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "uint8"), ("b", "bfloat16"), ("c", "float64"))}
     for names in (["a", "b"], ["a", "c"], ["b", "a"], ["a", "b", "c"]):
-        memory, tensors = LiveMemory.on_host({name: specs[name] for name in names})
+        memory, tensors = _zeros({name: specs[name] for name in names})
         memory.audit()
         patches = [(Patch(name, None, np.ones(3, specs[name].bits_dtype), absolute=True), 0) for name in names]
         report = memory.commit(memory.stage(patches))
@@ -271,7 +278,7 @@ class _Failure(RuntimeError):
 
 def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[Patch, int]]]:
     specs = {name: TensorSpec(name, "bfloat16", (3,)) for name in ("a", "b")}
-    memory, tensors = LiveMemory.on_host(specs)
+    memory, tensors = _zeros(specs)
     memory.audit()
     ones = np.ones(1, np.uint16)
     return memory, tensors, [(Patch(name, np.array([1]), ones, absolute=False), 0) for name in specs]
@@ -314,7 +321,7 @@ def test_a_commit_that_fails_anywhere_leaves_the_old_bits(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("lacking", ["tables of the exchange", "fingerprints of what was copied"])
 def test_without_memory_the_old_bits_stay(lacking: str) -> None:
     specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "bfloat16"), ("b", "float32"), ("c", "uint8"))}
-    memory, tensors = LiveMemory.on_host(specs)
+    memory, tensors = _zeros(specs)
     memory.audit()
     one = np.zeros(1, np.int32)
     patches = [(Patch(name, one, np.ones(1, specs[name].bits_dtype), absolute=True), 0) for name in ("a", "b")]
