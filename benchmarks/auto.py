@@ -2,11 +2,10 @@
 
     python -m benchmarks.auto [--json]
 
-Three channels in one process get the same versions in turn. Their store is in memory, at the end of a line for each
-direction that is made as slow as it says: an object waits for those before it, then for its own bytes and a round trip.
-Times go from the beginning of `publish` until a host replica has the bits. All of them are measured, none is computed; both
-ends share the cores of one machine. Data are those of the simulation of `benchmarks.codec`, one step there and
-back. Three minutes.
+Three channels in one process get the same versions in turn. Their store is in memory, behind a simulated link in each
+direction: an object waits for those before it, then for its own bytes and a round trip. Times go from the beginning of
+`publish` until a host replica has the bits. All times are measured, none is computed; both ends share the cores of one
+machine. The data come from the simulation of `benchmarks.codec`: one step there and back. Takes three minutes.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from deltasync.tensors.bits import tensor_of
 
 CODECS = ("packed", "context", "auto")
 ELEMENTS = (1 << 24, 9 << 24)
-"""With 1 % changed: one group, which lies in the record, and two, of which the first is a part."""
+"""With 1 % changed the first size makes one group, stored in the record, and the second two, the first stored as a part."""
 MBITS = (10, 30, 100, 300, 1000, 10_000)
 ROUND_TRIP_S = 0.005
-_WARM_UP = 4  # until both codecs were tried, and the first version's objects are no longer what is known of the link
+_WARM_UP = 4  # versions until both codecs were tried, and the link is no longer known by the first version alone
 _VERSIONS, _SLOW_VERSIONS, _SLOW_MBITS = 8, 4, 100
 _CHANGED = 0.0107
 _SIMULATED = 1 << 24
 
 
 class Line(WrappedStore):
-    """A store at the end of a line of `bits_per_s`, which may be changed at any time; None for no line."""
+    """A store behind a link of `bits_per_s`, which may be changed at any time; None for no link."""
 
     bits_per_s: float | None = None
 
@@ -91,7 +90,7 @@ class Channel:
         self._reader = ChannelReader(self.up.inner)
 
     def serve(self, spec: TensorSpec, bits_N: np.ndarray) -> tuple[float, str | None]:
-        """Publish a version and follow it: the seconds of that, and its codec."""
+        """Publish a version and follow it; return the seconds that took, and the codec."""
         began_s = time.perf_counter()
         receipt = self.publisher.publish([(spec.name, tensor_of(bits_N, spec))])
         while self.replica.version != receipt.version:
@@ -104,7 +103,7 @@ class Channel:
 
 
 def measure(element_count: int) -> list[dict[str, Any]]:
-    """Rows of one size: medians of the seconds until a version is served; what `auto` took; its loss to the better codec."""
+    """Measure one size: median seconds until a version is served, the codec that `auto` chose, its loss to the best."""
     states = [np.tile(bits_N, element_count // _SIMULATED) for bits_N in simulate.delta(_CHANGED, _SIMULATED)]
     spec = TensorSpec("w", "bfloat16", states[0].shape)
     channels = {codec: Channel(codec) for codec in CODECS}
@@ -135,7 +134,7 @@ def measure(element_count: int) -> list[dict[str, Any]]:
 
 
 def lines(result: list[dict[str, Any]]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     rows = []
     for row in result:
         size = f"{row['elements'] / 1e6:.0f} M, {row['mbit_s'] / 1000:g} Gbit/s"
@@ -146,7 +145,7 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--elements", type=int, nargs="+", default=ELEMENTS, help="sizes, multiples of 16,777,216")
     given = parser.parse_args()

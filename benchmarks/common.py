@@ -1,4 +1,4 @@
-"""The command line, the description of the machine, timing and tables of every benchmark; needs nothing but Python."""
+"""What benchmarks share: command line, description of the machine, timing, tables. Imports no third-party package."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _Result = TypeVar("_Result")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A command line with `--json`, described by a module's docstring."""
+    """Return a parser with `--json`, described by a module's docstring."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true", help="print JSON with command, commit, hardware and versions")
     return made
 
 
 def run(main: Callable[[], object]) -> None:
-    """Run a benchmark; errors of deltasync end it with one sentence and their exit code."""
+    """Run a benchmark. An error of deltasync ends it with the message and its exit code."""
     try:
         main()
     except DeltaSyncError as error:
@@ -53,12 +53,12 @@ def run(main: Callable[[], object]) -> None:
 
 
 def say(text: str) -> None:
-    """Tell people what is going on, on stderr."""
+    """Print a message to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def document(result: Any) -> dict[str, Any]:
-    """A result with the command, the date, the commit, the hardware and the versions."""
+    """Return a result with command, date, commit, hardware and versions."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = "benchmarks" if spec is None else spec.name.removesuffix(".__main__")
     return {
@@ -71,7 +71,7 @@ def document(result: Any) -> dict[str, Any]:
 
 
 def emit(as_json: bool, result: Any, lines: Iterable[str]) -> None:
-    """Print a result: as JSON, or its lines and the machine."""
+    """Print a result as JSON, or as `lines` and a line about the machine."""
     found = document(result)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -82,7 +82,7 @@ def emit(as_json: bool, result: Any, lines: Iterable[str]) -> None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with `+` if files differ from it; None outside of a repository."""
+    """Return the commit that is checked out, with `+` if files differ from it; None outside of a repository."""
     try:
         output = subprocess.run(
             ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -93,7 +93,7 @@ def commit() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, load and versions."""
+    """Return hardware, load and versions."""
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -108,7 +108,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """`machine` for people."""
+    """Return `machine` as one line of text."""
     rest = {name: value for name, value in machine.items() if name not in ("cpu", "cores", "memory_bytes", "load_average")}
     return (
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}; "
@@ -125,14 +125,14 @@ def _cpu_name() -> str:
 
 
 def timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
-    """Seconds that an action takes, and its result."""
+    """Return the seconds that an action takes, and its result."""
     before = time.perf_counter()
     result = action()
     return time.perf_counter() - before, result
 
 
 def best_s(action: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """Least seconds of two to `REPEATS` times, no further one after `REPEAT_S` together, each after `prepare`."""
+    """Return the least time of 2 to `REPEATS` runs, each after `prepare`; none starts once they took `REPEAT_S` in all."""
     times: list[float] = []
     while len(times) < 2 or (len(times) < REPEATS and sum(times) < REPEAT_S):
         prepare()
@@ -141,9 +141,9 @@ def best_s(action: Callable[[], object], prepare: Callable[[], object] = lambda:
 
 
 def peak_extra_bytes(action: Callable[[], object]) -> int | None:
-    """How far the resident memory of this process rises during an action; None where Linux does not tell."""
+    """Return how far resident memory rises during an action, in bytes; None where /proc does not tell."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that was freed before is taken again unseen
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise reused memory that was freed before would not count
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present
         before = status_bytes("VmRSS")
         action()
@@ -153,13 +153,13 @@ def peak_extra_bytes(action: Callable[[], object]) -> int | None:
 
 
 def status_bytes(field: str) -> int:
-    """A size that the kernel tells of this process, as `VmRSS`."""
+    """Return a size from /proc/self/status, such as `VmRSS`."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return 1024 * int(fields[field].split()[0])
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Lines of a Markdown table; all columns but the first are aligned to the right."""
+    """Yield the lines of a Markdown table; all columns but the first are aligned to the right."""
     texts = [list(columns), *([str(cell) for cell in row] for row in rows)]
     widths = [max(3, *(len(row[column]) for row in texts)) for column in range(len(columns))]
     texts.insert(1, ["-" * width if not column else "-" * (width - 1) + ":" for column, width in enumerate(widths)])

@@ -125,7 +125,7 @@ TEXTS = {
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     columns = ("requests", "bytes up", "bytes down", "in deltasync.dashboard.costs, without the payload")
     for name, found in result.items():
         rows = []

@@ -19,7 +19,7 @@ from deltasync.demo.run import run
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     yield from common.table(("", ""), report.table(result))
 
 

@@ -1,14 +1,14 @@
-"""From the beginning of a publish to live bits elsewhere, over long lines, and the requests that it takes.
+"""The time from the beginning of a publish to live bits elsewhere, over long lines, and the requests that this takes.
 
     python -m benchmarks.lag [small] [large] [idle] [--versions 20] [--json]
 
 from the root of the repository, with the development dependencies. The store is S3 (moto). A publisher and a host replica
-reach it by a line each (`tests.servers.line`); all run in processes of their own, and requests are counted at the server's
-end. Bits are compared at the last version.
+each reach it over a simulated line (`tests.servers.line`). All run in processes of their own, and requests are counted at
+the server. Bits are compared at the last version.
 
 small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the encode
 large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round trips
-idle    what a replica asks while nothing is published
+idle    requests of a replica while nothing is published
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured.
+    """A case to measure.
 
     Attributes:
-        shapes: Of the tensors.
-        line: Of both lines, once the first version is out.
-        versions: After a few to warm up.
-        between_s: From one publish to the next.
+        shapes: Shapes of the tensors.
+        line: Shape of both lines, once the first version is published.
+        versions: Number of versions, after a few to warm up.
+        between_s: Time from one publish to the next.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -67,7 +67,7 @@ class Case:
 
 
 def cases(versions: int) -> dict[str, Case]:
-    """By name."""
+    """Return the shapes by name."""
     return {
         "small": Case(shapes={"w": (10_500, 1000)}, line=Shape(0.2), versions=versions, between_s=3.0),
         "large": Case(shapes=qwen3_shapes(), line=Shape(0.05, 100e6), versions=max(5, versions // 2), between_s=5.0),
@@ -75,7 +75,7 @@ def cases(versions: int) -> dict[str, Case]:
 
 
 def qwen3_shapes() -> dict[str, tuple[int, ...]]:
-    """Of Qwen3-0.6B, 596 M elements."""
+    """Return the shapes of Qwen3-0.6B, 596 M elements."""
     layer = {
         "q": (2048, 1024),
         "k": (1024, 1024),
@@ -93,7 +93,7 @@ def qwen3_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def serve(pipe: Connection) -> None:
-    """Run the server; tells its URL for each of `ENDS`, then answers anything but None with what was asked since."""
+    """Run the server. Sends its URL for each of `ENDS`, then answers each message but None with the requests since."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(MotoServer()))
         bucket = server.new_bucket()
@@ -106,7 +106,7 @@ def serve(pipe: Connection) -> None:
 
 
 def carry(ports: dict[str, int], pipe: Connection) -> None:
-    """Run the lines to these ports; tells their own, then takes on each shape that it is told."""
+    """Run the lines to these ports. Sends their own ports, then gives the lines each shape that it receives."""
     with contextlib.ExitStack() as stack:
         lines = {end: stack.enter_context(Line(("127.0.0.1", port), Shape())) for end, port in ports.items()}
         pipe.send({end: line.port for end, line in lines.items()})
@@ -120,7 +120,7 @@ class Server:
     """The server behind its lines, each in a process of its own. Use as a `with` block.
 
     Attributes:
-        urls: Of the channel, by the line of each of `ENDS`.
+        urls: The channel's URLs through the line of each of `ENDS`.
     """
 
     def __enter__(self) -> Server:
@@ -138,12 +138,12 @@ class Server:
         self._stack.close()
 
     def shape(self, shape: Shape) -> None:
-        """Make both lines so."""
+        """Give both lines this shape."""
         self._lines.send(shape)
         self._lines.recv()
 
     def taken(self) -> dict[str, list[Exchange]]:
-        """Exchanges since the last call, by end."""
+        """Return the exchanges since the last call, by end."""
         self._server.send("taken")
         found: dict[str, list[Exchange]] = self._server.recv()
         return found
@@ -153,7 +153,7 @@ class Server:
 
 
 def follow(url: str, pipe: Connection) -> None:
-    """Follow a channel as `deltasync follow` does; tells each version and when its bits were live. Any message ends it."""
+    """Follow a channel as `deltasync follow` does. Sends each version and when its bits were live; any message ends it."""
     store = open_store(url)
     replica = Replica(store)
     before: int | None = None
@@ -170,7 +170,7 @@ def follow(url: str, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def running(target: Any, *args: Any) -> Iterator[Connection]:
-    """A process, and the pipe to it."""
+    """Start a process; return it and the pipe to it."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=target, args=(*args, theirs), daemon=True)
     process.start()
@@ -187,7 +187,7 @@ def running(target: Any, *args: Any) -> Iterator[Connection]:
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
-    """sha256 over all bits."""
+    """Return the sha256 over all bits."""
     found = hashlib.sha256()
     for name in sorted(weights):
         found.update(bits_of(weights[name]).data)
@@ -203,11 +203,11 @@ def change(weights: dict[str, torch.Tensor], random: np.random.Generator) -> Non
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Publish versions, and see when they are live.
+    """Publish versions, and measure when they are live.
 
     Returns:
-        `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`, `held_s`; `requests` by
-        what they are, for one version; `cold_puts`, records that were put on a new connection; `equal`, the bits.
+        `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`, `held_s`; `requests` of
+        one version by kind; `cold_puts`, records that were put on a new connection; `equal`, the bits.
     """
     random = np.random.default_rng(0)
     weights = {}
@@ -245,14 +245,14 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def kind(exchange: Exchange) -> str:
-    """What a request is, for people."""
+    """Return the kind of a request, as text."""
     folder = exchange.path.split("/")[3] if exchange.path.count("/") > 2 else "list"
     there = "" if exchange.status < 400 else " (not there yet)"
     return f"{exchange.method} {folder}{there}"
 
 
 def requests(exchanges: dict[str, list[Exchange]], versions: int) -> dict[str, dict[str, float]]:
-    """Requests for one version, by end and kind."""
+    """Return the requests for one version, by end and kind."""
     return {
         end: {name: round(count / versions, 2) for name, count in sorted(Counter(map(kind, found)).items())}
         for end, found in exchanges.items()
@@ -260,7 +260,7 @@ def requests(exchanges: dict[str, list[Exchange]], versions: int) -> dict[str, d
 
 
 def cold_puts(exchanges: Sequence[Exchange], warm: set[int]) -> int:
-    """Puts of records on a connection that nothing had used before."""
+    """Count the puts of records on a new connection."""
     cold, known = 0, set(warm)
     for exchange in exchanges:
         cold += exchange.method == "PUT" and "/versions/" in exchange.path and exchange.connection not in known
@@ -269,13 +269,13 @@ def cold_puts(exchanges: Sequence[Exchange], warm: set[int]) -> int:
 
 
 def idle() -> dict[str, Any]:
-    """Requests and bytes of a replica that follows a channel to which nothing is published."""
+    """Count requests and bytes of a replica that follows a channel to which nothing is published."""
     with Server() as server:
         with Publisher(server.urls["trainer"]) as publisher:
             publisher.publish([("w", torch.zeros(1000))]).wait(60)
         with running(follow, server.urls["replica"]) as replica:
             replica.recv()
-            time.sleep(5.0)  # the waits between two polls have grown to the interval
+            time.sleep(5.0)  # until the waits between polls have grown to the interval
             server.taken()
             time.sleep(IDLE_S)
             found = server.taken()["replica"]
@@ -288,11 +288,11 @@ def idle() -> dict[str, Any]:
     }
 
 
-# --- what came out ------------------------------------------------------------------------------------------------------
+# --- the result ---------------------------------------------------------------------------------------------------------
 
 
 def summary(name: str, case: Case, found: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, with `lag_s` and, in the unit of the bar, `units`: p50 and p95."""
+    """Return the measurement with p50 and p95 of `lag_s`, and as `units` in the unit of the bar."""
     rows, line = found["versions"], case.line
     lags = [row["lag_s"] for row in rows]
     if name == "small":
@@ -311,7 +311,7 @@ def _span(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(result: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     for name, found in result.items():
         if name == "idle":
             yield f"idle: {found}"
@@ -332,7 +332,7 @@ def lines(result: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure what is named."""
+    """Measure the cases that are named."""
     parser = common.parser(__doc__)
     parser.add_argument("what", nargs="*", choices=["small", "large", "idle", []], help="default: small and idle")
     parser.add_argument("--versions", type=int, default=20)

@@ -1,4 +1,4 @@
-"""What each placement of the shadow takes, by the numbers of the code: the table of docs/operations.md.
+"""The memory that each placement of the shadow takes, by the code's constants: the table of docs/operations.md.
 
 python -m benchmarks.placement [--json]
 """
@@ -20,7 +20,7 @@ _ROW_BYTES = 4 * 8
 
 
 def measure() -> list[dict[str, Any]]:
-    """Bytes that each placement takes for each of `MODELS`, on a rank."""
+    """Return the bytes that each placement takes on a rank for each of `MODELS`."""
     rows = []
     for model, (elements, ranks) in MODELS.items():
         held = -(-elements // ranks)
@@ -34,7 +34,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def lines(result: list[dict[str, Any]]) -> Iterator[str]:
-    """The table of docs/operations.md."""
+    """Yield the table of docs/operations.md."""
     rows = []
     for row in result:
         pinned = f" + {_size(row['pinned_bytes'])} pinned" if row["pinned_bytes"] else ""
@@ -45,7 +45,7 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _compared_there(elements: int) -> tuple[int, int]:
-    """Bytes that a publish copies to the host, and that it takes on the device at its peak beside the copies."""
+    """Return the bytes that a publish copies to the host, and its peak on the device beside the copies."""
     copied = beside = 0
     for first in range(0, elements, groups.GROUP):
         count = min(groups.GROUP, elements - first)
@@ -65,7 +65,7 @@ def _size(size_bytes: int) -> str:
 
 
 def main() -> None:
-    """Print it."""
+    """Print the table."""
     given = common.parser(__doc__).parse_args()
     result = measure()
     common.emit(given.json, result, lines(result))

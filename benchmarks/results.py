@@ -1,4 +1,4 @@
-"""The tables of the documents, out of the result files in docs/results/.
+"""Write the tables and figures of the documents from the result files in docs/results/.
 
     python -m benchmarks.results [--check]          or: make results-tables
 
@@ -6,8 +6,8 @@ A result file is what a benchmark prints with `--json` (command, date, commit, m
 
     python -m benchmarks.codec --json > docs/results/codec.json
 
-Files with `"recorded": "earlier"` hold figures of documents that are older than the files, as far as those said them; their
-`notes` are sentences that belong to the figures. A table stands between `<!-- results: NAME -->` and `<!-- /results -->`, a
+Files with `"recorded": "earlier"` hold figures of documents that are older than these files, as far as they had them;
+their `notes` are sentences about the figures. A table stands between `<!-- results: NAME -->` and `<!-- /results -->`, a
 figure in a sentence between `<!-- result: NAME -->` and `<!-- / -->`.
 """
 
@@ -43,7 +43,7 @@ _README = {
     "exponent-class Rice + zigzag, zstd": "PULSEPT v3",
     "context": "**`context`**",
 }
-"""Encodings in the README's table, and what they are called there."""
+"""Encodings in the README's table, and their names there."""
 
 _FLOORS = {"copy_s": "a copy", "disk_s": "writing to the disk", "sha256_s": "sha256"}
 
@@ -54,19 +54,19 @@ Row = Sequence[object]
 
 
 def load(name: str) -> dict[str, Any]:
-    """A result file."""
+    """Read a result file."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def updated(text: str) -> str:
-    """A document with its tables and figures as the result files have them."""
+    """Return a document with its tables and figures filled in from the result files."""
     text = _MARKED.sub(lambda found: f"{found[1]}\n{chr(10).join(TABLES[found[2]]())}\n\n{found[3]}", text)
     return _FIGURE.sub(lambda found: f"{found[1]}{FIGURES[found[2]]()}{found[3]}", text)
 
 
 def _table(columns: Row, rows: Iterable[Row], words: int | None = None) -> Iterator[str]:
-    """A table in Markdown; columns after the first `words` are aligned to the right."""
+    """Return a table in Markdown; columns after the first `words` are aligned to the right."""
     words = len(columns) if words is None else words
     rule = ["---"] * words + ["---:"] * (len(columns) - words)
     for row in (columns, rule, *rows):
@@ -74,7 +74,7 @@ def _table(columns: Row, rows: Iterable[Row], words: int | None = None) -> Itera
 
 
 def _source(*names: str, notes: bool = True) -> Iterator[str]:
-    """Where the figures are from, and what is noted beside them."""
+    """Yield where the figures are from, and their notes."""
     for name in names:
         found = load(name)
         commit = f" at {found['commit']}" if found["commit"] else ""
@@ -123,14 +123,14 @@ def _bound(sample: dict[str, Any], context: str) -> float:
 
 
 def _one_percent() -> dict[str, Any]:
-    """The simulated sample that is nearest to 1 % changed."""
+    """Return the simulated sample that is nearest to 1 % changed."""
     samples = load("codec")["result"]["samples"]
     found: dict[str, Any] = min(samples, key=lambda sample: abs(sample["changed_fraction"] - 0.0107))
     return found
 
 
 def codec_speed() -> Iterator[str]:
-    """Rates and memory at 1 % changed."""
+    """Yield rates and memory at 1 % changed."""
     sample, rows = _one_percent(), []
     for each in sample["encodings"]:
         peak = each["encode_peak_extra_bytes"]
@@ -148,7 +148,7 @@ def codec_speed() -> Iterator[str]:
 
 
 def saved() -> Iterator[str]:
-    """Bytes of one step of a real model, calculated from the bits per changed element that were measured."""
+    """Yield the bytes of one step of a real model, computed from the measured bits per changed element."""
     bits = {name: _encoding(_one_percent(), name)["bits_per_changed"] for name in ("int32 + bf16", "packed", "context")}
     changed = _QWEN3_8B * 0.01
     rows = [
@@ -164,7 +164,7 @@ def saved() -> Iterator[str]:
 
 
 def codec_readme() -> Iterator[str]:
-    """One line of sizes at 1 % changed."""
+    """Yield one line of sizes at 1 % changed."""
     sample = _one_percent()
     found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
     bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
@@ -180,7 +180,7 @@ def codec_readme() -> Iterator[str]:
 
 
 def commit() -> Iterator[str]:
-    """A commit into a real vLLM."""
+    """Yield the table of a commit into a real vLLM."""
     result = load("commit")["result"]
     of_process, pause, throughput = result["commit"], result["pause"], result["throughput"]
     ours, peers = of_process["deltasync"], of_process["vllm"]
@@ -215,7 +215,7 @@ def commit() -> Iterator[str]:
 
 
 def step() -> Iterator[str]:
-    """What publishing adds to a step."""
+    """Yield what publishing adds to a step."""
     result = load("step")["result"]
     rows = (
         ("copy of the weights", _span(result["copy_s"], 1e3, 0), "1"),
@@ -226,13 +226,13 @@ def step() -> Iterator[str]:
 
 
 def _span(found: float | list[float], factor: float, digits: int) -> str:
-    """A number, or the least and the most of several runs."""
+    """Return a number, or the range of several runs, as text."""
     ends = found if isinstance(found, list) else [found]
     return " to ".join(f"{factor * end:.{digits}f}" for end in ends)
 
 
 def recovery() -> Iterator[str]:
-    """Rollback, and loading again."""
+    """Yield the table of rollback and loading again."""
     result = load("recovery")["result"]
     texts = {
         "commit_s": "commit of 1 % changed",
@@ -246,7 +246,7 @@ def recovery() -> Iterator[str]:
 
 
 def _command_table(name: str, lines: Callable[[Any], Iterator[str]]) -> Iterator[str]:
-    """What the command prints for people, without padding."""
+    """Yield the command's text output without padding."""
     for line in lines(load(name)["result"]):
         if line.startswith("| -"):
             yield re.sub(r"-+", "---", line)
@@ -256,49 +256,49 @@ def _command_table(name: str, lines: Callable[[Any], Iterator[str]]) -> Iterator
 
 
 def outage() -> Iterator[str]:
-    """Training through an outage."""
+    """Yield the table of training through an outage."""
     from benchmarks import outage
 
     return _command_table("outage", outage.lines)
 
 
 def learning() -> Iterator[str]:
-    """GRPO, three transfers."""
+    """Yield the table of GRPO with three transfers."""
     from benchmarks import learning
 
     return _command_table("learning", learning.lines)
 
 
 def async_learning() -> Iterator[str]:
-    """AsyncGRPO, two transfers."""
+    """Yield the table of AsyncGRPO with two transfers."""
     from benchmarks import async_learning
 
     return _command_table("async_learning", async_learning.lines)
 
 
 def placement() -> Iterator[str]:
-    """The shadow's placement, by the numbers of the code."""
+    """Yield the table of `benchmarks.placement`."""
     from benchmarks import placement
 
     return _command_table("placement", placement.lines)
 
 
 def auto() -> Iterator[str]:
-    """Of `python -m benchmarks.auto`: three settings of `codec`, over links."""
+    """Yield the table of `benchmarks.auto`: three settings of `codec` over links."""
     from benchmarks import auto
 
     return _command_table("auto", auto.lines)
 
 
 def shards() -> Iterator[str]:
-    """Of `python -m benchmarks.shards`: `context` under tensor parallelism."""
+    """Yield the table of `benchmarks.shards`: `context` under tensor parallelism."""
     from benchmarks import shards
 
     return _command_table("shards", shards.lines)
 
 
 def demo() -> Iterator[str]:
-    """The demo's summary."""
+    """Yield the demo's summary."""
     from deltasync.demo import report
 
     yield from _table(("", ""), report.table(load("demo")["result"]))
@@ -309,14 +309,14 @@ def demo() -> Iterator[str]:
 
 
 def _as_written(name: str) -> Iterator[str]:
-    """A result that is a table of texts."""
+    """Yield a result that is a table of texts."""
     result = load(name)["result"]
     yield from _table(result["columns"], result["rows"])
     yield from _source(name)
 
 
 def faults() -> Iterator[str]:
-    """The fault matrix."""
+    """Yield the fault matrix."""
     parts: dict[str, list[Row]] = {}
     for row in load("faults")["result"]:
         seconds = row["recovered_s"]
@@ -331,7 +331,7 @@ def faults() -> Iterator[str]:
 
 
 def chaos() -> Iterator[str]:
-    """Of `python -m tests.soak --vllm --chaos`: what was done to it, and what came of it."""
+    """Yield the table of `tests.soak --vllm --chaos`: faults and results."""
     found = load("chaos")["result"]
     served, counted = found["replicas"], found["acks"]
     total = {what: sum(replica[what] for replica in served) for what in ("checked", "wrong", "unknown", "starts")}
@@ -353,7 +353,7 @@ def chaos() -> Iterator[str]:
 
 
 def lag() -> Iterator[str]:
-    """Of `python -m benchmarks.lag`: from a publish to live bits over long lines."""
+    """Yield the table of `benchmarks.lag`: from a publish to live bits over long lines."""
     lines = {"small": "200 ms per round trip", "large": "50 ms, 100 Mbit/s"}
     found = load("lag")["result"]
     rows = [
@@ -372,7 +372,7 @@ def lag() -> Iterator[str]:
 
 
 def join() -> Iterator[str]:
-    """Of `python -m benchmarks.join`: full weights, published and fetched."""
+    """Yield the table of `benchmarks.join`: full weights, published and fetched."""
     found = load("join")["result"]
     floors, publish, joined = found["floors"], found["publish"], found["join"]
     weights = floors["weight_bytes"]
@@ -391,14 +391,14 @@ def join() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
-    """Of `python -m benchmarks.scale`: what was measured of growth."""
+    """Yield the table of `benchmarks.scale`: measured sizes."""
     from benchmarks import scale
 
     return _command_table("scale", scale.measured)
 
 
 def scale_computed() -> Iterator[str]:
-    """What that says of larger models."""
+    """Yield what follows for larger models."""
     from benchmarks import scale
 
     return _command_table("scale", scale.computed)
@@ -438,7 +438,7 @@ def _bits(name: str) -> float:
 
 
 def _tuned(label: str) -> float:
-    """Changed fraction of the fine-tuning at this learning rate."""
+    """Return the changed fraction of the fine-tuning at this learning rate."""
     samples = load("codec_real")["result"]["samples"]
     found: float = next(sample["changed_fraction"] for sample in samples if sample["label"] == label)
     return found
@@ -456,7 +456,7 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Bring the documents up to date, or say which are not."""
+    """Update the documents, or say which are out of date."""
     behind: list[Path] = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

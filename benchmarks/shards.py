@@ -2,9 +2,9 @@
 
     python -m benchmarks.shards [--json]
 
-Matrices are those of the simulation of `benchmarks.codec`, 1 % changed, in shapes that tiles suit more and less. A worker
-has its rows, or its columns, in memory of its own; its time goes from the opened payload to the steps of its elements, with
-the gathering of its old bits, and is the best of several. Every worker's steps are held to the published ones. Half a
+Matrices come from the simulation of `benchmarks.codec`, 1 % changed, in shapes that suit tiles more and less. A worker has
+its rows, or its columns, in memory of its own. Its time goes from the opened payload to the steps of its elements, includes
+gathering its old bits, and is the best of several. Every worker's steps are compared with the published ones. Takes half a
 minute.
 """
 
@@ -30,7 +30,7 @@ _FINGERPRINT = "0123456789abcdef"
 
 
 def measure(shape: tuple[int, int]) -> dict[str, Any]:
-    """Bits for each changed element by codec, with tiles and as a vector, which has none; and the workers."""
+    """Measure bits per changed element by codec, with tiles and as a vector without tiles, and the workers' times."""
     spec = TensorSpec("w", "bfloat16", shape)
     old_N, new_N = simulate.delta(_CHANGED, spec.element_count)
     index_K, step_K = cpu.diff(old_N, new_N)
@@ -67,7 +67,7 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
 
 
 def lines(result: list[dict[str, Any]]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     columns = [f"{ways} by {by}" for ways in WAYS[1:] for by in ("rows", "columns")]
     rows = []
     for row in result:
@@ -81,7 +81,7 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     given = common.parser(__doc__).parse_args()
     result = [measure(shape) for shape in SHAPES]
     common.emit(given.json, result, lines(result))

@@ -1,4 +1,4 @@
-"""Rates and latencies of the store at URL, beside those of its own client, and what a version costs.
+"""Rates and latencies of the store at URL, beside those of the provider's own client, and what a version costs.
 
     python -m benchmarks.store URL [--bytes 33554432] [--json]
 
@@ -36,7 +36,7 @@ _SMALL_ROUNDS = 50
 
 _Result = TypeVar("_Result")
 Client = tuple[Callable[[str, bytes], object], Callable[[str], object]]
-"""Put and get of the store's own client, by key."""
+"""The put and get functions of the provider's own client, by key."""
 
 
 class CountingStore(WrappedStore):
@@ -56,7 +56,7 @@ def run(url: str, payload_bytes: int) -> dict[str, Any]:
     """Measure the store at `url`.
 
     Args:
-        url: Where a folder of its own is made.
+        url: URL below which a folder is made for the benchmark.
         payload_bytes: Size of the large objects and of the delta.
 
     Returns:
@@ -90,7 +90,7 @@ def run(url: str, payload_bytes: int) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """The tables."""
+    """Yield the result as tables."""
     large, version = result["large"], result["version"]
     yield f"{result['url']}, {result['payload_bytes'] / 1e6:.1f} MB, medians of {_ROUNDS}"
     yield ""
@@ -117,11 +117,11 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _large(folder: str, store: Store, payload_bytes: int) -> dict[str, Any]:
-    """Put and get of large objects by the client and by the store in turn, fresh random bytes each time."""
+    """Put and get large objects by the client and by the store in turn, with new random bytes each time."""
     ours: Client = (store.create if store.can_create else store.put, lambda key: store.read(key, payload_bytes))
     with _client(folder, store) as client:
         seconds: dict[str, list[tuple[float, float]]] = {"client": [], "store": []}
-        for number in range(_ROUNDS + 1):  # the first one warms up
+        for number in range(_ROUNDS + 1):  # the first round warms up
             for name, (put, get) in {"client": client or (None, None), "store": ours}.items():
                 if put is None or get is None:
                     continue
@@ -131,7 +131,7 @@ def _large(folder: str, store: Store, payload_bytes: int) -> dict[str, Any]:
                 assert found is None or found == data
                 seconds[name] += [(put_s, get_s)] if number else []
     rates: dict[str, Any] = {name: _rates(times, payload_bytes) for name, times in seconds.items()}
-    # Of neighbours, so that a machine that gets slower meanwhile counts for both.
+    # Ratios of neighbours, so that a machine that gets slower meanwhile affects both.
     shares = [sum(client) / sum(ours) for client, ours in zip(seconds["client"], seconds["store"], strict=False)]
     rates["share"] = statistics.median(shares) if shares else None
     return rates
@@ -148,7 +148,7 @@ def _rates(seconds: list[tuple[float, float]], payload_bytes: int) -> dict[str, 
 
 @contextlib.contextmanager
 def _client(folder: str, store: Store) -> Iterator[Client | None]:
-    """Put and get as one would write them with the store's own client, in its fastest way."""
+    """Return put and get by the provider's own client, in its fastest way."""
     if folder.startswith("file:"):
         root = Path(folder.removeprefix("file://"))
         (root / "large").mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _client(folder: str, store: Store) -> Iterator[Client | None]:
 
 
 def _small(store: Store) -> dict[str, dict[str, float]]:
-    """Times of each verb on small objects, in ms."""
+    """Return the times of each verb on small objects, in ms."""
     data = os.urandom(_SMALL_BYTES)
     verbs: dict[str, Callable[[int], object]] = {
         "create": lambda number: (store.create if store.can_create else store.put)(f"small/{number:04d}", data),
@@ -206,9 +206,9 @@ def _quantiles(verb: Callable[[int], object]) -> dict[str, float]:
 
 
 def _version(store: Store, payload_bytes: int) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
-    """Publish a delta and follow it; stages in seconds, calls of verbs.
+    """Publish a delta and follow it; return seconds of its stages and calls of verbs.
 
-    One tensor changes everywhere at random, which nothing compresses; another one stays, so that no anchor is due.
+    One tensor changes everywhere at random, which nothing compresses; another one does not change, so that no anchor is due.
     """
     counting = CountingStore(store)
     random = torch.Generator().manual_seed(0)
@@ -243,13 +243,13 @@ def _version(store: Store, payload_bytes: int) -> tuple[dict[str, float], dict[s
 
 
 def _below(url: str, name: str) -> str:
-    """The URL of a folder below another's."""
+    """Return the URL of a folder below another URL."""
     path, mark, options = url.partition("?")
     return f"{path.rstrip('/')}/{check_key(name)}{mark}{options}"
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("url", metavar="URL")
     parser.add_argument(

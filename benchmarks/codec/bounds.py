@@ -1,9 +1,9 @@
-"""How small a delta can be: what its indices and its steps cost an ideal coder, under what reader and writer both know.
+"""How small a delta can be: what its indices and steps cost an ideal coder, given what reader and writer both know.
 
 An index set costs log2 of the number of sets of that size, in each class of elements that a context tells apart:
 log2 C(N, K), summed over the classes. The steps cost their empirical entropy in each class. Both are bounds for coders
-that are told the class counts and step frequencies for free; `Bound.model_bits` is what telling them would cost about,
-half a log2 of the sample for each number. All figures are bits per changed element.
+that know the class counts and step frequencies for free; `Bound.model_bits` is about what these would cost, half a log2
+of the sample for each number. All figures are bits per changed element.
 
 A context is a function of the old weights and of earlier deltas alone. bf16 bit patterns only.
 """
@@ -21,13 +21,13 @@ _MAX_AGE = 15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """What an ideal coder needs, in bits per changed element.
+    """The bits per changed element that an ideal coder needs.
 
     Attributes:
-        context: What it knows of each element.
-        index_bits: For which elements changed.
-        step_bits: For how much they changed.
-        model_bits: For the class counts and frequencies, if it had to be told.
+        context: What the coder knows of each element.
+        index_bits: Bits for which elements changed.
+        step_bits: Bits for how much they changed.
+        model_bits: Bits for the class counts and frequencies, which are not in the other two.
     """
 
     context: str
@@ -37,16 +37,16 @@ class Bound:
 
     @property
     def total_bits(self) -> float:
-        """Indices and steps."""
+        """Bits for indices and steps."""
         return self.index_bits + self.step_bits
 
 
 def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = None) -> list[Bound]:
-    """Bounds under no context, under the old exponent, and under more than it.
+    """Return the bounds given nothing, given the old exponent, and given more.
 
     Args:
         old_N: uint16, bfloat16 bit patterns.
-        new_N: The same after the delta; at least one differs.
+        new_N: The bit patterns after the delta; at least one differs.
         history_N: int8, see `simulate.update_history`; None leaves out the contexts that need it.
     """
     exponent_N = (old_N >> _EXPONENT_SHIFT) & _EXPONENT_MASK

@@ -24,10 +24,10 @@ from deltasync.tensors.bits import bits_of, spec_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-COLUMNS = 4096  # of the simulated matrix
+COLUMNS = 4096  # columns of the simulated matrix
 
 TUNING_STEPS = 12
-TUNING_DELTAS = 2  # the last ones: Adam's moments have settled by then
+TUNING_DELTAS = 2  # last deltas that are measured: Adam's moments have settled by then
 TUNING_RUNS = ((1e-6, False), (3e-6, False), (1e-5, False), (3e-6, True))
 """Learning rate, and whether the master starts from the bf16 checkpoint instead of the trained fp32 weights."""
 
@@ -42,7 +42,7 @@ class Delta:
 
     @property
     def changed(self) -> int:
-        """Changed elements of all tensors."""
+        """Number of changed elements of all tensors."""
         return sum(int((self.old[name] != self.new[name]).sum()) for name in self.old)
 
 
@@ -52,9 +52,9 @@ class Sample:
 
     Attributes:
         source: `simulation`, `demo` or `finetune`.
-        label: Which of that source.
+        label: Which deltas of the source.
         specs: The tensors, all bfloat16.
-        deltas: Each of all tensors; something changes in each.
+        deltas: The deltas; each has all tensors and changes something.
     """
 
     source: str
@@ -64,16 +64,16 @@ class Sample:
 
     @property
     def element_count(self) -> int:
-        """Of one delta."""
+        """Number of elements of one delta."""
         return sum(spec.element_count for spec in self.specs.values())
 
     @property
     def changed(self) -> int:
-        """Changed elements of all deltas."""
+        """Number of changed elements of all deltas."""
         return sum(delta.changed for delta in self.deltas)
 
     def flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Old, new and history of all deltas, end to end."""
+        """Return old bits, new bits and history of all deltas, concatenated."""
         pairs = [(delta, name) for delta in self.deltas for name in self.specs]
         return (
             np.concatenate([delta.old[name] for delta, name in pairs]),
@@ -83,7 +83,7 @@ class Sample:
 
 
 def simulation(changed_fraction: float, element_count: int) -> Sample:
-    """One delta of one matrix of about `element_count` elements (whole rows, where there is more than one)."""
+    """Return one delta of one matrix of about `element_count` elements; if they make more than one row, whole rows."""
     columns = min(COLUMNS, element_count)
     rows = element_count // columns
     old_N, new_N, history_N = simulate.delta_with_history(changed_fraction, rows * columns)
@@ -94,14 +94,14 @@ def simulation(changed_fraction: float, element_count: int) -> Sample:
 
 
 def replaced(element_count: int) -> Sample:
-    """One matrix of about `element_count` elements and another in its place: nothing that they share pays."""
+    """Return a delta that replaces a matrix of about `element_count` elements by an unrelated one."""
     old, new = simulation(0.01, element_count), simulate.delta(0.01, element_count, seed=1)[1]
     spec, delta = old.specs["w"], old.deltas[0]
     return Sample("simulation", "replaced", old.specs, [Delta(delta.old, {"w": new[: spec.element_count]}, delta.history)])
 
 
 def demo(url: str) -> Sample:
-    """All deltas of a channel's versions, its bf16 tensors only.
+    """Return all deltas between a channel's versions, of its bf16 tensors only.
 
     Raises:
         NotPublishedError: the channel has no two consecutive versions that differ.
@@ -120,7 +120,7 @@ def demo(url: str) -> Sample:
 
 
 def finetune() -> Iterator[Sample]:
-    """Deltas of AdamW steps on a small model that is first trained from scratch, about a minute on two cores.
+    """Yield deltas of AdamW steps on a small model that is first trained from scratch; takes a minute on two cores.
 
     The model is a Qwen3 of 3.2 million parameters, trained on the demo's demonstrations until it has learned them as far as
     they can be predicted. Then it is trained on at small learning rates, one sample each of `TUNING_RUNS`.
@@ -165,7 +165,7 @@ def _small_model(vocabulary: int) -> Qwen3ForCausalLM:
 def _tuning_states(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, learning_rate: float
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights before the first step and after each."""
+    """Yield the weights before the first step and after each step."""
     from deltasync.demo import model as demo_model
 
     rng = random.Random(1)
@@ -183,7 +183,7 @@ def _tuning_states(
 
 
 def _differences(states: Iterator[dict[str, torch.Tensor]]) -> tuple[dict[str, TensorSpec], list[Delta]]:
-    """The specs, and the deltas between consecutive states that differ; floating tensors are served as bf16."""
+    """Return the specs, and the deltas between consecutive states that differ; floating tensors become bf16."""
     specs: dict[str, TensorSpec] = {}
     history: dict[str, np.ndarray] = {}
     old: dict[str, np.ndarray] = {}

@@ -1,9 +1,9 @@
 """Size and speed of our codecs and of the peers' encodings on the same deltas, beside the bounds and the machine's memcpy.
 
-Sizes are exact; times are the best of several repeats. Those of encoding are the median of five rounds, each right after a
-copy that it is compared with: how fast memory is changes from one second to the next where others use it too. Every encoding
-is applied in place, without what would undo it; ours keeps the fingerprint besides. What a commit takes, which can be
-undone, is for `benchmarks.commit`.
+Sizes are exact; times are the best of several repeats. Times of encoding are the median of five rounds, each right after a
+copy that it is compared with: on a shared machine the speed of memory changes from one second to the next. Every encoding is
+applied in place, without a way to undo it; ours also keeps the fingerprint. `benchmarks.commit` measures commits, which
+can be undone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deltasync.config import CODECS
 from deltasync.kernels import cpu
 from deltasync.tensors import TensorSpec, weight_elements
 
-_TIMED_DELTAS = 4  # of a sample, the first ones; sizes are of all
+_TIMED_DELTAS = 4  # first deltas of a sample that are timed; sizes are of all
 _MEMCPY_BYTES = 1 << 30
 _ROUNDS = 5
 _FINGERPRINT = "0123456789abcdef"
@@ -41,7 +41,7 @@ def run(samples: Iterable[Sample]) -> dict[str, Any]:
     """Measure every encoding on every sample.
 
     Args:
-        samples: What to measure on; taken one at a time.
+        samples: The samples, taken one at a time.
 
     Returns:
         `memcpy_gb_s`, bytes read plus bytes written by a thread for each core; `samples`, each with its `encodings` (sizes,
@@ -93,7 +93,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
         for patch in chosen.decode(opened, specs, **known):
             if patch.absolute or patch.index_K is None:
                 patch.apply(live[patch.name])
-            else:  # in place and with the fingerprint, as by a replica that joins; the peers keep no old values either
+            else:  # in place and with the fingerprint, as a joining replica does; the peers keep no old values either
                 cpu.add(0, live[patch.name], patch.index_K, patch.data, (0, 0))
 
     return encode, apply
@@ -148,10 +148,10 @@ def _apply_s(delta: Delta, payload: bytes, apply: Apply) -> float:
 
 
 def _memcpy() -> Callable[[], float]:
-    """GB/s of a copy of 1 GiB in a thread for each core, whenever it is called."""
+    """Return a function that copies 1 GiB with a thread for each core and returns the GB/s."""
     source = np.ones(_MEMCPY_BYTES, np.uint8)
     target = np.zeros_like(source)
-    target[:] = 0  # so that no page is touched for the first time while the clock runs
+    target[:] = 0  # so that no page is new to the process while the clock runs
     cores = os.cpu_count() or 1
     parts = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
     pool = ThreadPoolExecutor(cores)

@@ -30,10 +30,10 @@ class Change:
 
     Attributes:
         old_N: uint16 bit patterns before.
-        new_N: And after.
+        new_N: uint16 bit patterns after.
         index_K: int64, flat, ascending.
         step_K: New minus old, modulo 2**16.
-        columns: Size of its last dimension.
+        columns: Size of the tensor's last dimension.
     """
 
     old_N: np.ndarray
@@ -48,11 +48,11 @@ class Peer:
     """One encoding.
 
     Attributes:
-        name: What it does.
-        systems: Who does it.
-        encode_tensor: The streams of one changed tensor.
-        apply_tensor: Applies them, joined, given K, to the bit patterns of shape N, in place; `columns` comes last.
-        compress: Whether a zstd frame of level 1 goes around all of it.
+        name: Its name, which says what it does.
+        systems: The systems that use it.
+        encode_tensor: Returns the streams of one changed tensor.
+        apply_tensor: Applies the joined streams, given K, to bit patterns of shape N, in place; `columns` is last.
+        compress: Whether the whole payload is compressed into a zstd frame of level 1.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Peer:
     compress: bool = True
 
     def encode(self, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray], columns: Mapping[str, int]) -> bytes:
-        """The payload of a delta: compare, then encode what changed."""
+        """Compare old and new weights and return the payload."""
         streams: list[bytes] = []
         for name, old_N in old.items():
             index_K, step_K = cpu.diff(old_N, new[name])
@@ -73,7 +73,7 @@ class Peer:
         return _zstd_frame(streams) if self.compress else b"".join(streams)
 
     def apply(self, payload: bytes, live: Mapping[str, np.ndarray], columns: Mapping[str, int]) -> None:
-        """Bring the old bit patterns in `live` to the new ones, in place."""
+        """Turn the old bit patterns in `live` into the new ones, in place."""
         data = zstandard.ZstdDecompressor().decompress(payload) if self.compress else payload
         at = 0
         for name, live_N in live.items():
@@ -149,7 +149,7 @@ def _apply_dense_xor(body: bytes, changed: int, live_N: np.ndarray, columns: int
 
 
 def _encode_zigzag(step_K: np.ndarray) -> bytes:
-    """One byte each, 255 for what does not fit, followed by the latter as u16."""
+    """Encode numbers as one byte each, 255 for one that does not fit; these follow as u16."""
     signed_K = step_K.view(np.int16)
     zigzag_K = ((signed_K << 1) ^ (signed_K >> 15)).view(np.uint16)
     wide = zigzag_K[zigzag_K >= _ESCAPE]

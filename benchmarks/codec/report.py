@@ -1,4 +1,4 @@
-"""What `benchmarks.codec` found out, for people: tables and a plot."""
+"""The result of `benchmarks.codec` as tables and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TICKS = (4, 5, 6, 8, 10, 15, 20, 30, 48)
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """The tables."""
+    """Yield the result as tables."""
     yield f"memcpy {result['memcpy_gb_s']:.1f} GB/s read + written"
     for sample in result["samples"]:
         yield ""
@@ -49,7 +49,7 @@ def _sample_lines(sample: dict[str, Any]) -> Iterator[str]:
 
 
 def plot(result: dict[str, Any], target: Path) -> None:
-    """Bits per changed element by encoding and density: lines for the simulation, one column per other sample."""
+    """Plot bits per changed element by encoding and density: the simulation as lines, each other sample as a column."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,7 +96,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
 
 
 def _draw(axis: Any, samples: list[dict[str, Any]], x: list[float], line: str) -> None:
-    """Encodings in the order of their size in the first sample, so that the legend reads as the plot does."""
+    """Order encodings by their size in the first sample, as the lines of the plot lie."""
     first = sorted(samples[0]["encodings"], key=lambda row: -row["bits_per_changed"])
     for row in first:
         ours = row["systems"] == "deltasync"

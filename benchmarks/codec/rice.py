@@ -1,4 +1,4 @@
-"""Golomb-Rice codes and ranks inside exponent classes, for the peers' encodings. One thread, as theirs.
+"""Golomb-Rice codes and ranks inside exponent classes, for the peers' encodings. Single-threaded, as theirs are.
 
 A number g is g >> k ones, a zero and the k low bits of g, least significant bit first; from `_UNARY_CAP` ones on it is
 that many ones and 32 bits of g.
@@ -131,12 +131,12 @@ def _class_indices(old_N, gap_L, complement_C, start_C, index_K):
 
 
 def best_k(gap_K: np.ndarray) -> int:
-    """The parameter that makes the shortest code."""
+    """Return the parameter with the shortest code."""
     return int(_best_k(gap_K))
 
 
 def encode(parts: list[tuple[np.ndarray, int]]) -> bytes:
-    """One bit stream of several arrays of gaps (int64, below 2**32), each with its parameter."""
+    """Encode several arrays of gaps (int64, below 2**32), each with its parameter, as one bit stream."""
     bit_count = sum(int(_code_bits(gap_K, k)) for gap_K, k in parts)
     out = np.zeros(bit_count // 8 + 1, np.uint8)
     position = 0
@@ -146,7 +146,7 @@ def encode(parts: list[tuple[np.ndarray, int]]) -> bytes:
 
 
 def decode(stream: np.ndarray, parts: list[tuple[int, int]]) -> np.ndarray:
-    """The gaps of a bit stream, given the count and the parameter of each array; int64. Trusts the stream."""
+    """Return the gaps of a bit stream, int64, given the count and the parameter of each array. Trusts the stream."""
     gap_K = np.empty(sum(count for count, _ in parts), np.int64)
     position = start = 0
     for count, k in parts:
@@ -156,9 +156,9 @@ def decode(stream: np.ndarray, parts: list[tuple[int, int]]) -> np.ndarray:
 
 
 def class_gaps(old_N: np.ndarray, index_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Changed elements as gaps between their ranks inside the class of the old bfloat16 exponent.
+    """Turn changed elements into gaps between their ranks inside the class of the old bfloat16 exponent.
 
-    A class of which more than half changed lists its unchanged elements instead.
+    If more than half of a class changed, its unchanged elements are listed instead.
 
     Returns:
         Gaps of all classes, int64; where each class starts in them, and the end; whether it lists the unchanged ones.

@@ -34,17 +34,17 @@ import torch
 
 from deltasync.tensors.bits import bits_of
 
-STEPS = 12  # the last one is the delta: momentum has built up by then
+STEPS = 12  # the last step is the delta: momentum has built up by then
 STANDARD_DEVIATION = 0.02
 DEGREES_OF_FREEDOM = 8.0
 MOMENTUM = 0.9
 
-_CHUNK = 1 << 20  # elements simulated at once, by one thread; part of what a seed means
+_CHUNK = 1 << 20  # elements that a thread simulates at once; what a seed gives depends on it
 _PROBE_STEP = 1e-7
 
 
 def delta(changed_fraction: float, element_count: int = 1 << 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """bf16 bit patterns before and after one step; see `delta_with_history`."""
+    """Return bf16 bit patterns before and after one step; see `delta_with_history`."""
     old_N, new_N, _ = delta_with_history(changed_fraction, element_count, seed)
     return old_N, new_N
 
@@ -52,12 +52,12 @@ def delta(changed_fraction: float, element_count: int = 1 << 24, seed: int = 0) 
 def delta_with_history(
     changed_fraction: float, element_count: int = 1 << 24, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """bf16 bit patterns before and after one step, and what changed in the steps before it.
+    """Return bf16 bit patterns before and after one step, and what changed in the steps before it.
 
     Args:
         changed_fraction: Wanted fraction of changed elements, met within a few percent of itself.
         element_count: N.
-        seed: Of the weights and the steps.
+        seed: Seed of the weights and the steps.
 
     Returns:
         Old and new bit patterns, uint16, and the history (see `update_history`), int8; all of shape N.
@@ -76,13 +76,13 @@ def delta_with_history(
 
 
 def update_history(history_N: np.ndarray, old_N: np.ndarray, new_N: np.ndarray) -> np.ndarray:
-    """The history after one more step.
+    """Return the history after one more step.
 
     Args:
         history_N: int8: 0 for an element that never changed, otherwise the number of steps since it last did (1 for the
             step just made, at most 127), positive if its bit pattern grew, negative if it shrank.
         old_N: Bit patterns before the step.
-        new_N: And after it.
+        new_N: Bit patterns after the step.
     """
     aged_N = history_N + np.sign(history_N) * (np.abs(history_N) < 127)
     changed_N = np.flatnonzero(old_N != new_N)

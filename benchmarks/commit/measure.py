@@ -31,16 +31,16 @@ _ENGINE_S = 1800.0
 
 
 def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs: int, device: str) -> dict[str, Any]:
-    """Measure.
+    """Measure commits, pauses and throughput.
 
     Args:
         size: Model that commits are measured on, one of `versions.SIZES`.
         changed_fraction: Changed elements of each version.
-        commits: Pauses measured, and as many of versions that change nothing.
+        commits: Number of pauses measured; as many more are measured for versions that change nothing.
         window_s: Length of one window of the throughput, a version a second.
-        pairs: Windows with and without versions.
-        device: Where vLLM runs, `cpu` or `cuda`. On a GPU its server alone is measured, with the CUDA graphs that it has
-            there: the commit in one process writes into memory of the host.
+        pairs: Number of windows with and without versions.
+        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the
+            commit in one process writes into memory of the host.
 
     Returns:
         `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
@@ -48,7 +48,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
 
     Raises:
         ConfigError: a package is missing.
-        DeltaSyncError: vLLM ended, with the last line that it said.
+        DeltaSyncError: vLLM ended; the message has its last line.
         AssertionError: wrong bits.
     """
     _require_packages()
@@ -86,7 +86,7 @@ def run(size: str, changed_fraction: float, commits: int, window_s: float, pairs
 
 
 def _ratios(result: dict[str, Any]) -> dict[str, Any]:
-    """The numbers by which it is judged."""
+    """Return the numbers by which a commit is judged."""
     commit, pause, changed = result["commit"], result["pause"], result["model"]["changed"]
     extra_s, scatter_s = pause["changed"]["extra_s"], pause["changed"]["scatter_s"]
     of_server = {
@@ -127,7 +127,7 @@ def _commit(folder: Path, versions: Versions) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _workspace() -> Iterator[Path]:
-    """A temporary folder; after a failure the logs in it stay."""
+    """Make a temporary folder; after a failure its logs are kept."""
     folder = Path(tempfile.mkdtemp(prefix="deltasync-bench-"))
     try:
         yield folder

@@ -1,7 +1,7 @@
-"""One delta written into the live weights of a vLLM model: by deltasync, by vLLM's own sparse path, by a plain scatter.
+"""Write one delta into the live weights of a vLLM model: by deltasync, by vLLM's own sparse path, by a plain scatter.
 
-All of them in one process and on the same memory, one after the other; after each the bits are compared with the
-published ones, and then brought back.
+All run in one process and on the same memory, one after the other. After each the bits are compared with the published ones,
+and then the old ones are restored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PEERS = {"default": {}, "unique indices unchecked": {"validate_unique_indices": 
 """Settings of vLLM's `load_checkpoint_weight_patches`."""
 
 Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Live memory, positions in it, bit patterns there before and after."""
+"""Live memory, positions in it, bit patterns there before and after the delta."""
 
 
 def measure(
@@ -39,11 +39,11 @@ def measure(
     """Measure commits of version 2 into a model that holds version 1.
 
     Args:
-        model: As vLLM loaded it.
-        channel: With version 2 as its newest.
-        old_sha256: Of each tensor's bits at version 1.
-        new_sha256: At version 2.
-        repeats: Of each measurement, after a first one.
+        model: The model, as vLLM loaded it.
+        channel: URL of a channel whose newest version is 2.
+        old_sha256: Digests of each tensor's bits at version 1.
+        new_sha256: Digests at version 2.
+        repeats: Repeats of each measurement, after a first one.
 
     Returns:
         Seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time, which
@@ -77,7 +77,7 @@ def measure(
         follower.identified(first)
         rounds.append(times)
         staged_bytes = staged.staged.device_bytes
-        del staged, committed  # the next round's memory is this one's
+        del staged, committed  # so that the next round uses the same memory
     _check(memory, old_sha256, "the rollback")
     stage_extra_bytes = peak_extra_bytes(lambda: follower.stage([second]))
 
@@ -120,7 +120,7 @@ def measure(
 
 
 def _peer(model: torch.nn.Module, patches: Sequence[tuple[TensorSpec, np.ndarray, np.ndarray]]) -> Callable[..., object]:
-    """vLLM's own sparse path with this delta, decoded and in the form that it takes."""
+    """Return a call of vLLM's own sparse path with this delta, decoded and in the form that it takes."""
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch,
         load_checkpoint_weight_patches,
@@ -150,7 +150,7 @@ def _check(memory: LiveMemory, sha256: Mapping[str, str], what: str) -> None:
 
 
 def _repeat(action: Callable[[], object], restore: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each time, one more than `repeats`; what the last one did is left."""
+    """Return the seconds of `repeats` + 1 runs; the effect of the last one stays."""
     times_s = []
     for number in range(repeats + 1):
         if number:

@@ -1,4 +1,4 @@
-"""What `benchmarks.commit` found out, as tables."""
+"""The result of `benchmarks.commit` as tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.common import table
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """The tables."""
+    """Yield the result as tables."""
     of_process = result["commit"] is not None
     yield from _head(result)
     for part in (_commit, _pause, _throughput, _memory):

@@ -1,6 +1,6 @@
-"""A real vLLM server while versions arrive: how long generation stands still for one, and how much throughput they cost.
+"""A real vLLM server while versions arrive: how long each pauses generation, and how much throughput they cost.
 
-The versions are published already; when one arrives, its record is put where readers look for it.
+The versions are published beforehand; to let one arrive, its record is put where readers look for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from deltasync.stores import open_store
 
 _START_S = 600.0
 _PATIENCE_S = 120.0
-_REST_S = 0.3  # between two versions, for tokens that no version touches
-_PERIOD_S = 1.0  # of the versions while throughput is measured
+_REST_S = 0.3  # wait between two versions, for tokens that no version touches
+_PERIOD_S = 1.0  # time from one version to the next while throughput is measured
 _REQUESTS = 4
 _TOKENS = 900
 _MAX_MODEL_LEN = 1024
@@ -45,18 +45,18 @@ _SETTINGS = {
 
 
 def environ(**settings: str) -> dict[str, str]:
-    """The environment of a vLLM that the benchmark starts: without the user's settings of deltasync."""
+    """Return the environment for vLLM, without the user's settings of deltasync."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
     return {**inherited, **_SETTINGS, **settings}
 
 
 class Server:
-    """A running server and the versions that it is led through.
+    """A running server and the versions that it will get.
 
     Args:
-        url: Where it listens.
-        versions: Of its channel.
-        child: Its process.
+        url: URL of the server.
+        versions: The versions of its channel.
+        child: The process.
     """
 
     def __init__(self, url: str, versions: Versions, child: Child) -> None:
@@ -73,13 +73,13 @@ class Server:
         return self.shown
 
     def wait_for_shown(self) -> None:
-        """Block until the newest version that has arrived is served; looks at files only, so that nothing is disturbed."""
+        """Wait until the newest version that has arrived is served. This reads only files, to disturb nothing."""
         self._child.check()
         versions = self._versions
         heartbeat.wait_for(self._store, versions.run_id, self.shown, versions.published, "all", _PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
-        """`/deltasync/status`."""
+        """Return `/deltasync/status`."""
         return json.loads(self._get("/deltasync/status"))
 
     def check(self) -> None:
@@ -90,19 +90,19 @@ class Server:
             raise AssertionError(f"the server does not serve version {self.shown} bit for bit")
 
     def generated_tokens(self) -> float:
-        """vLLM's own counter."""
+        """Return vLLM's own counter of generated tokens."""
         text = self._get("/metrics").decode()
         return sum(map(float, re.findall(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", text, re.MULTILINE)))
 
     def stream(self, token_count: int) -> Iterator[float]:
-        """Arrival time, in seconds since the epoch, of each piece of one completion."""
+        """Stream one completion; yield the time at which each piece arrives, in seconds since the epoch."""
         with self._complete(token_count, stream=True) as reply:
             for line in reply:
                 if line.startswith(b"data: {"):
                     yield time.time()
 
     def complete(self, token_count: int) -> None:
-        """One completion."""
+        """Request one completion."""
         with self._complete(token_count, stream=False) as reply:
             reply.read()
 
@@ -119,7 +119,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server]:
-    """Start vLLM as a replica of the channel, at version 1; it ends with the block. On a GPU it has its CUDA graphs."""
+    """Run vLLM as a replica of the channel, at version 1, for the length of a `with` block; on a GPU with CUDA graphs."""
     versions.show(1)
     port = free_port()
     url = f"http://{HOST}:{port}"
@@ -143,12 +143,13 @@ def serve(versions: Versions, log: Path, device: str = "cpu") -> Iterator[Server
 
 
 def pauses(server: Server, commits: int) -> dict[str, Any]:
-    """Let versions arrive while one completion after the other is streamed, in turn one that changes weights and one that
-    changes nothing, which shows what a pause costs without a commit.
+    """Let versions arrive while completions are streamed, in turn one that changes weights and one that changes nothing.
+
+    The latter shows what a pause costs without a commit.
 
     Args:
-        server: The next `2 * commits` versions of its channel are like that.
-        commits: How many of each.
+        server: A server whose next `2 * commits` versions are of these two kinds in turn.
+        commits: Number of versions of each kind.
 
     Returns:
         `token_gap_s`, the usual time between two tokens; for `changed` and `unchanged`, medians: `silence_s`, from the last
@@ -195,24 +196,24 @@ def pauses(server: Server, commits: int) -> dict[str, Any]:
 
 
 def longest(gaps: Sequence[tuple[float, float]], window: tuple[float, float]) -> float | None:
-    """The longest of the gaps that overlap the window; None if tokens did not come both before and after it."""
+    """Return the longest gap that overlaps the window; None if no token came before or none after it."""
     start, end = window
     found = [gap for gap in gaps if gap[0] < end and gap[1] > start]
     return max((high - low for low, high in found), default=None)
 
 
 def outside(gaps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The gaps that overlap no window."""
+    """Return the gaps that overlap no window."""
     return [gap for gap in gaps if not any(gap[0] < end and gap[1] > start for start, end in windows)]
 
 
 def throughput(server: Server, window_s: float, pairs: int) -> dict[str, Any]:
-    """Tokens per second under load, in windows without versions and with one a second, in turn.
+    """Measure tokens per second under load, in windows without versions and with one a second, in turn.
 
     Args:
-        server: Its channel holds a version for every second of the windows with versions.
-        window_s: Of one.
-        pairs: How many of each.
+        server: A server whose channel holds a version for every second of the windows with versions.
+        window_s: Length of a window.
+        pairs: Number of windows of each kind.
 
     Returns:
         `without` and `with_versions`, tokens per second of each window; `share`, of all windows together.
@@ -243,7 +244,7 @@ def _rate(server: Server, window_s: float, arriving: bool) -> float:
 
 @contextlib.contextmanager
 def _clients(count: int, ask: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Threads that ask again and again until the block ends, which the event tells them.
+    """Run threads that send one request after the other until the `with` block ends; the event says that it has.
 
     Raises:
         DeltaSyncError: a request failed.

@@ -1,7 +1,7 @@
 """What `benchmarks.commit` measures on: a Qwen3 with random weights, and a channel of versions that change 1 % of it.
 
-All versions are published beforehand, and their records are put aside. Each is put back when it is to arrive, so that
-nothing of the publisher's work falls into what is measured.
+All versions are published beforehand, and their records are put aside. A record is put back to let its version arrive, so
+that no work of the publisher is measured.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _MAX_POSITIONS = 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Versions:
-    """A checkpoint and the channel that leads on from it.
+    """A checkpoint and a channel whose first version it is.
 
     Attributes:
-        checkpoint: The directory, also version 1 of the channel.
-        channel: Its URL.
-        run_id: Its run.
-        published: Digests of its versions, by number.
+        checkpoint: Directory of the checkpoint.
+        channel: URL of the channel.
+        run_id: Run of the channel.
+        published: Digests of the versions, by number.
         records: Files of the records, from version 1 on, where readers find them.
-        sha256: Of each tensor's bits, at version 1, at version 2 and at the last one.
-        element_count, tensor_count: Of the model.
-        changed: Elements that version 2 changes.
-        payload_bytes: Its delta.
+        sha256: Digests of each tensor's bits, at version 1, at version 2 and at the last one.
+        element_count, tensor_count: Size of the model.
+        changed: Number of elements that version 2 changes.
+        payload_bytes: Size of the delta of version 2.
     """
 
     checkpoint: Path
@@ -55,7 +55,7 @@ class Versions:
     payload_bytes: int
 
     def show(self, version: int) -> None:
-        """Make this the channel's newest version."""
+        """Make this version the channel's newest."""
         for number, record in enumerate(self.records, 1):
             aside = self.checkpoint.parent / f"{number}.record"
             if number <= version and aside.exists():
@@ -69,7 +69,7 @@ def prepare(size: str, folder: Path, changes: Sequence[float]) -> Versions:
 
     Args:
         size: One of `SIZES`.
-        folder: Where to; must not exist.
+        folder: Directory for it; must not exist.
         changes: The changed fraction of each version after the first.
     """
     checkpoint, channel = folder / "model", f"file://{folder / 'channel'}"
@@ -93,7 +93,7 @@ def prepare(size: str, folder: Path, changes: Sequence[float]) -> Versions:
         assert publisher.run_id is not None
         published = dict(publisher.published)
     store = open_store(channel)
-    store.delete(keys.HEAD)  # it would tell of versions that have not arrived
+    store.delete(keys.HEAD)  # it names versions that have not arrived
     slots = sorted(slot for info in store.list(keys.VERSIONS) if (slot := keys.slot_of(info.key)) is not None)
     return Versions(
         checkpoint=checkpoint,
@@ -158,7 +158,7 @@ def change(weights: dict[str, torch.Tensor], fraction: float, seed: int) -> None
 
 
 def _positions(random: np.random.Generator, element_count: int, fraction: float) -> np.ndarray:
-    """Ascending, each element with the same probability."""
+    """Return ascending positions; each element has the same probability."""
     found = []
     last = -1
     while last < element_count:
@@ -171,5 +171,5 @@ def _positions(random: np.random.Generator, element_count: int, fraction: float)
 
 
 def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """sha256 of each tensor's bits."""
+    """Return the sha256 of each tensor's bits."""
     return {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in weights.items()}

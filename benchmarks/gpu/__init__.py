@@ -1,1 +1,1 @@
-"""Everything that deltasync does on a GPU, measured and checked on this machine's: `python -m benchmarks.gpu`."""
+"""Measure and check everything that deltasync does on a GPU: `python -m benchmarks.gpu`."""

@@ -1,4 +1,4 @@
-"""The machine that is measured, and how: time, launches, waits and memory of an operation; what was found and asked."""
+"""The machine, and measurements on it: time, launches, waits and memory of an operation; results and bars."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _KERNELS = ("_mark", "_compact"), ("_prepare", "_swap", "_fingerprint")
 
 @dataclasses.dataclass(kw_only=True)
 class Row:
-    """One operation.
+    """Measurements of one operation.
 
     Attributes:
         what: Name of the operation.
         seconds: Median.
-        launches: Kernels that it launched; Triton's alone where they are interpreted.
-        waits: How often the host waited for the device; None where they are interpreted.
-        peak_bytes: Device memory at its peak, beyond what was there before; None where they are interpreted.
-        rate: Bytes per second that it reads and writes, where that says something.
+        launches: Number of kernels launched; if interpreted, of Triton's only.
+        waits: How often the host waited for the device; None if interpreted.
+        peak_bytes: Peak of device memory beyond what was used before; None if interpreted.
+        rate: Bytes per second that it reads and writes, where that is meaningful.
         note: Anything else.
     """
 
@@ -46,7 +46,7 @@ class Row:
 
 @dataclasses.dataclass(kw_only=True)
 class Bar:
-    """What was asked of it: `found` at most `most`; None where a GPU has to tell."""
+    """A bar: `found` may be at most `most`. None if only a GPU can tell."""
 
     what: str
     found: float
@@ -55,18 +55,18 @@ class Bar:
 
 
 class Machine:
-    """Where it runs: a CUDA device, or tensors of the host and Triton's interpreter.
+    """The machine: a CUDA device, or host tensors and Triton's interpreter.
 
     Args:
-        small: Whether sizes are to be small; for the interpreter they are anyway.
+        small: Whether to use small sizes; the interpreter always does.
 
     Attributes:
-        device: Of all tensors.
-        device_name: The GPU, for people.
+        device: Device of all tensors.
+        device_name: Name of the GPU.
         cuda: Version of CUDA or HIP.
-        interpreted: Whether there is no GPU.
-        small: Whether sizes are small, and times mean nothing.
-        rows, bars: What was found.
+        interpreted: Whether kernels are interpreted, because there is no GPU.
+        small: Whether sizes are small, so that times mean nothing.
+        rows, bars: The results.
     """
 
     def __init__(self, small: bool) -> None:
@@ -87,7 +87,7 @@ class Machine:
         self._count_launches()
 
     def device_of(self, live: torch.Tensor) -> Device | None:
-        """As that of `deltasync.live`; where kernels are interpreted the host's memory stands for a device's."""
+        """As that of `deltasync.live`; if kernels are interpreted, the host's memory stands for a device's."""
         return _HOST_AS_DEVICE if self.interpreted else device_of(live)
 
     def synchronize(self) -> None:
@@ -96,7 +96,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Wall time of an operation, the device idle before and after."""
+        """Return the wall time of an operation; the device is idle before and after."""
         self.synchronize()
         start = time.perf_counter()
         run()
@@ -104,7 +104,7 @@ class Machine:
         return time.perf_counter() - start
 
     def median_s(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        """Median of several, or of what ends within `_PATIENCE_S`, each after `before`, which is not measured."""
+        """Return the median time of several runs within `_PATIENCE_S`, each after `before`, which is not measured."""
         times: list[float] = []
         while not times or (not self.interpreted and len(times) < _ROUNDS and sum(times) < _PATIENCE_S):
             before()
@@ -117,7 +117,7 @@ class Machine:
         Args:
             what: Name of the operation.
             run: The operation.
-            before: What makes it possible once more; not measured.
+            before: Called before each run to make it possible; not measured.
         """
         row = Row(what=what, seconds=self.median_s(run, before))
         before()
@@ -127,7 +127,7 @@ class Machine:
         return row
 
     def bar(self, what: str, found: float, most: float, judged: bool = True) -> None:
-        """Hold a number to its bar; times only where there is a GPU."""
+        """Compare a number with its bar; a time only if there is a GPU."""
         self.bars.append(Bar(what=what, found=found, most=most, met=found <= most if judged and not self.small else None))
 
     @contextlib.contextmanager
@@ -146,11 +146,11 @@ class Machine:
             row.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         calls = {event.key: event.count for event in profile.key_averages()}
         row.launches = sum(count for key, count in calls.items() if "LaunchKernel" in key)
-        # The profiler itself waits once, at its end.
+        # The profiler itself waits once, when it ends.
         row.waits = max(0, sum(count for key, count in calls.items() if key.endswith(_WAITS)) - 1)
 
     def _count_launches(self) -> None:
-        """Count Triton's launches where no profiler sees them."""
+        """Count Triton's launches without a profiler."""
         if not self.interpreted:
             return
         from deltasync.kernels import gpu_diff, gpu_segments
@@ -174,13 +174,13 @@ _HOST_AS_DEVICE = Device(torch.device("cpu"))
 
 
 def has_triton() -> bool:
-    """Whether there is a triton that can run here: for a GPU, or as its interpreter."""
+    """Whether triton can run here, on a GPU or as an interpreter."""
     found = importlib.util.find_spec("triton") is not None
     return found and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def random_bits(count: int, device: torch.device, seed: int) -> torch.Tensor:
-    """bfloat16 bit patterns, as int16."""
+    """Return bfloat16 bit patterns as int16."""
     generator = torch.Generator(device).manual_seed(seed)
     bits_N = torch.empty(count, dtype=torch.int16, device=device)
     for part in bits_N.split(1 << 30):
@@ -189,7 +189,7 @@ def random_bits(count: int, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def random_positions(count: int, changed_fraction: float, device: torch.device, seed: int) -> torch.Tensor:
-    """Ascending, distinct, with uniform gaps of the right mean, int64."""
+    """Return ascending distinct positions, int64, with uniform gaps of the right mean."""
     generator = torch.Generator(device).manual_seed(seed)
     most = max(2, round(2 / changed_fraction))
     gap_K = torch.randint(1, most, (max(1, int(count * changed_fraction)),), generator=generator, device=device)

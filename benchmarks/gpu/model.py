@@ -1,4 +1,4 @@
-"""A model as a trainer and a replica hold it: published, staged, committed, rolled back, audited; every bit compared."""
+"""A model of a trainer and a replica: publish, stage, commit, roll back and audit it, and compare every bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltasync.tensors import Patch, TensorSpec
 from deltasync.tensors.bits import bits_of
 
 Shapes = dict[str, tuple[int, ...]]
-"""Checkpoint tensors, in the order in which they lie in memory: those of a fused parameter one after the other."""
+"""Checkpoint tensors in their order in memory; those of a fused parameter follow each other."""
 
 
 @dataclasses.dataclass
@@ -23,9 +23,9 @@ class Model:
 
     Attributes:
         specs: The checkpoint's tensors.
-        weights: The trainer's, bfloat16; views of `flat`.
-        flat: All of them, as int16.
-        segments: Where a replica has each; views of `live`, which has the same layout.
+        weights: The trainer's weights, bfloat16; views of `flat`.
+        flat: All these weights as int16.
+        segments: The replica's tensors; views of `live`, which has the same layout.
         live: The replica's memory.
     """
 
@@ -37,7 +37,7 @@ class Model:
 
     @classmethod
     def build(cls, shapes: Shapes, device: torch.device) -> Model:
-        """With random bits."""
+        """Make a model with random bits."""
         specs = {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()}
         flat = random_bits(sum(spec.element_count for spec in specs.values()), device, 3)
         live = flat.clone()
@@ -52,7 +52,7 @@ class Model:
 
 
 def dense(layers: int, hidden: int, inner: int, vocabulary: int, key_value: int) -> Shapes:
-    """As Qwen2.5 has them: with 28 layers 339 tensors."""
+    """Return the shapes of Qwen2.5; with 28 layers 339 tensors."""
     shapes: Shapes = {"embed": (vocabulary, hidden)}
     for layer in range(layers):
         rows = {"q": hidden, "k": key_value, "v": key_value}
@@ -65,7 +65,7 @@ def dense(layers: int, hidden: int, inner: int, vocabulary: int, key_value: int)
 
 
 def mixture(layers: int, experts: int, hidden: int, inner: int, rest: int) -> Shapes:
-    """Experts of three matrices each, and so many other tensors: 18,819 of 48 layers with 128 experts and 387 others."""
+    """Return shapes of experts, three matrices each, and of others; 48 layers of 128 experts and 387 others are 18,819."""
     shapes: Shapes = {f"other.{number}": (hidden, hidden) for number in range(rest)}
     for layer in range(layers):
         for expert in range(experts):
@@ -75,16 +75,16 @@ def mixture(layers: int, experts: int, hidden: int, inner: int, rest: int) -> Sh
 
 
 class Run:
-    """A model and what is measured of it.
+    """Measurements on a model.
 
     Args:
-        machine: Where.
+        machine: The machine.
         model: The model.
-        changed_fraction: Of its elements, by each version.
+        changed_fraction: Fraction of the elements that each version changes.
 
     Attributes:
         model: The model.
-        memory: The replica's.
+        memory: The replica's live memory.
         patches: What the trainer published, for `memory.stage`.
     """
 
@@ -98,11 +98,11 @@ class Run:
         self.patches: list[tuple[Patch, int]] = []
 
     def measure(self, copy_rate: float, scatter_s: float | None) -> None:
-        """Measure it all.
+        """Measure everything.
 
         Args:
             copy_rate: Bytes per second of a copy on the device, read and written.
-            scatter_s: Seconds of a plain scatter of as many elements, if a bar hangs on it.
+            scatter_s: Seconds of a plain scatter of as many elements, if a bar depends on it.
 
         Raises:
             AssertionError: wrong bits.
@@ -144,7 +144,7 @@ class Run:
             machine.bar(f"{self._name}: commit, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
 
     def _publish(self, copy_rate: float, judged: bool) -> None:
-        """The trainer's half on the device: from the optimizer's step to what changed, on the host."""
+        """Measure the trainer's half: from the optimizer's step on the device to the changes on the host."""
         weights, flat, machine = self.model.weights, self.model.flat, self._machine
         found: dict[str, Patch] = {}
 
@@ -163,11 +163,11 @@ class Run:
         publish()  # takes the copies
         assert not found
         change()
-        publish()  # from now on it knows how much to expect
+        publish()  # from here on it knows how many changes to expect
         row = machine.measure(self._label("publish: detect"), publish, change)
         row.rate = 2 * flat.nbytes / row.seconds
         assert sum(patch.changed for patch in found.values()) == self._at_K.numel()
-        # Several versions went by; they are one for the replica.
+        # Several versions were published; the replica takes them as one.
         versions = int(flat[self._at_K[0]] - self.model.live[self._at_K[0]])
         for patch in found.values():
             self.patches.append((dataclasses.replace(patch, data=patch.data * np.uint16(versions)), 0))
@@ -177,7 +177,7 @@ class Run:
             machine.bar(f"{self._name}: publish, extra device memory in MB", (row.peak_bytes or 0) / 1e6, 256)
 
     def release_copies(self) -> None:
-        """Give the trainer's copies back: a replica has none."""
+        """Free the trainer's copies: a replica has none."""
         self._copies.clear()
 
     def _add(self, found: dict[str, Patch], name: str, at_K: np.ndarray, step_K: np.ndarray) -> None:

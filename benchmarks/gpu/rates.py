@@ -1,4 +1,4 @@
-"""Rates of every kernel on one large tensor, against a copy on the same device."""
+"""The rate of every kernel on one large tensor, beside a copy on the same device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _KEY = 0x9E3779B97F4A7C15
 
 
 def measure(machine: Machine, element_count: int, changed_fraction: float) -> dict[str, float]:
-    """Measure each, and check what they find.
+    """Measure each kernel, and check its result.
 
-    Bytes are counted as in a copy, read and written: of both tensors for comparing, of the tensor for a fingerprint, and for
+    Bytes are those read and written, as for a copy: both tensors for a comparison, the tensor for a fingerprint, and for
     each element that is exchanged its position, its value twice, and a sector of memory twice.
 
     Returns:
@@ -46,7 +46,7 @@ def measure(machine: Machine, element_count: int, changed_fraction: float) -> di
 
 
 def _measure_diff(machine: Machine, shadow_N: torch.Tensor, new_N: torch.Tensor, at_K: torch.Tensor) -> None:
-    """Comparing; the shadow follows."""
+    """Measure comparing, which also updates the shadow."""
     diff = device_diff(machine.device)
     found = {}
 
@@ -68,7 +68,7 @@ def _measure_diff(machine: Machine, shadow_N: torch.Tensor, new_N: torch.Tensor,
 
 
 def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) -> None:
-    """What a commit launches, on one segment; brought back at the end."""
+    """Measure the kernels of a commit on one segment, which is restored at the end."""
     room = machine.device_of(live_N)
     assert isinstance(room, Device)
     on_device = segment_kernels(machine.device)
@@ -90,7 +90,7 @@ def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) 
     row.rate = moved / row.seconds
     row = machine.measure("swap", lambda: on_device.swap(writes), lambda: on_device.swap(writes))
     row.rate = (moved + at_K.numel() * SECTOR_BYTES) / row.seconds
-    # Each swap that was measured undid the one before it.
+    # Each measured swap undid the one before it.
     assert torch.equal(live_N, held)
     on_device.fingerprint(whole)
     assert whole.gained() == [before]

@@ -1,4 +1,4 @@
-"""What only a GPU has: captured graphs, streams, and no room."""
+"""Checks that need a GPU: captured graphs, streams, and a device without free memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _GPU_ALONE = "needs a GPU"
 
 
 def captured_graph(machine: Machine, run: Run) -> None:
-    """A captured graph reads the weights where they are: after a commit it computes with the new ones.
+    """Check that a captured graph computes with the new weights after a commit: it reads them where they are.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: it computes with other weights.
     """
     if machine.interpreted:
         machine.rows.append(Row(what="captured graph", seconds=0.0, note=_GPU_ALONE))
@@ -50,7 +50,7 @@ def captured_graph(machine: Machine, run: Run) -> None:
 
 
 def staging_beside_work(machine: Machine, run: Run) -> None:
-    """How much longer work on another stream takes while a version is staged, and the staging."""
+    """Measure how much longer work on another stream takes while a version is staged, and how long staging takes."""
     if machine.interpreted:
         machine.rows.append(Row(what="staging beside a busy stream", seconds=0.0, note=_GPU_ALONE))
         return
@@ -58,7 +58,7 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
     stream = torch.cuda.Stream(machine.device, priority=-1)
 
     def work() -> float:
-        """Seconds of a product, by events on its stream."""
+        """Return the seconds of a matrix product, by events on its stream."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             start.record()
@@ -91,11 +91,11 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
 
 
 def anchor_without_room(machine: Machine, run: Run) -> None:
-    """Full weights with other bits everywhere, on a device with no room for a second copy; then back.
+    """Load full weights whose bits all differ, on a device without room for a second copy; then load the old ones.
 
     Raises:
         AssertionError: wrong bits.
-        torch.OutOfMemoryError: it took more.
+        torch.OutOfMemoryError: this took more memory.
     """
     model, memory = run.model, run.memory
     other = {name: (~tensor.view(torch.int16)).cpu().numpy().reshape(-1) for name, tensor in model.weights.items()}
@@ -126,7 +126,7 @@ def anchor_without_room(machine: Machine, run: Run) -> None:
 
 
 def _leave_room(machine: Machine) -> None:
-    """Let PyTorch have no more than it holds now, and a little for the anchor."""
+    """Limit PyTorch's memory to what it holds now, and a little for the anchor."""
     if machine.interpreted:
         return
     torch.cuda.empty_cache()

@@ -1,8 +1,7 @@
-"""Encodings of a delta: patches to one safetensors payload and back.
+"""Codecs: the patches of a delta to one safetensors payload and back.
 
-`get(name)` is the registry. A codec encodes tensor by tensor, so that the publisher never holds two copies of the
-model, and decodes tensor by tensor, so that a replica never holds more than one decoded patch it did not ask for. What only
-reads documents loads no codec, and neither torch nor numba.
+`get(name)` returns a codec. It encodes and decodes tensor by tensor, so that no caller has to hold a second copy of the
+model, or more than one decoded patch. Importing this package loads neither torch nor numba.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ def _codecs() -> dict[str, Codec]:
 
 
 def get(name: str) -> Codec:
-    """The codec of this name.
+    """Return the codec with this name.
 
     Raises:
-        UnsupportedFormatError: no such codec.
+        UnsupportedFormatError: there is no such codec.
     """
     codecs = _codecs()
     if name not in codecs:

@@ -1,14 +1,14 @@
-"""`packed`: gaps and ULP steps, entropy coded block by block; needs no old value to decode.
+"""`packed`: gaps and ULP steps, entropy coded block by block; decoding needs no old values.
 
 The arrays are those of `blocks`; `.blocks` has two columns, and the tables of a group are that of its gaps, then that of
 its steps (`tables` describes their bytes). The stream of a block holds, for each changed element in ascending order,
 
-- the gap: the number of unchanged elements between it and the one before, in the first one's case the start of the block;
+- the gap: the number of unchanged elements between it and the one before, for the first one from the start of the block;
 - the step: new minus old bit pattern modulo 2**width as a signed number, 1, -1, 2, -2 -> 1, 0, 3, 2;
 
 each as a bucket, 12 bits of the state by the group's table, and the bits below it. Bucket s below 16 is the number s;
-bucket s from 16 on holds numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2, and their low e bits
-follow, from the top, in groups of 24 and a last one of what is left, each a uniform symbol (start = value, freq = 1, bits =
+bucket s from 16 on holds the numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2. Their low e bits
+follow from the top, in groups of 24 and a last one of what is left, each a uniform symbol (start = value, freq = 1, bits =
 size of the group).
 """
 
@@ -28,7 +28,7 @@ from deltasync.tensors import TensorSpec
 
 
 class PackedModel:
-    """The tables of a group of tensors: of their gaps and of their steps."""
+    """The two tables of a group of tensors: of gaps and of steps."""
 
     codec: ClassVar[str] = "packed"
     needs_old: ClassVar[bool] = False
@@ -39,27 +39,27 @@ class PackedModel:
 
     @classmethod
     def group(cls, change: Change) -> Hashable:
-        """What changes of small tensors share that share tables: width and density to the next power of two."""
+        """Return the key by which small tensors share a group: width, and density to the nearest power of two."""
         return change.step_K.itemsize, round(math.log2(change.new.size / change.index_K.size))
 
     @classmethod
     def fit(cls, changes: Sequence[Change]) -> Self:
-        """The tables that suit these changes."""
+        """Return the model that codes these changes best."""
         count_TS = np.sum([counts.count_packed(change.blocks, change.index_K, change.step_K) for change in changes], axis=0)
         return cls(np.stack([tables.fit(count_S) for count_S in count_TS]))
 
     @classmethod
     def read(cls, cursor: tables.Cursor) -> Self:
-        """The tables at the cursor."""
+        """Read the tables of a group."""
         return cls(np.stack([cursor.table(), cursor.table()]))
 
     def to_bytes(self) -> bytes:
-        """What `read` reads."""
+        """Return the bytes that `read` reads."""
         return b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
     def levels(self, change: Change) -> np.ndarray:
-        """The columns of `.blocks` behind the first two, int32[B, F - 2]."""
+        """Return the columns of `.blocks` behind the first two, int32[B, F - 2]."""
         return np.empty((change.blocks.base_B.size, 0), np.int32)
 
     def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
-        """What the coder is given beside the tables. `bits_N` are the tensor's old bits, or to encode its new ones."""
+        """Return what the coder needs beside the tables. `bits_N` are the old bits to decode, the new ones to encode."""

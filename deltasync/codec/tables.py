@@ -1,4 +1,4 @@
-"""Static symbol tables: from counts to frequencies, and to and from bytes.
+"""Symbol tables: made from counts, and converted to bytes and back.
 
 A table has 2**12 slots over 256 symbols. In bytes: the highest symbol that occurs, one byte, then for each symbol from 0
 up to it the number of its slots as LEB128 (7 bits a byte, low ones first, the top bit set where another byte follows; at
@@ -17,7 +17,7 @@ SLOTS = 1 << TABLE_BITS
 
 
 def fit(count_S: np.ndarray) -> np.ndarray:
-    """Slots of each symbol, uint32[256]: about proportional to its count, at least one where it occurs."""
+    """Return the slots of each symbol, uint32[256]: about proportional to its count, at least one for one that occurs."""
     total = int(count_S.sum())
     if not total:
         count_S, total = np.eye(1, SYMBOLS, dtype=np.int64)[0], 1
@@ -29,7 +29,7 @@ def fit(count_S: np.ndarray) -> np.ndarray:
 
 
 def to_bytes(freq_S: np.ndarray) -> bytes:
-    """The table's bytes."""
+    """Return the table's bytes."""
     slots = freq_S[: int(np.flatnonzero(freq_S)[-1]) + 1].tolist()
     encoded = bytearray([len(slots) - 1])
     for slot_count in slots:
@@ -38,10 +38,10 @@ def to_bytes(freq_S: np.ndarray) -> bytes:
 
 
 class Cursor:
-    """Reads the bytes of tables from front to back.
+    """Reads tables from their bytes, from front to back.
 
     Raises:
-        CorruptDataError: (any method) too short or malformed.
+        CorruptDataError: (any method) the bytes are too short or malformed.
     """
 
     def __init__(self, data: bytes, at: int = 0) -> None:
@@ -49,21 +49,21 @@ class Cursor:
         self.at = at
 
     def byte(self) -> int:
-        """The next byte."""
+        """Read the next byte."""
         if self.at >= len(self.data):
             raise CorruptDataError("Payload tables are too short.")
         self.at += 1
         return self.data[self.at - 1]
 
     def bytes(self, count: int) -> np.ndarray:
-        """The next bytes."""
+        """Read the next `count` bytes."""
         if count > len(self.data) - self.at:
             raise CorruptDataError("Payload tables are too short.")
         self.at += count
         return np.frombuffer(self.data, np.uint8, count, self.at - count)
 
     def table(self) -> np.ndarray:
-        """The next table's slots of each symbol, uint32[256]."""
+        """Read a table: the slots of each symbol, uint32[256]."""
         freq_S = np.zeros(SYMBOLS, np.uint32)
         highest = self.byte()
         for symbol in range(highest + 1):

@@ -1,4 +1,4 @@
-"""The coder of `rans` in numba: blocks in parallel, without the GIL, every read and write inside its bounds."""
+"""The entropy coder (`rans`) in numba: blocks in parallel, without the GIL, every read and write within bounds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TIME_END = rans.TIME_END
 _TIME_END_BITS = _TIME_END.bit_length() - 1
 _TIME_START = rans.TIME_START
 _LAST_SLOT = int(_TIME_START[-1])
-# Segment of the first slot of each 256th of the distribution: where the search for a slot's segment begins.
+# For each 256th of the distribution the segment of its first slot, where the search for a slot's segment begins.
 _LOOKUP_BITS = rans.TIME_BITS - 8
 _SEGMENT_AT = (np.searchsorted(_TIME_START, np.arange(256) << _LOOKUP_BITS, side="right") - 1).astype(np.int64)
 _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 64))
-_AHEAD = 8  # runs of a tile that are on their way from memory, which follow no pattern that it knows
+_AHEAD = 8  # runs of a tile between asking memory for one and using it; hardware does not predict where they lie
 _LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
 _LANES = np.uint64(LANES)
@@ -36,7 +36,7 @@ _LANES = np.uint64(LANES)
 
 @intrinsic
 def _high_product(_context, _left, _right):
-    """The upper 64 bits of a product."""
+    """Return the upper 64 bits of a product."""
 
     def generate(_context, builder, _signature, arguments):
         wide = ir.IntType(128)
@@ -104,7 +104,7 @@ def _push_state(out, at, x, any_change):
 
 @njit(forceinline=True)
 def _pull(words, at, x):
-    """Renormalise, without a branch, which would be mispredicted often; `at` may go on beyond the end of all words."""
+    """Renormalise without a branch, which would be mispredicted often. `at` may move beyond the end of all words."""
     short = x < _STATE_MIN
     word = np.uint64(words[np.uint64(min(at, words.size - 1))])
     return at + np.int64(short), (x << _U32) | word if short else x
@@ -141,7 +141,7 @@ def _time_slot(time):
 
 @njit(forceinline=True)
 def _time_after(slot):
-    """The least time that has more than `slot` slots below it; `slot` is below _LAST_SLOT."""
+    """Return the least time with more than `slot` slots below it; `slot` is below _LAST_SLOT."""
     segment = _SEGMENT_AT[slot >> _LOOKUP_BITS]
     while _TIME_START[segment + 1] <= slot:
         segment += 1
@@ -164,7 +164,7 @@ def _push_moment(out, at, x, time, hazard):
 
 @njit(forceinline=True)
 def _time(bits_N, i, count, shift, mask, hazard_C, first, hazard_W):
-    """Time that `count` elements from `i` on take, at most `LANES`."""
+    """Return the time that `count` elements from `i` on take, at most `LANES`."""
     time = lanes_time(bits_N, i, count, shift, mask, first, hazard_W)
     if time < 0:
         time = np.int64(0)
@@ -175,7 +175,7 @@ def _time(bits_N, i, count, shift, mask, hazard_C, first, hazard_W):
 
 @njit(inline="always")
 def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C, first, hazard_W):
-    """The first element to change from `index` on, and where its run ends; `last` if the stream is malformed."""
+    """Find the first element to change from `index` on, and where its run ends; `last` if the stream is malformed."""
     begin = np.int64(0)
     slot = x & (_TIME_SLOTS - _U1)
     while slot >= np.uint64(_LAST_SLOT) and at <= end:
@@ -222,7 +222,7 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
 def _times(
     base_B, end_B, bound_B, width, stride, across, new_N, index_K, step_K, shift, mask, hazards, class_K, time_K, wait_B
 ):
-    """Class of each change's old value, and the time since the one before.
+    """Find the class of each change's old value, and the time since the change before.
 
     Blocks that lie side by side are read together, run by run, as they lie in memory.
     """
@@ -256,7 +256,7 @@ def _times(
 
 @njit(inline="always")
 def _push_change(out, at, x, b, k, base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS, times):
-    """`times` is None for gaps. Indices are unsigned, so that numba need not look for negative ones."""
+    """Write change `k`. `times` is None for gaps. Indices are unsigned, so that numba need not check for negative ones."""
     k = np.uint64(k)
     step = zigzag(step_K[k], top)
     if times is None:
@@ -271,7 +271,7 @@ def _push_change(out, at, x, b, k, base_B, bound_B, index_K, step_K, top, freq_T
 
 @kernel
 def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS, times, room_B, out, first_B):
-    """Two blocks at a time, because each symbol of one waits for the symbol before."""
+    """Encode two blocks at a time: each symbol of a block waits for the symbol before."""
     for pair in prange((base_B.size + 1) // 2):
         a, b = 2 * pair, min(2 * pair + 1, base_B.size - 1)
         low_a, low_b = bound_B[a], bound_B[b]
@@ -299,7 +299,7 @@ def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS
 
 @njit(forceinline=True)
 def _open(words, word_B, bound_B, b):
-    """Where the words of a block go on, its state, and its first change, which is beyond its last if it cannot be read."""
+    """Return where a block's further words begin, its state and its first change; beyond its last if it is malformed."""
     at, k, end_k = word_B[b], bound_B[b], bound_B[b + 1]
     if k == end_k:
         return at, _STATE_MIN, k
@@ -311,7 +311,7 @@ def _open(words, word_B, bound_B, b):
 
 @njit(forceinline=True)
 def _pull_change(words, at, x, k, end_k, index, last, freq_TS, start_TS, symbol_TL, limit, index_K, step_K):
-    """Read change k of a block, behind `index`; the next one is beyond its last if the stream is malformed."""
+    """Read change `k` of a block, behind `index`. The next `k` is beyond the last if the stream is malformed."""
     at, x, gap = _pull_number(words, at, x, symbol_TL[0], freq_TS[0], start_TS[0])
     at, x, step = _pull_number(words, at, x, symbol_TL[1], freq_TS[1], start_TS[1])
     if gap >= np.uint64(last - index - 1) or step > limit:
@@ -324,7 +324,7 @@ def _pull_change(words, at, x, k, end_k, index, last, freq_TS, start_TS, symbol_
 
 @kernel
 def _decode_gaps(words, word_B, base_B, end_B, bound_B, freq_TS, start_TS, symbol_TL, limit, index_K, step_K, good_B):
-    """Two blocks at a time, as in `_encode`."""
+    """Decode two blocks at a time, as `_encode`."""
     for pair in prange((base_B.size + 1) // 2):
         a, b = 2 * pair, min(2 * pair + 1, base_B.size - 1)
         at_a, x_a, k_a = _open(words, word_B, bound_B, a)
@@ -374,10 +374,10 @@ def _decode_moments(
 
 
 def _hazards(context: Context, blocks: Blocks) -> tuple[np.ndarray, np.int64, np.ndarray]:
-    """Hazards of all classes; the first class of a window, and the hazards of its classes, int32[B, WINDOW].
+    """Return the hazards of all classes, the first class of a window, and the hazards of its classes, int32[B, WINDOW].
 
-    The window lies around the median class of a few elements. Below it each exponent has about half as many weights as the
-    one above; above it are few.
+    The window lies around the median class of a few elements, more of it below: there each exponent has about half as many
+    weights as the one above it, and above the median few exponents have any.
     """
     bits_N, (shift, mask), hazard_BC, _ = context
     sample = bits_N[np.concatenate([blocks.base_B, (blocks.base_B + blocks.end_B) // 2, blocks.end_B - 1])]
@@ -389,7 +389,11 @@ def _hazards(context: Context, blocks: Blocks) -> tuple[np.ndarray, np.int64, np
 def encode(
     blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, tables: Tables, context: Context | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Words of all blocks and how many each has, none for a block without changes; without a context as `packed`."""
+    """Encode blocks by `context`, or by `packed` if that is None.
+
+    Returns:
+        The words of all blocks, uint32[W], and how many each block has; a block without changes has none.
+    """
     base_B, bound_B = blocks.base_B, blocks.bound_B
     wait_B = np.zeros(base_B.size, np.int64)
     times = None
@@ -399,7 +403,7 @@ def encode(
         with threads(base_B.size):
             _times(*blocks, new_N, index_K, step_K, *classes, _hazards(context, blocks), class_K, time_K, wait_B)
         times = hazard_BC, table_C, class_K, time_K
-    # Where the room for each block's words ends, first that of the first begins; enough for the rarest symbols.
+    # Words fill a block's room from its end. `room_B` is 0, then where each room ends; all have room for the rarest symbols.
     words_per_change = -(-(2 * rans.TABLE_BITS + 30 + 8 * step_K.itemsize) // 32)
     room_B = np.zeros(bound_B.size, np.int64)
     np.cumsum(words_per_change * np.diff(bound_B) + wait_B // 7 + 5, out=room_B[1:])
@@ -420,7 +424,10 @@ def decode(
     index_K: np.ndarray,
     step_K: np.ndarray,
 ) -> bool:
-    """Fill `index_K` and `step_K`; False if a block is malformed. `word_B`, shape B + 1, is where its words begin."""
+    """Decode blocks into `index_K` and `step_K`; return False if one is malformed.
+
+    The words of block b are `words[word_B[b] : word_B[b + 1]]`.
+    """
     good_B = np.zeros(blocks.base_B.size, np.bool_)
     limit = 2 * (top_of(step_K) - _U1)
     if context is None:

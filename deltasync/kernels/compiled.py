@@ -1,8 +1,8 @@
-"""numba's compiler, with a cache on disk that is right however many processes fill it at once, and whichever file changes.
+"""numba's compiler, with a cache on disk that stays correct when several processes fill it, or any source file changes.
 
-numba's own cache writes the name of a file into its index before the file, and reuses names: a process that looks between
-the two gets what lay there before, which may be another kernel or one of an older version. It also looks for changes in no
-other file than the kernel's, though kernels inline functions of others.
+numba's own cache puts a file's name into its index before it writes the file, and reuses names: a process that reads
+between the two gets the previous file, which may be another kernel or one of an older version. It also notices changes only
+in the kernel's own source file, though kernels inline functions of other files.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _SOURCES = tuple(
     for path in sorted(Path(__file__).parent.glob("*.py"))
     for status in [path.stat()]
 )
-"""What compiled kernels are made of: they are compiled anew if any of it changes."""
+"""The source files of kernels. If any of them changes, kernels are compiled again."""
 
 
 class CacheFile(IndexDataCacheFile):
-    """Names data files at random and never twice, and the index names them once they are there.
+    """A cache whose data files have random names, which the index gets only after they are written.
 
-    Processes that write their indices at the same time lose each other's entries, which are then compiled again.
+    Processes that write the index at the same time may lose each other's entries; these kernels are compiled again.
     """
 
     def save(self, key: Any, data: Any) -> None:
         """Add a compiled kernel."""
         overloads = self._load_index()
-        if not overloads:  # the first, or the first of this version: files that no index names are of no use
+        if not overloads:  # the first kernel of this version: no index names the files that are there
             for path in Path(self._cache_path).glob(self._data_name("*")):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -47,7 +47,7 @@ class CacheFile(IndexDataCacheFile):
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function when it is called first: in parallel, without the GIL, and cached on disk."""
+    """Compile a function when it is first called: in parallel, without the GIL, and cached on disk."""
     dispatcher = numba.njit(parallel=True, nogil=True, cache=True)(function)
     if dispatcher is not function:  # which it is with NUMBA_DISABLE_JIT=1
         cache = dispatcher._cache

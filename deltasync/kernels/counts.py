@@ -1,7 +1,4 @@
-"""How often each symbol occurs in what is to be coded, and each class of elements in a tensor: what tables are fitted to.
-
-And, by counting too, changes in another order.
-"""
+"""Counts to which tables are fitted, of symbols in what is to be coded and of classes in a tensor; and a counting sort."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from deltasync.kernels.rans import Blocks, Classes
 
 _U0, _U1, _U2, _U3, _U4, _U16, _U63 = map(np.uint64, (0, 1, 2, 3, 4, 16, 63))
 
-# Most parts that changed elements are cut into, and fewest elements of one.
+# The most parts that changed elements are cut into, and the fewest elements of one.
 _PARTS, _PART = 4, 1 << 13
 
 # Changes, and samples, between asking for a cache line and using it.
@@ -25,7 +22,7 @@ _AHEAD, _SAMPLES_AHEAD = 64, 16
 
 @njit(forceinline=True)
 def bucket(value):
-    """Symbol of a number, and how many bits below its leading ones follow."""
+    """Return the symbol of a number, and how many bits below its leading ones follow."""
     if value < _U16:
         return value, _U0
     exponent = _U63 - leading_zeros(value)
@@ -35,7 +32,7 @@ def bucket(value):
 
 @njit(forceinline=True)
 def zigzag(step, top):
-    """A step as a number, 1, -1, 2, -2 -> 1, 0, 3, 2; `top` is 2**(width - 1) as uint64."""
+    """Return a step as a number, 1, -1, 2, -2 -> 1, 0, 3, 2; `top` is 2**(width - 1) as uint64."""
     value = np.uint64(step)
     if value & top:
         return ((top - value) << _U1) + (top << _U1) - _U2
@@ -85,7 +82,7 @@ def _count_steps(part_P, new_N, index_K, step_K, shift, mask, top, step_PCS):
 
 @kernel
 def _regroup(bound_G, base_G, width, columns, by_tile, index_K, step_K, bound_GC, to_index_K, to_step_K):
-    # By inverses, half a step away from where rounding could matter: a division takes longer than all the rest.
+    # Multiply by inverses, because a division takes longer than all the rest. Adding 0.5 keeps rounding from mattering.
     row_part, tile_part = 1.0 / width, 1.0 / columns
     for g in prange(base_G.size):
         next_C = np.zeros(bound_GC.shape[1] + 1, np.int64)
@@ -110,17 +107,17 @@ def _regroup(bound_G, base_G, width, columns, by_tile, index_K, step_K, bound_GC
 
 
 def top_of(step_K: np.ndarray) -> np.uint64:
-    """The highest bit of these steps."""
+    """Return the highest bit of steps of this width."""
     return np.uint64(1 << (8 * step_K.itemsize - 1))
 
 
 def tasks(blocks: Blocks, index_K: np.ndarray) -> int:
-    """How many threads are worth starting for work on the changes."""
+    """Return how many threads are worth starting for work on the changes."""
     return min(blocks.base_B.size, index_K.size // _PART)
 
 
 def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.ndarray:
-    """How often each bucket occurs among gaps (row 0) and steps (row 1), int64[2, 256]."""
+    """Count how often each bucket occurs among gaps (row 0) and steps (row 1), int64[2, 256]."""
     count_BS = np.zeros((blocks.base_B.size, 2, 256), np.int64)
     with threads(tasks(blocks, index_K)):
         _count_packed(blocks.base_B, blocks.bound_B, index_K, step_K, top_of(step_K), count_BS)
@@ -128,7 +125,7 @@ def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.
 
 
 def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int, period: int) -> np.ndarray:
-    """Elements of each class in the first `run` of every `period` elements, int64[B, C]."""
+    """Count the elements of each class in the first `run` of every `period` elements, int64[B, C]."""
     count_BC = np.zeros((blocks.base_B.size, int(classes.mask) + 1), np.int64)
     with threads(blocks.base_B.size):
         _count_classes(*blocks[:2], blocks.size_B, blocks.width, blocks.stride, bits_N, *classes, run, period, count_BC)
@@ -136,7 +133,7 @@ def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int
 
 
 def count_steps(new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, classes: Classes) -> np.ndarray:
-    """How often each bucket occurs among the steps of elements whose old value had a class, int64[C, 256]."""
+    """Count for each class of old values how often each bucket occurs among the steps, int64[C, 256]."""
     part_count = max(1, min(_PARTS, index_K.size // _PART))
     part_P = np.linspace(0, index_K.size, part_count + 1).astype(np.int64)
     step_PCS = np.zeros((part_count, int(classes.mask) + 1, 256), np.uint32)
@@ -154,19 +151,19 @@ def regroup(
     index_K: np.ndarray,
     step_K: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Changes of a matrix, sorted within each group by their rows, or by tiles; those of one stay in order.
+    """Sort the changes of a matrix within each group of rows, by row or by tile, stably.
 
     Args:
-        bound_G: First change of each group, and how many there are; shape G + 1.
-        base_G: Where the first row of each group begins.
-        keys: Rows of a group, or tiles in one.
+        bound_G: First change of each group, and the number of changes; shape G + 1.
+        base_G: Flat index at which each group begins.
+        keys: Number of rows or of tiles in a group.
         width: Length of a row.
-        columns: Length of a tile's rows, None to sort by rows.
+        columns: Columns of a tile, None to sort by row.
         index_K: Flat indices of the changes, group after group.
-        step_K: Their steps.
+        step_K: Steps of the changes.
 
     Returns:
-        Indices and steps anew, and the first change of each row or tile, int64[G, keys].
+        New arrays of the sorted indices and steps, and the first change of each row or tile, int64[G, keys].
     """
     to_index_K, to_step_K = np.empty_like(index_K), np.empty_like(step_K)
     bound_GC = np.empty((base_G.size, keys), np.int64)

@@ -1,31 +1,31 @@
-"""How much is compared at once on a GPU, and the memory that it takes: the numbers of `gpu_diff`, which need no triton."""
+"""How much `gpu_diff` compares at once, and the memory that this takes. Needs no triton."""
 
 from __future__ import annotations
 
 BLOCK = 4096
-"""Elements per program that compares: enough loads in flight for streaming, a multiple of the 32 marks of a word."""
+"""Elements that one program compares: enough loads in flight for streaming, and a multiple of the 32 marks of a word."""
 
 GROUP = 1 << 28
-"""Elements that are compared together, by the same few launches."""
+"""Most elements that are compared together, by the same few launches."""
 
 BUFFER_BYTES = 48 << 20
-"""Largest buffer for what changed in a group. There are two."""
+"""Largest buffer for the changes of a group. There are two buffers."""
 
 SPARE = 1.25
-"""More changes than expected that still fit."""
+"""Factor on the expected number of changes, for the room of a buffer."""
 
 LEAST = 4096
-"""Changes that always fit."""
+"""Changes added to that."""
 
 _ALIGNED_BYTES = 16
 
 
 def layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
-    """Bytes of a buffer: where the changes of each block end, their indices, their steps.
+    """Return the sizes of a buffer's parts in bytes: where the changes of each block end, indices, steps.
 
     Args:
-        blocks: Blocks of the group.
-        capacity: Changes that fit.
+        blocks: Number of blocks in the group.
+        capacity: Number of changes that fit.
         width: Bytes of an element.
     """
     ends, index, step = (
@@ -35,11 +35,11 @@ def layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
 
 
 def capacity(elements: int, blocks: int, wanted: int, width: int) -> int:
-    """How many changes of a group its buffer has room for."""
+    """Return how many changes of a group its buffer has room for, of `wanted` ones."""
     ends, _, _ = layout(blocks, 0, width)
     return max(1, min(wanted, elements, (BUFFER_BYTES - ends) // (4 + width)))
 
 
 def may_come(expected: float) -> int:
-    """Changes to make room for where so many are expected."""
+    """Return the number of changes to make room for if `expected` are expected."""
     return int(SPARE * expected) + LEAST

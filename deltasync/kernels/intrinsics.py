@@ -1,4 +1,4 @@
-"""Instructions that the kernels need and numba does not offer, as LLVM names them."""
+"""Instructions that the kernels need and numba does not offer, written in LLVM's terms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def pointer(_context, address, like):
-    """An address as a pointer to elements of the type of the array `like`."""
+    """Return an address as a pointer to elements of the type of the array `like`."""
 
     def generate(_context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], _context.get_value_type(signature.return_type))
@@ -20,7 +20,7 @@ def pointer(_context, address, like):
 
 @intrinsic
 def prefetch(_context, array, at):
-    """Ask for the cache line of an element, to write to it."""
+    """Prefetch the cache line of an element, for writing."""
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -36,7 +36,7 @@ def prefetch(_context, array, at):
 
 @intrinsic
 def differing_lanes(_context, _left, _right, _at):
-    """Which of the 64 elements of two arrays from `at` on differ, a bit each, the first one's the lowest."""
+    """Return which of the 64 elements from `at` on differ between two arrays: a bit each, the lowest for the first."""
 
     def generate(context, builder, signature, arguments):
         lanes = []
@@ -55,15 +55,15 @@ LANES = 16
 """Elements that `lanes_time` looks up at once."""
 
 WINDOW = 32
-"""Classes, one after the other, whose hazards it has in registers."""
+"""Consecutive classes whose hazards `lanes_time` holds in registers."""
 
 
 @intrinsic
 def lanes_time(_context, bits, at, count, shift, mask, first, hazard_W):
     """Sum the hazards of `count` elements, at most `LANES`, from `at` on; their classes are (bits >> shift) & mask.
 
-    -1 if registers do not do: a class is none of those from `first` on, whose hazards, int32, `hazard_W` has; fewer than
-    `LANES` elements are left; or this CPU has no AVX-512.
+    `hazard_W` has the hazards, int32, of the `WINDOW` classes from `first` on. Returns -1 if a class is none of these, if
+    fewer than `LANES` elements are left, or if this CPU has no AVX-512.
     """
     i32, i64, flags = ir.IntType(32), ir.IntType(64), ir.IntType(LANES)
     lanes = ir.VectorType(i32, LANES)
@@ -113,11 +113,11 @@ def lanes_time(_context, bits, at, count, shift, mask, first, hazard_W):
     return types.int64(bits, types.int64, types.int64, bits.dtype, bits.dtype, types.int64, hazard_W), generate
 
 
-if config.DISABLE_JIT:  # the kernels run as Python, as they do to be fuzzed
+if config.DISABLE_JIT:  # the kernels run as Python, for fuzzing
 
     def prefetch(array, at):
         """Do nothing."""
 
     def lanes_time(bits, at, count, shift, mask, first, hazard_W):
-        """Return -1: there are no registers."""
+        """Return -1: the caller then sums by itself."""
         return -1

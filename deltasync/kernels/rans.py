@@ -1,4 +1,4 @@
-"""A stream of the entropy coder; `coder` writes and reads it, `tests/coder_reference.py` does so in plain Python.
+"""The streams of the entropy coder. `coder` writes and reads them; `tests/coder_reference.py` does so in plain Python.
 
 A block of changed elements is one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540): a state x of 64 bits,
 at least 2**32 between symbols, renormalised by 32-bit words. Decoding a symbol that owns the slots [start, start + freq) of
@@ -6,13 +6,13 @@ at least 2**32 between symbols, renormalised by 32-bit words. Decoding a symbol 
 
     slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32: x = x << 32 | next word
 
-The words of a stream are the initial state, low half first, then those to read in this order. After the last symbol x is
-2**32 and no word is left, which a reader checks. Encoding does the same backwards.
+The words of a stream are the initial state, low half first, then the further words in the order of reading. After the last
+symbol x is 2**32 and no word is left, which a reader checks. Encoding does the same backwards.
 
 Numbers (gaps, steps) are coded as a bucket, drawn from a static table of 2**12 slots, and the bits below the bucket's
 leading ones, each group of them a uniform symbol of as many bits.
 
-Shapes: K changed elements of a tensor, B blocks of it, N its elements, C classes, T tables of S symbols.
+Shapes: N elements of a tensor, K changed ones, B blocks, C classes, T tables of S symbols.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TABLE_BITS = 12
 # 2**-(t / 2**20), whatever the classes of the elements in between.
 TIME_BITS = 28  # slots of the time distribution
 SEGMENT_BITS = 16  # it is linear over segments of 2**16 units, a sixteenth of a halving
-SEGMENTS = 64  # four halvings; what comes later is coded as "nothing yet", and time goes on from there
+SEGMENTS = 64  # four halvings; for a later change, "nothing yet" is coded, and time goes on from there
 TIME_END = SEGMENTS << SEGMENT_BITS
 LEVELS = 176  # hazard level q stands for floor(2**(q / 8)) units
 
 
 def _root(value: int, degree: int) -> int:
-    """The largest integer whose `degree`-th power is at most `value`."""
+    """Return the largest integer whose `degree`-th power is at most `value`."""
     root = 0
     for bit in reversed(range(value.bit_length() // degree + 1)):
         if (root | 1 << bit) ** degree <= value:
@@ -55,9 +55,9 @@ class Blocks(NamedTuple):
 
     Attributes:
         base_B, end_B: First element of each block, and the one behind its last.
-        bound_B: First change of each block in the tensor's, and how many there are; shape B + 1.
+        bound_B: Number of the first change of each block, and the number of all changes; shape B + 1.
         width, stride: The elements of a block are runs of `width`, one every `stride` elements; by default they are one run.
-        across: So many blocks each lie side by side, with runs that follow each other.
+        across: Number of blocks that lie side by side, so that the runs of one follow those of its neighbour.
     """
 
     base_B: np.ndarray
@@ -69,23 +69,25 @@ class Blocks(NamedTuple):
 
     @property
     def size_B(self) -> np.ndarray:
-        """Elements of each block."""
+        """Number of elements of each block."""
         run_B, rest_B = np.divmod(self.end_B - self.base_B - 1, self.stride)
         return run_B * self.width + rest_B + 1
 
     @classmethod
     def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray, first: int = 0) -> Self:
-        """The blocks of a tensor, from a first one on, whose changes are counted by `bound_B`."""
+        """Return the blocks of a tensor from number `first` on, as many as `bound_B` is for."""
         base_B = np.arange(first, first + bound_B.size - 1, dtype=np.int64) * block_elements
         return cls(base_B, np.minimum(base_B + block_elements, element_count), bound_B)
 
 
 class Tables(NamedTuple):
-    """Static tables of numbers: slots of each symbol, slots below it, the symbol of each slot.
+    """Symbol tables for numbers.
 
     Attributes:
-        freq_TS: uint32[T, 256], each row sums to 2**12.
-        inverse_TS: uint64, 2**64 / freq rounded down, which is 2**64 - 1 for a symbol of one slot or none.
+        freq_TS: Slots of each symbol, uint32[T, 256]; each row sums to 2**12.
+        start_TS: Slots below each symbol, uint32.
+        inverse_TS: 2**64 / freq rounded down, uint64; 2**64 - 1 for a symbol of one slot or none.
+        symbol_TL: The symbol of each slot, uint8.
     """
 
     freq_TS: np.ndarray
@@ -95,29 +97,30 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, freq_TS: np.ndarray) -> Self:
-        """Tables of these frequencies."""
+        """Return the tables with these frequencies."""
         symbols = np.arange(freq_TS.shape[1], dtype=np.uint8)
         start_TS = np.cumsum(freq_TS, axis=1, dtype=np.uint32) - freq_TS
         inverse_TS = np.uint64(2**64 - 1) // np.maximum(freq_TS, 1).astype(np.uint64)
-        # Rounded down from 2**64, not from 2**64 - 1: they differ where freq is a power of two.
+        # 2**64 - 1 was divided instead of 2**64: the results differ where freq is a power of two.
         inverse_TS += (freq_TS > 1) & (freq_TS & (freq_TS - np.uint32(1)) == 0)
         return cls(freq_TS, start_TS, inverse_TS, np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS]))
 
 
 class Classes(NamedTuple):
-    """Class of a bit pattern: (bits >> shift) & mask, both in the dtype of the bit patterns."""
+    """The class of a bit pattern is (bits >> shift) & mask; both have the dtype of the bit patterns."""
 
     shift: np.generic
     mask: np.generic
 
 
 class Context(NamedTuple):
-    """What `context` knows of a tensor: its elements' bits, hazards of the classes in each block, their step tables.
+    """What the coder needs for `context`.
 
     Attributes:
-        bits_N: Old bits to decode; to encode, the new ones.
-        classes: The classes of its elements.
-        hazard_BC, table_C: int64.
+        bits_N: The tensor's old bits for decoding, its new bits for encoding.
+        classes: How the class of an element follows from its bits.
+        hazard_BC: Hazard of each class in each block, int64.
+        table_C: Step table of each class, int64.
     """
 
     bits_N: np.ndarray

@@ -1,4 +1,4 @@
-"""Plain numpy, one obvious line after the other: what every other kernel must equal."""
+"""The kernels in plain numpy: what every other implementation must equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
-    """64-bit hash of each (index, bit pattern) under `key`, shape K, uint64: splitmix64's finalizer of their mix."""
+    """Return a 64-bit hash of each (index, bit pattern) under `key`, uint64[K]: splitmix64's finalizer of their mix."""
     with np.errstate(over="ignore"):
         z = np.uint64(key) + index_K.astype(np.uint64) * INDEX_STEP + bits_K.astype(np.uint64) * VALUE_STEP
         z = (z ^ (z >> np.uint64(30))) * MIX_1
@@ -27,12 +27,12 @@ def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(key: int, bits_N: np.ndarray) -> int:
-    """Sum of the cell hashes of a whole tensor, modulo 2**64."""
+    """Return the sum of the cell hashes of a whole tensor, modulo 2**64."""
     return int(cell_hash(key, np.arange(bits_N.size), bits_N).sum(dtype=np.uint64))
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
+    """Return flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements."""
     index_K = np.flatnonzero(old_N != new_N).astype(index_dtype(old_N.size))
     return index_K, new_N[index_K] - old_N[index_K]
 
@@ -45,9 +45,9 @@ def scatter(
     Args:
         key: Fingerprint key of the tensor.
         dest: Flat unsigned bit patterns of the destination memory.
-        dest_index_K: Where in `dest` each element lies; no index twice.
+        dest_index_K: Position of each element in `dest`; distinct.
         data_K: New bit patterns if `absolute`, else steps.
-        absolute: Meaning of `data_K`.
+        absolute: Whether `data_K` are new bit patterns.
         index_K: Flat checkpoint index of each element, for the fingerprint.
 
     Returns:
@@ -64,10 +64,10 @@ def scatter(
 def prepare(
     key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
 ) -> tuple[np.ndarray, int, int]:
-    """Work out what `scatter` with the same arguments would do; nothing is mutated.
+    """Compute what `scatter` with the same arguments would do; nothing is mutated.
 
     Returns:
-        The new bit patterns, shape K, what the writes add to the fingerprint, and what `swap` will return.
+        The new bit patterns, shape K, what the writes add to the fingerprint, and the checksum that `swap` will return.
     """
     after = dest.copy()
     old_K, added = scatter(key, after, dest_index_K, data_K, absolute, index_K)
@@ -75,11 +75,12 @@ def prepare(
 
 
 def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
-    """Exchange values with memory; a second call with the same writes brings everything back.
+    """Exchange values with memory; a second call with the same writes restores everything.
+
+    This fails before the first write or not at all.
 
     Args:
-        writes: Memory, positions in it, and the values to put there, all of them distinct places; memory and values are
-            mutated. It fails before the first write or not at all.
+        writes: Memory, positions in it, and the values to put there; memory and values are mutated. No place comes twice.
 
     Returns:
         A checksum of the values that were in memory, modulo 2**64.
@@ -94,7 +95,7 @@ def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
 
 
 def _checksum(dest_index_K: np.ndarray, bits_K: np.ndarray) -> int:
-    """Weighted by odd numbers, so that no change of a single value goes unnoticed."""
+    """Sum the values weighted by odd numbers, so that every change of a single value changes the sum."""
     with np.errstate(over="ignore"):
         weight_K = np.uint64(2) * dest_index_K.astype(np.uint64) + np.uint64(1)
         return int((weight_K * bits_K.astype(np.uint64)).sum(dtype=np.uint64))
