@@ -1,7 +1,7 @@
-"""Codecs: the patches of a delta to one safetensors payload and back.
+"""Codecs encode the patches of a delta as one safetensors payload, and decode it.
 
-`get(name)` returns a codec. It encodes and decodes tensor by tensor, so that no caller has to hold a second copy of the
-model, or more than one decoded patch. Importing this package loads neither torch nor numba.
+They work tensor by tensor, so that no caller has to hold a second copy of the model, or more than one decoded patch.
+Importing this package loads neither torch nor numba.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What all encodings share: the safetensors container, its metadata and the table of patches.
+"""The container that all codecs share: a safetensors file, its metadata and its table of patches.
 
-The payload is a safetensors file. Its `__metadata__` holds strings only:
+The `__metadata__` of a payload holds strings only:
 
     format        "deltasync/2"
     codec         "raw" | "packed" | "context"
     version, base_version   decimal
     patches       JSON: {tensor name: {"changed": K, "fingerprint": 16 hex digits after the delta, ...codec's own fields}}
 
-plus whatever the codec adds. Tensors that did not change are not named. Payloads have no entry named `.record`; where a
-payload is part of a record, that entry is the record's document, which is not this room's business.
+A codec adds metadata of its own. Tensors that did not change are not named. No payload has an entry `.record`: a record that
+contains a payload keeps its document there (`channel.record`).
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ if TYPE_CHECKING:
 FORMAT = "deltasync/2"
 
 RECORD = ".record"
-"""The entry that a record has beside those of its payload."""
+"""Name of the entry that a record adds to those of its payload."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads at most."""
+"""Largest header that the safetensors library reads."""
 
 LIBRARY_ERRORS = (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError)
-"""What the safetensors library, or torch for it, raises about files that are none."""
+"""What the safetensors library, or torch below it, raises for a malformed file."""
 
 _ITEM_BYTES = {entry: ITEM_BYTES[name] for name, entry in SAFETENSORS_DTYPES.items()}
 
-OldBits = Callable[[str], np.ndarray]
-Wanted = Callable[[str], Sequence[Region] | None]
+OldBits = Callable[[str], np.ndarray]  # flat bits of a tensor before the delta, by its name
+Wanted = Callable[[str], Sequence[Region] | None]  # the regions of a tensor to decode, by its name; None for all of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One changed tensor, or a range of it, and the blocks of it that may have changed.
+    """The changes in one tensor or in a range of one, and the blocks of that range.
 
     Attributes:
-        index_K: Flat indices in the tensor, or for `context` in the range, as those of the blocks; ascending in each block.
+        index_K: Flat indices in the tensor, with `context` in the range, ascending in each block; `blocks` counts alike.
+        step_K: New minus old bit patterns, modulo 2**width.
         new: New bit patterns of the range.
-        start: Where the range begins.
-        ways: Rows and columns of tiles, if those are the blocks.
-        by_gaps: Whether it is coded as by `packed`.
+        fingerprint: Fingerprint of the whole tensor after the delta, 16 hex digits.
+        start: First element of the range.
+        ways: Rows and columns of tiles if the blocks are tiles.
+        by_gaps: Whether it is coded as `packed` does.
     """
 
     spec: TensorSpec
@@ -72,13 +74,13 @@ class Change:
 
     @property
     def whole(self) -> bool:
-        """Whether `new` are all elements of the tensor."""
+        """Whether the range is the whole tensor."""
         return self.new.size == self.spec.element_count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """An encoded delta that is not yet a file: entries and metadata of the payload (see `body`)."""
+    """An encoded delta before it is a file: the payload's entries and metadata, from which `body` makes the file."""
 
     arrays: dict[str, torch.Tensor]
     metadata: dict[str, str]
@@ -93,7 +95,7 @@ class Encoded:
         arrays: dict[str, torch.Tensor],
         extra: Mapping[str, str],
     ) -> Self:
-        """A payload with this table of patches, and what the codec adds to the metadata."""
+        """Return a payload; `rows` is its table of patches, `extra` the codec's own metadata."""
         metadata = {
             "format": FORMAT,
             "codec": codec,
@@ -105,13 +107,13 @@ class Encoded:
         return cls(arrays, metadata)
 
     def to_bytes(self) -> bytes:
-        """The payload file."""
+        """Return the payload file."""
         return b"".join(body(self.arrays, self.metadata))
 
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """An opened delta payload: header checked, patches not yet decoded."""
+    """An opened delta payload. The header is checked; the patches are not decoded yet."""
 
     codec: str
     version: int
@@ -129,22 +131,22 @@ class Payload:
 def body(
     arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str], record_bytes: int | None = None
 ) -> list[memoryview]:
-    """A safetensors file, or all of a record that precedes the bytes of its document.
+    """Serialize a safetensors file, or the part of a record before its document.
 
-    The safetensors library puts entries into an order of its own, in which `.record` need not be the last, and metadata into
-    any order. Here large items come first, so that all are aligned, and the same input gives the same bytes.
+    The safetensors library may put `.record` before other entries, and metadata into any order. Here entries of large items
+    come first, so that all are aligned, and the same input gives the same bytes.
 
     Args:
         arrays: The entries, on the host.
         metadata: The `__metadata__`.
-        record_bytes: Size of the last entry, `.record`, whose bytes are not included; None for none. A body does not become
-            shorter by a larger one.
+        record_bytes: Size of a last entry `.record`, whose bytes are not included; None for no such entry. A larger size
+            never makes the body shorter.
 
     Returns:
-        Buffers whose concatenation it is. They share memory with contiguous `arrays`.
+        Buffers to concatenate. They share memory with contiguous `arrays`.
 
     Raises:
-        ModelMismatchError: an entry has a name that only the format may use, or a dtype that is not supported.
+        ModelMismatchError: an entry has a reserved name, or a dtype that is not supported.
     """
     from deltasync.tensors.bits import bits_of, spec_of
 
@@ -155,7 +157,7 @@ def body(
 def layout(
     specs: Iterable[TensorSpec], metadata: Mapping[str, str], record_bytes: int | None = None
 ) -> tuple[bytes, list[TensorSpec]]:
-    """What a safetensors file of these tensors begins with, and the order in which their bits follow it; see `body`."""
+    """Return the header of a safetensors file, its length included, and the order of the tensors behind it; see `body`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     order = sorted(specs, key=lambda spec: -spec.item_bytes)
     end = 0
@@ -176,11 +178,11 @@ def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, obje
 
 
 def open_payload(data: bytes) -> Payload:
-    """Check the container and the header of a delta payload.
+    """Parse a delta payload. Its container and header are checked, its patches are not.
 
     Raises:
-        CorruptDataError: not a safetensors file, or its metadata is incomplete or contradicts itself.
-        UnsupportedFormatError: another format.
+        CorruptDataError: the file is malformed, or its metadata is incomplete or contradicts itself.
+        UnsupportedFormatError: the payload has another format.
     """
     metadata = read_metadata(data)
     if metadata.get("format") != FORMAT:
@@ -204,10 +206,10 @@ def open_payload(data: bytes) -> Payload:
 
 
 def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file in memory, in copies.
+    """Return copies of the tensors of a safetensors file in memory.
 
     Raises:
-        CorruptDataError: not such a file, or with tensors that cannot be.
+        CorruptDataError: the file or one of its tensors is malformed.
     """
     from safetensors.torch import load
 
@@ -220,10 +222,10 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def views(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
-    """The entries of a safetensors file in memory, without a copy: safetensors' dtype, shape, bytes.
+    """Return the entries of a safetensors file in memory without a copy: safetensors' name of the dtype, shape, bytes.
 
     Raises:
-        CorruptDataError: not such a file, or the entries do not follow each other from the header to the end.
+        CorruptDataError: the file is malformed, or its entries do not fill it without gaps from the header to the end.
     """
     try:
         start, header = _header(data)
@@ -234,28 +236,28 @@ def views(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], np.
             (first, last), shape = entry["data_offsets"], entry["shape"]
             lengths = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
             if first != end or not lengths or last - first != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
-                raise ValueError(f"{name!r} has another place than follows")
+                raise ValueError(f"{name!r} has wrong offsets or a wrong shape")
             found[name], end = (entry["dtype"], tuple(shape), file_B[first:last]), last
         if end != file_B.size:
-            raise ValueError("it does not end where its last entry does")
+            raise ValueError("the file does not end where its last entry does")
     except (struct.error, *LIBRARY_ERRORS, RecursionError, AttributeError, OverflowError) as error:
         raise CorruptDataError(f"Not a safetensors file: {error!r}.") from error
     return found
 
 
 def _header(data: bytes | memoryview) -> tuple[int, Any]:
-    """Where the entries begin, and the header as JSON."""
+    """Return the byte at which the entries begin, and the parsed header."""
     (length,) = struct.unpack_from("<Q", data)
     if length > min(len(data) - 8, MOST_HEADER_BYTES):
-        raise ValueError("header too long")
+        raise ValueError("the header is too long")
     return 8 + length, json.loads(bytes(data[8 : 8 + length]))
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
-    """The `__metadata__` of a safetensors file in memory; safetensors itself gives it only for files on disk.
+    """Return the `__metadata__` of a safetensors file in memory; the library reads it only from files on disk.
 
     Raises:
-        CorruptDataError: not such a file, or without metadata.
+        CorruptDataError: the file is malformed or has no metadata.
     """
     try:
         metadata = _header(data)[1]["__metadata__"]
@@ -267,16 +269,16 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
 
 
 def take(payload: Payload, key: str, dtype: str, size: int) -> np.ndarray:
-    """Bit patterns of one flat array of the payload, checked.
+    """Return the bit patterns of one entry, flat.
 
     Args:
         payload: An opened payload.
-        key: Entry of the safetensors file.
-        dtype: torch's name of its dtype.
-        size: Number of elements it must have.
+        key: Name of the entry.
+        dtype: torch's name of the dtype that it must have.
+        size: Number of elements that it must have.
 
     Raises:
-        CorruptDataError: missing, of another dtype or another size.
+        CorruptDataError: the entry is missing, or has another dtype or size.
     """
     from deltasync.tensors.bits import bits_of
 
@@ -288,12 +290,12 @@ def take(payload: Payload, key: str, dtype: str, size: int) -> np.ndarray:
 
 
 def spec_for(specs: Mapping[str, TensorSpec], name: str, changed: int) -> TensorSpec:
-    """The spec of a patch's tensor.
+    """Return the spec of the tensor that a patch changes.
 
     Raises:
-        CorruptDataError: the channel has no such tensor, or fewer elements than the patch.
+        CorruptDataError: the channel has no such tensor, or the patch changes more elements than it has.
     """
     spec = specs.get(name)
     if spec is None or changed > spec.element_count:
-        raise CorruptDataError(f"Payload patches {changed} elements of {name!r}, which the channel does not have.")
+        raise CorruptDataError(f"Payload changes {changed} elements of {name!r}, which the channel does not have.")
     return spec

@@ -1,23 +1,26 @@
-"""What `packed` and `context` share: tensors cut into blocks, tables per group of tensors, one array of words.
+"""What `packed` and `context` share: tensors are cut into blocks, and groups of tensors share tables.
 
-    .words   int32[W]      the streams of all blocks: of all tensors in table order, of each tensor's blocks in their order;
-                           bit patterns of unsigned words (`kernels.rans` describes a stream)
-    .blocks  int32[B, F]   for each block its changed elements, its words, and what the codec adds; none for dense tensors;
-                           of a tensor whose row has `"blocks": [first, last]` for those blocks only, `last` not included;
-                           of one whose row has `"range": [start, stop]` for blocks of those elements only, from `start` on;
-                           of a payload whose metadata has `block_planes`, what each column gains from row to row, column by
-                           column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes (`dense`)
-    .tables  uint8[T]      the tables of all groups, one after the other, without gaps
+    .words   int32[W]      streams of all blocks, in the order of the table of patches and of each tensor's blocks; bit
+                           patterns of unsigned 32-bit words (`kernels.rans` describes a stream)
+    .blocks  int32[B, F]   a row for each block: changed elements, words, and what the codec adds
+    .tables  uint8[T]      tables of all groups, without gaps
 
-A block is `block_elements` (metadata) elements of a tensor, its last one what is left, or a tile where its row has `"tiles":
-[rows, columns]` (`tiles` describes them); one without changes has no words. A payload by `context` codes small tensors, and
-those with few changes for their tiles, as `packed` does: their groups have its tables behind two bytes 255.
-A tensor's row in the table of patches names its group by number. A tensor for which all that is larger than all its bits is
-stored as `{name}`: in its dtype and shape, marked `"dense": true`, or compressed, marked `"dense": [sizes of its planes]`
-(`dense` describes them).
+A block has `block_elements` (metadata) elements; the last one has what is left. A block without changes has no words. A
+tensor's row in the table of patches may hold
 
-Tensors with many changes have a group of their own; the others share one with those that are alike, so that tables cost
-little next to what they describe.
+    "group": g                  the number of its group
+    "blocks": [first, last]     the payload has only these blocks, `last` not included
+    "range": [start, stop]      `context` only: the payload has only these elements, cut into blocks from `start` on
+    "tiles": [rows, columns]    `context` only: its blocks are tiles (`tiles`)
+    "dense": true, or sizes     no group and no blocks, which would be larger: the entry `{name}` is the tensor in its dtype
+                                and shape, or its planes of these sizes (`dense`)
+
+If the metadata has `block_planes`, `.blocks` is uint8: the differences from row to row (of the first row, from 0), column by
+column, as 1, -1, 2, -2 -> 2, 1, 4, 3, compressed into planes of these sizes.
+
+A payload of `context` codes small tensors, and those with few changes for their tiles, as `packed` does; their groups have
+the tables of `packed` after two bytes 255. Tensors with many changes have a group of their own. Others share one with
+similar tensors, so that tables stay small beside what they describe.
 """
 
 from __future__ import annotations
@@ -44,17 +47,17 @@ from deltasync.tensors import Patch, Region, TensorSpec, index_dtype, region_end
 from deltasync.tensors.bits import tensor_of
 
 BLOCK = 1 << 19
-_RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # no entry of a tensor may have these names
-OWN_GROUP = 1 << 15  # changed elements from which on a tensor has tables of its own
-_MOST_ROWS = 1 << 24  # of `.blocks`, in planes: what is made of them is bounded by what a payload says
-_GAPS = bytes([255, 255])  # 256 classes from number 255 on, which no tables of `context` have
+_RESERVED = {".words", ".blocks", ".tables", RECORD, "__metadata__"}  # a tensor of such a name cannot be dense
+OWN_GROUP = 1 << 15  # changed elements from which a tensor has tables of its own
+_MOST_ROWS = 1 << 24  # of `.blocks` in planes: small planes could ask for any amount of memory
+_GAPS = bytes([255, 255])  # would be 256 classes from number 255 on, which tables of `context` cannot have
 
 Model = PackedModel | ContextModel
-"""The tables of one group, and what the coder is given beside them."""
+"""The tables of one group, and what the coder needs beside them."""
 
 
 class BlockEncoder:
-    """Collects the patches of one delta of a model of so many elements."""
+    """Collects and encodes the patches of one delta of a model with `element_count` elements."""
 
     def __init__(self, model: type[Model], element_count: int) -> None:
         self._model = model
@@ -64,15 +67,15 @@ class BlockEncoder:
     def add(
         self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
     ) -> None:
-        """Take one changed tensor, or what changed in a range of it; the arrays must not change before `finish`.
+        """Add the changes of a tensor, or of a range of one. The arrays must not change before `finish`.
 
         Args:
             spec: The tensor.
             index_K: Flat indices into the whole tensor, ascending, not empty.
             step_K: New minus old bit patterns, modulo 2**width.
             new: New bit patterns of the range.
-            fingerprint: The whole tensor's after the delta, 16 hex digits.
-            start: Where the range begins.
+            fingerprint: Fingerprint of the whole tensor after the delta, 16 hex digits.
+            start: First element of the range.
         """
         origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
         by_gaps = not self._model.needs_old or tiles.is_little(spec, self._element_count)
@@ -93,7 +96,7 @@ class BlockEncoder:
         self._changes.append(Change(spec, index_K, step_K, new, fingerprint, start, blocks, by_gaps=by_gaps))
 
     def finish(self, version: int, base_version: int) -> Encoded:
-        """The payload."""
+        """Return the payload of all patches that were added."""
         rows: dict[str, dict[str, Any]] = {}
         arrays: dict[str, torch.Tensor] = {}
         models, group_of = self._fit()
@@ -123,7 +126,7 @@ class BlockEncoder:
         return Encoded.of(self._model.codec, version, base_version, rows, arrays, {"block_elements": str(BLOCK), **metadata})
 
     def _fit(self) -> tuple[list[Model], list[int]]:
-        """The models, and which of them each change has."""
+        """Return the models, and for each change the number of its model."""
         members: dict[Hashable, list[Change]] = {}
         keys: list[Hashable] = []
         for change in self._changes:
@@ -142,7 +145,7 @@ def _model_of(change: Change) -> type[Model]:
 
 
 def _encode(model: Model, change: Change, fields: int) -> tuple[np.ndarray, np.ndarray]:
-    """Words, uint32[W], and rows of `.blocks`, int32[B, F], zeros in columns that the model has no use for."""
+    """Return words, uint32[W], and rows of `.blocks`, int32[B, F]; columns that the model does not use are 0."""
     level_BF = model.levels(change)
     context = model.context(change.spec, change.new, level_BF)
     words, count_B = coder.encode(change.blocks, change.index_K, change.step_K, model.tables, context)
@@ -152,8 +155,8 @@ def _encode(model: Model, change: Change, fields: int) -> tuple[np.ndarray, np.n
 
 
 def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | None:
-    """The mark and the entry of a dense tensor, or None if sparse is smaller."""
-    # Compressed, bits rarely take less than half of their bytes.
+    """Return the row's "dense" and the entry of a tensor, or None if sparse is smaller or the tensor cannot be dense."""
+    # Bits rarely compress to less than half.
     if not change.whole or change.spec.name in _RESERVED or 2 * sparse_bytes < change.new.nbytes:
         return None
     found = dense.compress(change.new)
@@ -163,7 +166,7 @@ def _dense(change: Change, sparse_bytes: int) -> tuple[object, torch.Tensor] | N
 
 
 def _rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, dict[str, str]]:
-    """The entry `.blocks`, and what the metadata says of it."""
+    """Return the entry `.blocks`, and its metadata."""
     more_BF = np.diff(row_BF, axis=0, prepend=np.zeros_like(row_BF[:1]))
     found = dense.compress(np.ascontiguousarray(((more_BF << 1) ^ (more_BF >> 31)).T).view(np.uint32).reshape(-1))
     if found is None:
@@ -172,10 +175,10 @@ def _rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, dict[str, str]]:
 
 
 def rows_of(payload: Payload, count: int, fields: int) -> np.ndarray:
-    """The rows of `.blocks`, int32[B, F].
+    """Return the rows of `.blocks`, int32[count, fields].
 
     Raises:
-        CorruptDataError: they are not so many, or one has a negative number of elements or words.
+        CorruptDataError: the entry has another shape or dtype, or a row has a negative number of changes or words.
     """
     entry = payload.arrays.get(".blocks")
     if "block_planes" in payload.metadata and count <= _MOST_ROWS:
@@ -191,12 +194,12 @@ def rows_of(payload: Payload, count: int, fields: int) -> np.ndarray:
     else:
         raise CorruptDataError(f"Payload has no table of blocks, int32[{count}, {fields}].")
     if (row_BF[:, :2] < 0).any():
-        raise CorruptDataError("Payload has a block of a negative number of elements or words.")
+        raise CorruptDataError("Payload has a block with a negative number of changes or words.")
     return row_BF
 
 
 class BlockCodec:
-    """An encoding whose blocks are coded by a model; `needs_old` says that decoding takes the old weights."""
+    """A codec that cuts tensors into blocks. If `needs_old`, decoding needs the old weights."""
 
     def __init__(self, model: type[Model]) -> None:
         self.name = model.codec
@@ -204,7 +207,7 @@ class BlockCodec:
         self._model = model
 
     def encoder(self, element_count: int = 0) -> BlockEncoder:
-        """A fresh encoder for one delta of a model of so many elements, which `context` cuts by it."""
+        """Return a new encoder for one delta of a model; `context` chooses tiles by the model's `element_count`."""
         return BlockEncoder(self._model, element_count)
 
     def decode(
@@ -214,19 +217,19 @@ class BlockCodec:
         old: OldBits | None = None,
         wanted: Wanted | None = None,
     ) -> Iterator[Patch]:
-        """The patches in file order.
+        """Yield the patches in file order.
 
         Args:
             payload: An opened payload of this codec.
             specs: The channel's tensor table.
-            old: Gives the bits of a tensor before the delta, flat and unsigned, anything where they are not wanted; only
-                `context` needs them.
-            wanted: Gives what the caller holds of a tensor, None for all of it. Changes outside may be left out; whole
-                blocks without a wanted element are not decoded. Dense patches always hold the whole tensor.
+            old: Returns the bits of a tensor before the delta, flat and unsigned; elements that are not wanted may have any
+                bits. Only `context` needs it.
+            wanted: Returns the regions of a tensor that the caller holds, or None for the whole tensor. Blocks without a
+                wanted element are not decoded; other changes outside may be included. Dense patches are always whole.
 
         Raises:
-            StageError: the codec needs `old`, or more of a tensor than is wanted.
-            CorruptDataError: anything in the payload contradicts itself or the table.
+            StageError: the codec needs `old`, or more of a tensor than the caller holds.
+            CorruptDataError: the payload contradicts itself or the tensor table.
         """
         streams = _Streams(self._model, payload, specs, old if self.needs_old else None)
         for name, row in payload.patches.items():
@@ -244,7 +247,7 @@ class BlockCodec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cut:
-    """The blocks of a tensor that a payload has: `count` of those of a range, from the `first` on, or its tiles."""
+    """The blocks of a tensor that a payload has: `count` blocks of elements `start` to `stop`, from number `first` on."""
 
     start: int
     stop: int
@@ -259,7 +262,7 @@ class _Streams:
     def __init__(self, model: type[Model], payload: Payload, specs: Mapping[str, TensorSpec], old: OldBits | None) -> None:
         declared = payload.metadata.get("block_elements", "")
         if not re.fullmatch("[0-9]{1,10}", declared) or not 1 <= int(declared) <= 1 << 30:
-            raise CorruptDataError(f"Payload has blocks of {declared!r} elements.")
+            raise CorruptDataError(f"Payload has blocks of {declared!r} elements instead of 1 to 2**30.")
         self._block_elements = int(declared)
         self._model = model
         self._old = old
@@ -271,8 +274,8 @@ class _Streams:
         self._next = 0
         tables = payload.arrays.get(".tables")
         if tables is None or tables.dtype != torch.uint8:
-            raise CorruptDataError("Payload has no tables.")
-        # Only where each group's tables begin: built, they are much larger than their bytes.
+            raise CorruptDataError("Payload has no uint8 tables.")
+        # Only the position of each group's tables is kept: parsed, they are much larger than their bytes.
         cursor = Cursor(tables.numpy().tobytes())
         self._groups: list[int] = []
         while cursor.at < len(cursor.data):
@@ -289,7 +292,7 @@ class _Streams:
         row_BF, word_B, words = self._row_BF[first : self._next], self._word_B[first : self._next + 1], self._words
         blocks = self._blocks(cut, _bounds(row_BF[:, 0]))
         if blocks.bound_B[-1] != row["changed"] or (row_BF[:, 0] > blocks.size_B).any():
-            raise CorruptDataError(f"Payload has a table of patches or of blocks that counts the changes of {spec} wrong.")
+            raise CorruptDataError(f"Payload counts the changes of {spec} wrong, in its table of patches or of blocks.")
         at_B = np.arange(cut.count)
         if regions is not None:
             at_B = self._held(spec, cut, model, blocks, regions)
@@ -314,7 +317,7 @@ class _Streams:
         return blocks._replace(base_B=blocks.base_B + cut.start, end_B=blocks.end_B + cut.start)
 
     def _held(self, spec: TensorSpec, cut: _Cut, model: Model, blocks: Blocks, regions: Sequence[Region]) -> np.ndarray:
-        """Which blocks to decode for these regions."""
+        """Return the numbers of the blocks to decode for these regions."""
         if cut.grid is not None:
             return cut.grid.held(spec.name, regions)
         if model.needs_old and sum(map(region_size, set(regions))) != spec.element_count:
@@ -331,10 +334,10 @@ class _Streams:
                 grid = Grid.cut(spec, start, stop, (down, across))
                 if grid is not None:
                     return _Cut(start, stop, 0, grid.count, grid)
-        raise CorruptDataError(f"Payload has the tiles {row['tiles']!r} of {spec.name!r}, of shape {spec.shape}.")
+        raise CorruptDataError(f"Payload cannot cut {spec.name!r}, of shape {spec.shape}, into tiles {row['tiles']!r}.")
 
     def _range(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Which elements of the tensor are cut into blocks: the first one, and the one behind the last."""
+        """Return which elements of the tensor are cut into blocks: the first one, and the one after the last."""
         if not self._model.needs_old or "range" not in row:
             return 0, spec.element_count
         match row["range"]:
@@ -343,12 +346,12 @@ class _Streams:
         raise CorruptDataError(f"Payload has the range {row['range']!r} of {spec.name!r}, of {spec.element_count} elements.")
 
     def _span(self, spec: TensorSpec, row: Mapping[str, Any], element_count: int) -> tuple[int, int]:
-        """Which blocks of these elements there are: the first one, and the one behind the last."""
+        """Return which blocks of these elements the payload has: the first one, and the one after the last."""
         count = -(-element_count // self._block_elements)
         match row.get("blocks", [0, count]):
             case [int(first), int(last)] if 0 <= first <= last <= count:
                 return first, last
-        raise CorruptDataError(f"Payload has blocks {row['blocks']!r} of {spec.name!r}, which has {count}.")
+        raise CorruptDataError(f"Payload has blocks {row['blocks']!r} of {spec.name!r}, which has {count} blocks.")
 
     def _tables_of(self, group: object) -> Model:
         if not isinstance(group, int) or not 0 <= group < len(self._groups):
@@ -369,7 +372,7 @@ def _bounds(count_B: np.ndarray) -> np.ndarray:
 
 
 def _touched(blocks: Blocks, regions: Sequence[Region]) -> np.ndarray:
-    """Which blocks lie within the first and the last element of a region, or overlap them."""
+    """Return, for each block, whether it overlaps the span from the first to the last element of a region; bool[B]."""
     range_R2 = np.array([(region[0], region_end(region)) for region in regions], np.int64).reshape(-1, 2)
     low_RB, high_RB = (np.clip(range_R2[:, side, None], blocks.base_B, blocks.end_B) for side in (0, 1))
     touched_B: np.ndarray = np.any(high_RB > low_RB, axis=0)

@@ -1,24 +1,25 @@
-"""`context`: as `packed`, but which elements change and by how much is coded given the exponents of the old values.
+"""`context`: changed elements and their steps are coded given the exponents of the old values.
 
-Both ends hold the old bits. The class of an element is the exponent field of its old bit pattern, (bits >> shift) & mask
-(`CLASSES`). Each class c of a block has a hazard level q(c) = clip(level of the class + level of the block, 0, 176), which
-stands for H(c) = floor(2**(q / 8)) units of time. Time goes on by H(class) with each element, and the next change comes
-after t units with probability density proportional to 2**-(t / 2**20), whatever lies in between: a change in the element
-that takes the time from t to t + H, counted from the end of the last changed element or the start of the block, owns the
-slots [S(t), S(min(t + H, 2**22))) of 2**28. S is linear between the multiples of 2**16,
+Both ends hold the old bits. The class of an element is the exponent field of its old bits, (bits >> shift) & mask
+(`_CLASSES`). Class c of a block has the hazard level q(c) = clip(level of the class + level of the block, 0, 176), and
+H(c) = floor(2**(q / 8)) units of time. A clock starts at 0 at the start of the block and after each changed element; an
+element of class c takes H(c) units. The next change comes after t units with probability density proportional to
+2**-(t / 2**20), whatever lies in between. So a change in the element that lasts from t to t + H owns the slots
+[S(t), S(min(t + H, 2**22))) of 2**28. S is linear between the multiples of 2**16:
 
     S(j * 2**16) = 2**28 - (R[j % 16] >> j // 16),  R[i] = the largest integer with R[i]**16 <= 2**(448 - i),  j = 0 ... 64
     S(t) = S(j * 2**16) + ((t - j * 2**16) * (S((j + 1) * 2**16) - S(j * 2**16)) >> 16)
 
-and the slots from S(2**22) on say that nothing has changed for 2**22 units: t then counts from there (such symbols come as
-often as needed, before that of the element). The step follows, by the table of its class, as in `packed`.
+The slots from S(2**22) on are one symbol: nothing changes for 2**22 units, and t counts from there. It comes as often as
+needed, before the element's symbol. The element's step follows as in `packed`, by the step table of its class.
 
-The arrays are those of `blocks`; the third column of `.blocks` is the level of the block, signed. The tables of a group are
+The arrays are those of `blocks`; the third column of `.blocks` is the level of the block, signed. The tables of a group, in
+bytes:
 
-    first class, number of classes less one (bytes)
-    level of each of these classes (bytes, at most 176); others have level 0
-    number of step tables (byte, 1 to 64)
-    step table of each of these classes (bytes, numbers of tables); others have table 0
+    first class; number of classes less one
+    level of each of these classes, at most 176; other classes have level 0
+    number of step tables, 1 to 64
+    number of the step table of each of these classes; other classes have table 0
     the step tables (`tables`)
 """
 
@@ -53,19 +54,19 @@ _SAMPLE_RUN, _SAMPLE_COUNT, _SAMPLE_PERIOD = 32, 1 << 17, 64
 
 
 def classes_of(spec: TensorSpec) -> Classes:
-    """The classes of a tensor's elements."""
+    """Return how the classes of a tensor's elements follow from their bits."""
     return Classes(*map(spec.bits_dtype.type, _CLASSES.get(spec.dtype, _ONE_CLASS)))
 
 
 def _class_counts(change: Change) -> np.ndarray:
-    """About how many elements each class has in each block, float64[B, C]; of the new values, which hardly differ."""
+    """Estimate the elements of each class in each block, float64[B, C], by the new values, which hardly differ."""
     period = _SAMPLE_RUN * max(1, min(change.new.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
     count_BC = counts.count_classes(change.blocks, change.new, classes_of(change.spec), _SAMPLE_RUN, period)
     return count_BC * (change.blocks.size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
 
 
 class ContextModel:
-    """As `PackedModel`: of a group, the level and the step table of each class."""
+    """The tables of a group of tensors: the level and the step table of each class. See `PackedModel`."""
 
     codec: ClassVar[str] = "context"
     needs_old: ClassVar[bool] = True
@@ -75,16 +76,16 @@ class ContextModel:
         self._level_C = level_C
         self.table_C = table_C
         self.tables = Tables.of(freq_TS)
-        self._counts: dict[str, np.ndarray] = {}  # by tensor, for its encoding: elements of each class in each block
+        self._counts: dict[str, np.ndarray] = {}  # for encoding: `_class_counts` by tensor
 
     @classmethod
     def group(cls, change: Change) -> Hashable:
-        """The dtype: densities differ by the level of the block."""
+        """Return the dtype; tensors of different density may share a group, since each block has a level."""
         return change.spec.dtype
 
     @classmethod
     def fit(cls, changes: Sequence[Change]) -> Self:
-        """As `PackedModel.fit`."""
+        """See `PackedModel.fit`."""
         total_C = np.zeros(_CLASS_COUNT)
         step_CS = np.zeros((_CLASS_COUNT, tables.SYMBOLS), np.int64)
         seen = {}
@@ -94,7 +95,7 @@ class ContextModel:
             total_C[:class_count] += count_BC.sum(axis=0)
             step_CS[:class_count] += counts.count_steps(change.new, change.index_K, change.step_K, classes_of(change.spec))
         changed_C = step_CS.sum(axis=1)
-        # Totals may be samples, and are of the new values: a class can seem to have fewer elements than changed.
+        # Totals may be samples and count new values, so a class can seem to have fewer elements than changed.
         probability_C = ((changed_C + 0.1) / (np.maximum(total_C, changed_C) + 0.2)).clip(max=1 - 2**-4)
         level_C = np.rint(8 * np.log2(-np.log2(1 - probability_C) * (1 << 20))).clip(0, LEVELS).astype(np.int64)
         level_C[changed_C == 0] = np.minimum(level_C[changed_C == 0], level_C[changed_C > 0].min())
@@ -106,12 +107,12 @@ class ContextModel:
 
     @classmethod
     def read(cls, cursor: tables.Cursor) -> Self:
-        """As `PackedModel.read`."""
+        """See `PackedModel.read`."""
         level_C, table_C = np.zeros(_CLASS_COUNT, np.int64), np.zeros(_CLASS_COUNT, np.int64)
         first = cursor.byte()
         count = cursor.byte() + 1
         if first + count > _CLASS_COUNT:
-            raise CorruptDataError("Payload tables have more classes than there are.")
+            raise CorruptDataError("Payload tables have classes beyond 255.")
         level_C[first : first + count] = cursor.bytes(count)
         table_count = cursor.byte()
         table_C[first : first + count] = cursor.bytes(count)
@@ -120,7 +121,7 @@ class ContextModel:
         return cls(level_C, table_C, np.stack([cursor.table() for _ in range(table_count)]))
 
     def to_bytes(self) -> bytes:
-        """As `PackedModel.to_bytes`."""
+        """See `PackedModel.to_bytes`."""
         used = np.flatnonzero((self._level_C > 0) | (self.table_C > 0))
         first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
         encoded = bytearray([first, last - first])
@@ -130,7 +131,7 @@ class ContextModel:
         return bytes(encoded) + b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
     def levels(self, change: Change) -> np.ndarray:
-        """How many more of each block's elements changed than the classes' levels say; 0 if none did."""
+        """Return each block's level, int32[B, 1]: its changes against those expected by the classes' levels; 0 if none."""
         changed_B = np.diff(change.blocks.bound_B)
         count_BC = self._counts[change.spec.name]
         expected_B = count_BC @ -np.expm1(HAZARD[self._level_C[: count_BC.shape[1]]] * (-np.log(2) / (1 << 20)))
@@ -139,23 +140,26 @@ class ContextModel:
         return np.where(changed_B > 0, level_B, 0).clip(-LEVELS, LEVELS).astype(np.int32)[:, None]
 
     def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
-        """As `PackedModel.context`.
+        """See `PackedModel.context`.
 
         Raises:
-            StageError: without bits.
+            StageError: `bits_N` is None.
         """
         if bits_N is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
         return Context(bits_N, classes_of(spec), self.hazards(level_BF[:, 0]), self.table_C)
 
     def hazards(self, level_B: np.ndarray) -> np.ndarray:
-        """Units of time of each class in each block, int64[B, 256]."""
+        """Return the units of time H(c) of each class in each block, int64[B, 256]."""
         level_BC = self._level_C[None, :] + level_B[:, None].astype(np.int64)
         return HAZARD[level_BC.clip(0, LEVELS)]
 
 
 def _merge(step_CS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Step table of each class, int64[C], and the counts of each table: neighbours share one until it has enough changes."""
+    """Return the step table of each class, int64[C], and each table's counts, int64[T, S].
+
+    Neighbouring classes share a table until it has enough changes.
+    """
     count_C = step_CS.sum(axis=1)
     enough = max(_STEP_TABLE_CHANGES, int(count_C.sum()) // (_STEP_TABLES - 1))
     table_C = np.zeros(len(step_CS), np.int64)

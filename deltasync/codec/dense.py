@@ -1,9 +1,8 @@
-"""Dense tensors, compressed: the bytes of all elements by significance, each such plane one zstandard frame.
+"""Compressed dense tensors: byte planes, each one zstandard frame.
 
-A tensor of W bytes an element has W planes: the lowest bytes of its elements in order, then their next bytes, and so on up
-to the highest. The exponents of trained weights take few values, so their planes shrink to about a third; mantissas stay
-as they are, and cost next to nothing. The planes' frames follow each other in one entry, U8[sum of their sizes]; the sizes
-stand beside it.
+A tensor of W bytes per element has W planes: the lowest byte of each element in order, then the next byte, up to the
+highest. Exponents of trained weights take few values, so their planes shrink to about a third; mantissas do not compress,
+and trying takes next to no time. The frames follow each other in one entry, uint8[sum of sizes], stored beside the sizes.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import zstandard
 from deltasync.errors import CorruptDataError
 from deltasync.tensors import TensorSpec
 
-# Weights have no repetitions that pay, apart from long runs, and looking for them costs both time and size: with a table of
-# 64 positions the planes of bf16 weights are 8 % smaller than at level 1 and coded in less than half the time.
+# Apart from long runs, weights have no repetitions that pay, and searching for them costs time and size. With a hash table
+# of 64 positions, planes of bf16 weights are 8 % smaller than at level 1 and take less than half the time.
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
 )
 _MOST_WINDOW_BYTES = 8 << 20
-"""What RFC 8878 wants every decoder to support."""
+"""Window that RFC 8878 recommends every decoder to support."""
 
 
 def compress(bits_N: np.ndarray) -> tuple[list[int], torch.Tensor] | None:
-    """The sizes of a tensor's planes and its entry, or None if it would not be smaller than the bits.
+    """Return the sizes of a tensor's planes, and the entry of the planes; None if it is not smaller than the bits.
 
     Args:
         bits_N: Unsigned bit patterns on the host.
@@ -40,21 +39,21 @@ def compress(bits_N: np.ndarray) -> tuple[list[int], torch.Tensor] | None:
 
 
 def decompress(entry: torch.Tensor | None, sizes: object, spec: TensorSpec) -> np.ndarray:
-    """Unsigned bit patterns of a tensor, shape N. No more is ever made than the tensor takes and one plane of it.
+    """Return a tensor's unsigned bit patterns, shape N. Allocates at most the tensor and one of its planes.
 
     Args:
-        entry: What `compress` gave, or whatever a file holds in its place.
-        sizes: The same; from JSON.
+        entry: The entry of `compress`, or whatever a file has in its place.
+        sizes: The sizes of `compress`, or whatever a file's JSON has in their place.
         spec: The tensor.
 
     Raises:
-        CorruptDataError: it is not a tensor of this spec.
+        CorruptDataError: these are not the planes of such a tensor.
     """
     match sizes:
         case list() if len(sizes) == spec.item_bytes and all(isinstance(size, int) and size > 0 for size in sizes):
             pass
         case _:
-            raise CorruptDataError(f"The planes of {spec.name!r} should be {spec.item_bytes} sizes, not {sizes!r:.100}.")
+            raise CorruptDataError(f"The planes of {spec.name!r} should have {spec.item_bytes} sizes, not {sizes!r:.100}.")
     if entry is None or entry.dtype != torch.uint8 or entry.numel() != sum(sizes):
         found = "nothing" if entry is None else f"{entry.dtype}[{entry.numel()}]"
         raise CorruptDataError(f"The planes of {spec.name!r} should be uint8[{sum(sizes)}], found {found}.")
@@ -66,7 +65,7 @@ def decompress(entry: torch.Tensor | None, sizes: object, spec: TensorSpec) -> n
 
 
 def _plane(frame: memoryview, spec: TensorSpec) -> bytes:
-    """The bytes of one plane; the frame's header is checked before there is room for them."""
+    """Return the bytes of one plane. The frame's header is checked before memory is allocated for them."""
     try:
         header = zstandard.get_frame_parameters(frame)
         if header.content_size == spec.element_count and header.window_size <= max(_MOST_WINDOW_BYTES, header.content_size):
@@ -75,4 +74,4 @@ def _plane(frame: memoryview, spec: TensorSpec) -> bytes:
                 return plane
     except zstandard.ZstdError as error:
         raise CorruptDataError(f"A plane of {spec.name!r} is no zstandard frame: {error}.") from error
-    raise CorruptDataError(f"A plane of {spec.name!r} has another size or window than it may.")
+    raise CorruptDataError(f"A plane of {spec.name!r} has a wrong size or too large a window.")

@@ -1,13 +1,13 @@
 """`packed`: gaps and ULP steps, entropy coded block by block; decoding needs no old values.
 
-The arrays are those of `blocks`; `.blocks` has two columns, and the tables of a group are that of its gaps, then that of
-its steps (`tables` describes their bytes). The stream of a block holds, for each changed element in ascending order,
+The arrays are those of `blocks`; `.blocks` has two columns. The tables of a group are that of gaps, then that of steps
+(`tables`). The stream of a block holds two numbers for each changed element, in ascending order:
 
-- the gap: the number of unchanged elements between it and the one before, for the first one from the start of the block;
-- the step: new minus old bit pattern modulo 2**width as a signed number, 1, -1, 2, -2 -> 1, 0, 3, 2;
+- the gap: unchanged elements between it and the changed one before, or the start of the block;
+- the step: new minus old bit pattern modulo 2**width, as a signed number, 1, -1, 2, -2 -> 1, 0, 3, 2.
 
-each as a bucket, 12 bits of the state by the group's table, and the bits below it. Bucket s below 16 is the number s;
-bucket s from 16 on holds the numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2. Their low e bits
+A number is coded as a bucket, 12 bits of the state by the group's table, and extra bits. Bucket s below 16 is the number s.
+Bucket s from 16 on holds the numbers from (4 + s % 4) << e to ((5 + s % 4) << e) - 1 with e = s // 4 - 2. Their low e bits
 follow from the top, in groups of 24 and a last one of what is left, each a uniform symbol (start = value, freq = 1, bits =
 size of the group).
 """
@@ -39,7 +39,7 @@ class PackedModel:
 
     @classmethod
     def group(cls, change: Change) -> Hashable:
-        """Return the key by which small tensors share a group: width, and density to the nearest power of two."""
+        """Return the key of the group that a small tensor shares: width, and density to the nearest power of two."""
         return change.step_K.itemsize, round(math.log2(change.new.size / change.index_K.size))
 
     @classmethod
@@ -58,8 +58,8 @@ class PackedModel:
         return b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
     def levels(self, change: Change) -> np.ndarray:
-        """Return the columns of `.blocks` behind the first two, int32[B, F - 2]."""
+        """Return the columns of `.blocks` after the first two, int32[B, F - 2]."""
         return np.empty((change.blocks.base_B.size, 0), np.int32)
 
     def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
-        """Return what the coder needs beside the tables. `bits_N` are the old bits to decode, the new ones to encode."""
+        """Return what the coder needs beside the tables. `bits_N` are the old bits for decoding, the new for encoding."""

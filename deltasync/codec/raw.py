@@ -1,7 +1,7 @@
-"""`raw`: absolute values and flat indices, readable by anything that reads safetensors.
+"""`raw`: flat indices and absolute values, for any reader of safetensors.
 
-Per changed tensor: `{name}.indices` (int32, int64 from 2**31 elements on) and `{name}.values` in the served dtype. The
-metadata also carries the fields of the public TRL blog format (huggingface.co/blog/delta-weight-sync): `sparse`,
+A changed tensor has the entries `{name}.indices` (int32; int64 from 2**31 elements on) and `{name}.values` in the served
+dtype. The metadata also has the fields of the public TRL blog format (huggingface.co/blog/delta-weight-sync): `sparse`,
 `model_version`, `sparsity`, `changed_params`.
 """
 
@@ -21,7 +21,7 @@ from deltasync.tensors.bits import tensor_of
 
 
 class RawEncoder:
-    """As `BlockEncoder`."""
+    """Collects and encodes the patches of one delta."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
@@ -32,7 +32,7 @@ class RawEncoder:
     def add(
         self, spec: TensorSpec, index_K: np.ndarray, step_K: np.ndarray, new: np.ndarray, fingerprint: str, start: int = 0
     ) -> None:
-        """As `BlockEncoder.add`."""
+        """See `BlockEncoder.add`."""
         values = TensorSpec(spec.name, spec.dtype, (index_K.size,))
         self._arrays[f"{spec.name}.indices"] = torch.from_numpy(index_K.astype(index_dtype(spec.element_count)))
         self._arrays[f"{spec.name}.values"] = tensor_of(new[index_K - start], values)
@@ -41,7 +41,7 @@ class RawEncoder:
         self._changed += index_K.size
 
     def finish(self, version: int, base_version: int) -> Encoded:
-        """As `BlockEncoder.finish`."""
+        """See `BlockEncoder.finish`."""
         unchanged = 1 - self._changed / self._element_count if self._element_count else 1.0
         blog = {
             "sparse": "true",
@@ -53,13 +53,13 @@ class RawEncoder:
 
 
 class RawCodec:
-    """As `BlockCodec`."""
+    """The codec `raw`. Decoding needs no old weights."""
 
     name = "raw"
     needs_old = False
 
     def encoder(self, element_count: int = 0) -> RawEncoder:
-        """As `BlockCodec.encoder`."""
+        """Return a new encoder for one delta."""
         return RawEncoder()
 
     def decode(
@@ -69,12 +69,12 @@ class RawCodec:
         old: OldBits | None = None,
         wanted: Wanted | None = None,
     ) -> Iterator[Patch]:
-        """As `BlockCodec.decode`."""
+        """See `BlockCodec.decode`; `old` and `wanted` are ignored."""
         for name, row in payload.patches.items():
             spec = spec_for(specs, name, row["changed"])
             dtype = index_dtype(spec.element_count)
             index_K = take(payload, f"{name}.indices", dtype.name, row["changed"]).view(dtype)
-            # Not by differences, which may overflow.
+            # Compared, since differences may overflow.
             if index_K[0] < 0 or index_K[-1] >= spec.element_count or (index_K[1:] <= index_K[:-1]).any():
                 raise CorruptDataError(f"Payload indices of {name!r} are not ascending inside the tensor.")
             data_K = take(payload, f"{name}.values", spec.dtype, row["changed"])

@@ -1,8 +1,8 @@
-"""Symbol tables: made from counts, and converted to bytes and back.
+"""Symbol tables, fitted to counts, and their bytes.
 
-A table has 2**12 slots over 256 symbols. In bytes: the highest symbol that occurs, one byte, then for each symbol from 0
-up to it the number of its slots as LEB128 (7 bits a byte, low ones first, the top bit set where another byte follows; at
-most two bytes). They add up to 2**12, and the last is not 0.
+A table divides 2**12 slots among 256 symbols. Its bytes are the highest symbol that occurs, then for each symbol from 0 up
+to it the number of its slots as LEB128 (7 bits per byte, low ones first, the top bit set where another byte follows; at
+most two bytes). The numbers add up to 2**12, and the last is not 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLOTS = 1 << TABLE_BITS
 
 
 def fit(count_S: np.ndarray) -> np.ndarray:
-    """Return the slots of each symbol, uint32[256]: about proportional to its count, at least one for one that occurs."""
+    """Return the slots of each symbol, uint32[256]: about proportional to its count, at least one if it occurs."""
     total = int(count_S.sum())
     if not total:
         count_S, total = np.eye(1, SYMBOLS, dtype=np.int64)[0], 1

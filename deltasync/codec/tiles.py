@@ -1,7 +1,7 @@
-"""Tiles: how `context` cuts matrices, so that a worker decodes an even shard of one from what it holds.
+"""Tiles: `context` cuts matrices so that a worker with an even shard of one decodes it from what it holds.
 
-A matrix, the last two dimensions of a tensor, is cut into rows of tiles, all of one shape. They follow each other by
-matrix, then by row of tiles, then from left to right; each is a block, whose elements follow each other by row.
+The last two dimensions of a tensor are a matrix, which is cut into rows of tiles of one shape. Tiles follow each other by
+matrix, then by row of tiles, then from left to right. Each is a block; its elements follow each other by row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from deltasync.kernels.rans import Blocks
 from deltasync.tensors import Region, TensorSpec
 
 TILE = 1 << 14
-"""Fewest elements of a tile in a matrix that has more than four."""
+"""Fewest elements of a tile in a matrix of more than four tiles."""
 SMALL = 4 * TILE
-"""Elements below which a tensor that has no tiles is coded by gaps."""
+"""A tensor of fewer elements that has no tiles is coded by gaps."""
 LEAST = 1 << 12
-"""Fewest elements of a matrix that has tiles: four of them, however small they are."""
+"""Fewest elements of a matrix that has tiles. The smallest matrices have four, however small these are."""
 SHARE = 1 << 11
-"""Times that a model is larger than those of its tensors which go by gaps if they have less than 8 by 8 tiles.
+"""A tensor of matrices below 8 by 8 tiles is coded by gaps if the model is more than this many times as large.
 
-They are little of it, and eight workers may hold some rows of each, as of the gate of a linear attention (64 by 2048)."""
+Such tensors are little of the model, and each of eight workers may hold some of the rows: of the gate of a linear attention
+(64 by 2048), for example."""
 FEW = 32
-"""Changes for each tile below which gaps take less: about 3 bits more for each change, and not the about 70 of a tile."""
+"""With fewer changes per tile, gaps take less: about 3 bits more for each change, without the about 70 bits of a tile."""
 
 MOST_WAYS = 16
 
@@ -39,10 +40,10 @@ class Grid:
     """The tiles of a range of a tensor, at most 16 by 16 in a matrix.
 
     Attributes:
-        shape: Matrices, rows and columns of the tensor.
+        shape: Number of matrices, rows and columns of the tensor.
         first: Matrix, row and column where the range begins; the column is 0.
-        counts: Matrices in the range, rows of tiles in each, tiles in a row.
-        tile: Matrices (1), rows and columns of a tile.
+        counts: Number of matrices in the range, of rows of tiles in each, of tiles in a row.
+        tile: Number of matrices (1), rows and columns of a tile.
     """
 
     shape: tuple[int, int, int]
@@ -52,7 +53,7 @@ class Grid:
 
     @classmethod
     def cut(cls, spec: TensorSpec, start: int, stop: int, ways: tuple[int, int]) -> Self | None:
-        """The elements from `start` to `stop` in so many rows and columns of tiles; None if it does not come out even."""
+        """Cut elements `start` to `stop` into `ways`, rows and columns of tiles in each matrix; None if that is not even."""
         if len(spec.shape) < 2 or start >= stop or not 1 <= min(ways) <= max(ways) <= MOST_WAYS:
             return None
         height, width = spec.shape[-2:]
@@ -67,10 +68,10 @@ class Grid:
 
     @classmethod
     def fit(cls, spec: TensorSpec, start: int, stop: int) -> Self | None:
-        """The tiles into which a writer cuts a range; None if it stays in one piece.
+        """Return the tiles into which a writer cuts a range; None if it stays in one piece.
 
-        They depend on the shape of the tensor: up to 16 by 16 in a matrix of 4 M elements or more, 8 by 8 from 1 M on. Those
-        of a range are whole ones, or a part of one row of them: a trainer may be sharded in another way than its replicas.
+        They depend on the shape of the tensor: up to 16 by 16 in a matrix of 4 M elements or more, 8 by 8 from 1 M on. A
+        range has whole rows of them, or a part of one row: a trainer may be sharded in another way than its replicas.
         """
         whole = cls.cut(spec, start, stop, (1, 1))
         if whole is None or (size := whole.shape[1] * whole.shape[2]) < LEAST:
@@ -78,7 +79,7 @@ class Grid:
         most = min(MOST_WAYS, 1 << max(1, math.isqrt(size // TILE).bit_length() - 1))
         down, across = (math.gcd(most, side) for side in whole.shape[1:])
         if size < SMALL and (down, across) != (2, 2):
-            return None  # gaps, for any shard
+            return None  # coded by gaps, which any shard decodes
         band, row, rows = whole.shape[1] // down, whole.first[1], whole.tile[1]
         if row % band == rows % band == 0:
             down = rows // band
@@ -90,7 +91,7 @@ class Grid:
 
     @property
     def ways(self) -> tuple[int, int]:
-        """As `cut` takes them."""
+        """Rows and columns of tiles in each matrix, as `cut` takes them."""
         return self.counts[1:]
 
     @property
@@ -100,17 +101,17 @@ class Grid:
 
     @property
     def elements(self) -> int:
-        """Elements of a tile."""
+        """Number of elements of a tile."""
         return math.prod(self.tile)
 
     def blocks(self, bound_B: np.ndarray) -> Blocks:
-        """The tiles, whose changes are counted by `bound_B`, in flat indices of the tensor."""
+        """Return the tiles as blocks, in flat indices of the tensor; `bound_B` is as in `Blocks`."""
         (base_G, width), (_, rows, columns) = self._bands(), self.tile
         base_B = (base_G[:, None] + np.arange(self.counts[2]) * columns).reshape(-1)
         return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width, self.counts[2])
 
     def by_tiles(self, index_K: np.ndarray, step_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Changes of the range, ascending, in the order of tiles; and of each tile the first one (`Blocks.bound_B`)."""
+        """Sort ascending changes of the range by tile; return them and the first one of each tile (`Blocks.bound_B`)."""
         base_G, width = self._bands()
         bound_G = np.append(np.searchsorted(index_K, base_G), index_K.size)
         across, columns = self.counts[2], self.tile[2]
@@ -120,22 +121,22 @@ class Grid:
     def ascending(
         self, at_B: np.ndarray, bound_B: np.ndarray, index_K: np.ndarray, step_K: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The inverse, of some tiles, ascending, whose changes are counted by `bound_B`."""
+        """Undo `by_tiles` for the tiles with the numbers `at_B`, ascending; `bound_B` is as in `Blocks`."""
         base_G, width = self._bands()
         bound_G = bound_B[np.searchsorted(at_B, np.arange(base_G.size + 1) * self.counts[2])]
         return counts.regroup(bound_G, base_G, self.tile[1], width, None, index_K, step_K)[:2]
 
     def _bands(self) -> tuple[np.ndarray, int]:
-        """Where the rows of tiles begin, flat indices of the tensor, and how long rows are."""
+        """Return where the rows of tiles begin, as flat indices of the tensor, and the length of a row of the matrix."""
         matrix_M, row_R, _ = (edge_E[:-1] for edge_E in self._edges())
         _, height, width = self.shape
         return ((matrix_M[:, None] * height + row_R) * width).reshape(-1), width
 
     def held(self, name: str, regions: Iterable[Region]) -> np.ndarray:
-        """Numbers of the tiles that hold an element of these regions of a tensor, ascending.
+        """Return the numbers of the tiles that these regions of the tensor `name` cover, ascending.
 
         Raises:
-            StageError: they hold a part of a tile.
+            StageError: the regions cover a part of a tile, or one is no block of whole rows or columns.
         """
         found_MRC = np.zeros(self.counts, np.int64)
         for offset, dims in set(regions):
@@ -153,17 +154,17 @@ class Grid:
         return np.flatnonzero(found_MRC)
 
     def _edges(self) -> Iterator[np.ndarray]:
-        """Of each dimension, where its tiles begin, and where the last one ends."""
+        """Yield for each dimension where its tiles begin, and where the last one ends."""
         for first, count, size in zip(self.first, self.counts, self.tile, strict=True):
             yield first + np.arange(count + 1, dtype=np.int64) * size
 
 
 ADVICE = "it cannot decode `context`; publish with codec='packed'."
-"""To those who hold something else than whole tiles."""
+"""What a worker is told that does not hold whole tiles."""
 
 
 def is_little(spec: TensorSpec, element_count: int) -> bool:
-    """Whether a tensor goes by gaps in a model of so many elements."""
+    """Whether a tensor is coded by gaps in a model of `element_count` elements: see `SHARE`."""
     return math.prod(spec.shape[-2:]) < 64 * TILE and spec.element_count * SHARE < element_count
 
 
