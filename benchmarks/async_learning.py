@@ -1,16 +1,16 @@
-"""AsyncGRPO trained through deltasync and through a dense transfer: the same reward curve, within noise.
+"""AsyncGRPO trained through deltasync and through a dense transfer has the same reward curve, within noise.
 
     python -m benchmarks.async_learning --out DIR [--steps 40] [--seeds 3] [--json]
 
-from the root of the repository, with the development dependencies; no GPU, about ten minutes on two cores. The demo's task
-and trainer, on a real vLLM server for each way that weights take:
+from the root of the repository, with the development dependencies. Needs no GPU, and about ten minutes on two cores. Trains
+with the demo's task and trainer, on a real vLLM server for each arm:
 
-    dense       all weights as a bfloat16 checkpoint that vLLM itself reloads (`reload_weights`), at every sync
-    deltasync   weights published to the channel that the server follows, counted when it serves them
+    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
+    deltasync   every sync publishes to the channel that the server follows, and waits until the server has the version
 
-Asynchronous rollouts depend on when requests were batched, so two runs with one seed differ too; that is the noise.
-Writes docs/images/async_learning.png. Exits with 1 if the mean reward of the last ten
-steps differs by more than two standard errors of the difference between the arms.
+Asynchronous rollouts depend on how requests were batched, so two runs with the same seed differ; this is the noise. Writes
+docs/images/async_learning.png. Exits with 1 if the arms' mean rewards over the last ten steps differ by more than two
+standard errors of the difference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "async_learning.png"
 
 
 def main() -> None:
-    """Run all, compare and plot."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for model, channels and results")
     parser.add_argument("--steps", type=int, default=40)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
-    """Rewards of each step, of each run, of each arm."""
+    """Run all arms; return for each arm the rewards of each run, by step."""
     from deltasync.demo.model import build_checkpoint
     from deltasync.demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
@@ -90,7 +90,7 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
 
 
 def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> None:
-    """One run; the demo's trainer appends its metrics to a file."""
+    """Train once; the demo's trainer appends its metrics to `metrics-<seed>.jsonl` in the folder."""
     from deltasync.demo import train
     from trl_callback import DeltaSyncCallback
 
@@ -105,7 +105,7 @@ def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> Non
 
 
 class DenseTransfer:
-    """All weights as a checkpoint in a directory that vLLM reloads; no deltasync in it."""
+    """Transfers all weights through a directory, as a checkpoint that vLLM reloads. Uses no deltasync."""
 
     def __init__(self, folder: Path, server_url: str) -> None:
         self._folder = folder
@@ -116,7 +116,7 @@ class DenseTransfer:
         begin_dense(self._folder)
 
     def pause(self) -> None:
-        """Nothing: vLLM reloads between two steps of its engine."""
+        """Do nothing: vLLM reloads between two steps of its engine."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the checkpoint, and have it reloaded."""
@@ -126,14 +126,14 @@ class DenseTransfer:
         urllib.request.urlopen(request, timeout=300).close()
 
     def resume(self) -> None:
-        """Nothing was paused."""
+        """Do nothing: nothing was paused."""
 
     def destroy(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is held."""
 
 
 def compare(rewards: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Mean rewards of the last steps; whether the difference between the arms is within the noise of their runs."""
+    """Return the mean rewards of the last steps, and whether the arms differ by no more than the noise of their runs."""
     ends = {arm: [statistics.fmean(run[-LAST:]) for run in runs] for arm, runs in rewards.items()}
     difference = statistics.fmean(ends["deltasync"]) - statistics.fmean(ends["dense"])
     noise = math.sqrt(sum(statistics.variance(runs) / len(runs) for runs in ends.values()))
@@ -149,7 +149,7 @@ def compare(rewards: dict[str, list[list[float]]]) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     rows = []
     for arm in reversed(ARMS):
         each = ", ".join(f"{reward:.3f}" for reward in result["reward_last_10"][arm])
@@ -159,7 +159,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def plot(rewards: dict[str, list[list[float]]]) -> None:
-    """Reward over steps, as a picture: each run thin, the mean of an arm thick."""
+    """Plot reward over steps, each run as a thin line, the mean of an arm as a thick one."""
     import matplotlib
 
     matplotlib.use("Agg")

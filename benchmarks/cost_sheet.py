@@ -29,14 +29,14 @@ from tests.servers.s3 import KEYS, MotoServer
 
 VERSIONS, POLLS = 10, 20
 HEAD_S = 0.5
-"""Longer than head takes, which is written behind a version."""
+"""Wait after each version for head.json, which is written behind it."""
 ELEMENTS = 4_000_000
 PART = os.urandom(100_000)
 
 
 @contextlib.contextmanager
 def s3() -> Iterator[tuple[str, FaultProxy]]:
-    """A channel's URL and the proxy that its requests pass."""
+    """Run an S3 server; yield a channel's URL and the proxy that its requests pass."""
     os.environ.update(KEYS)
     with contextlib.closing(MotoServer()) as server, FaultProxy(server.endpoint) as proxy:
         yield server.url(server.new_bucket(), endpoint=proxy.url), proxy
@@ -44,7 +44,7 @@ def s3() -> Iterator[tuple[str, FaultProxy]]:
 
 @contextlib.contextmanager
 def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
-    """As `s3`."""
+    """Run the stand-in of the Hub; yield as `s3` does."""
     with hub.running_server() as server, FaultProxy(server.endpoint) as proxy:
         os.environ.update(server.env)
         os.environ["HF_HUB_OFFLINE"] = "0"
@@ -55,7 +55,7 @@ def hugging_face() -> Iterator[tuple[str, FaultProxy]]:
 
 
 def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -> dict[str, Any]:
-    """Requests and bytes for one time, and what the dashboard takes them to be."""
+    """Return the mean requests and bytes of one action, and what the dashboard states for it."""
     return {
         "requests": len(exchanges) / times,
         "to_hub": sum(exchange.path.startswith(("/api/", "/buckets/")) for exchange in exchanges) / times,
@@ -66,7 +66,7 @@ def row(exchanges: list[reverse_proxy.Exchange], times: int, stated: Exchange) -
 
 
 def measure(url: str, proxy: FaultProxy) -> dict[str, Any]:
-    """Bytes of the payload, and the rows of one store."""
+    """Measure one store: mean payload bytes of a version, and requests and bytes of each action."""
 
     def taken(action: Callable[[], object], behind_s: float = 0.0) -> list[reverse_proxy.Exchange]:
         proxy.exchanges.clear()
@@ -141,7 +141,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure all stores."""
+    """Run the benchmark by the command line."""
     given = common.parser(__doc__).parse_args()
     result = {}
     for name, server in (("S3", s3), ("Hugging Face", hugging_face)):

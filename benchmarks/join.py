@@ -1,11 +1,11 @@
-"""What full weights cost: publishing an anchor, and joining late, against a copy, the disk and sha256 of the same bytes.
+"""The cost of full weights: publishing an anchor, and joining late, beside a copy, the disk and sha256 of the same bytes.
 
     python -m benchmarks.join [--gigabytes 0.3] [--folder DIR] [--json]
 
-Weights have the shapes of Qwen3-0.6B, with fewer layers and a smaller vocabulary for fewer bytes; 1.19 are that model. One
-process publishes to a directory: an anchor, three versions that change 1 %, and two more, of which the first is due for an
-anchor. Another one joins at the fourth version. Both have their kernels loaded before anything is measured, and tell how far
-their resident memory rose above what it was before there were any weights.
+Weights have the shapes of Qwen3-0.6B, with fewer layers and a smaller vocabulary below 1.19 GB, that model's size. One
+process publishes to a directory: an anchor, three versions that change 1 %, and two more, the first of which is due for an
+anchor. Another process joins at the fourth version. Both load their kernels before anything is measured. Memory is how far
+resident memory rises above what it was before there were any weights.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _DELTAS = 3
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=0.3)
-    parser.add_argument("--folder", type=Path, default=None, help="where the channel goes; the system's temporary one")
+    parser.add_argument("--folder", type=Path, default=None, help="directory for the channel; default: a temporary one")
     parser.add_argument("--part", choices=PARTS, help="used by the benchmark itself")
     given = parser.parse_args()
     if given.part is not None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Seconds and bytes of each part, each in a process of its own."""
+    """Measure seconds and bytes of each part, in a process of its own."""
     found: dict[str, Any] = {}
     for name in PARTS:
         command = [sys.executable, "-m", "benchmarks.join", "--part", name]
@@ -65,8 +65,8 @@ def measure(folder: Path, gigabytes: float) -> dict[str, Any]:
 
 
 def floors(folder: Path, gigabytes: float) -> dict[str, float]:
-    """Seconds of what nobody does without: copy the weights, the first time into new memory, write and sync as many bytes,
-    sha256 of them; in one thread.
+    """Measure the least that must be done, in seconds: copy the weights (into new memory, and again), write and sync as many
+    bytes, sha256 of them in one thread.
     """
     weights = model(gigabytes)
     size = sum(tensor.nbytes for tensor in weights.values())
@@ -99,7 +99,7 @@ def floors(folder: Path, gigabytes: float) -> dict[str, float]:
 
 
 def publish(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Seconds of an anchor, and of publishing while one is being written; memory; a digest of version 4."""
+    """Measure seconds of an anchor, and of publishing while one is written; memory; the digest of version 4."""
     warm_up()
     peak_bytes = _peak()
     weights = model(gigabytes)
@@ -129,7 +129,7 @@ def publish(folder: Path, gigabytes: float) -> dict[str, Any]:
 
 
 def join(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Seconds to join at version 4, and memory."""
+    """Measure the seconds to join at version 4, and memory."""
     warm_up()
     peak_bytes = _peak()
     replica = Replica(f"file://{folder}/channel")
@@ -142,7 +142,7 @@ PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {"floors": floors, "
 
 
 def model(gigabytes: float) -> Weights:
-    """Random weights."""
+    """Return random weights of about this size."""
     share = gigabytes * 1e9 / _FULL_BYTES
     shapes = {"model.embed_tokens.weight": (round(151_936 * share), 1024)}
     for layer in range(max(1, round(28 * share))):
@@ -159,7 +159,7 @@ def model(gigabytes: float) -> Weights:
 
 
 def warm_up() -> None:
-    """Load the kernels."""
+    """Load the kernels by publishing and following two versions in memory."""
     store, weights = open_store("memory://warm"), model(0.05)
     with Publisher(store, dtype="keep") as publisher:
         publisher.publish(weights).wait(60)
@@ -170,7 +170,7 @@ def warm_up() -> None:
 
 
 def _peak() -> Callable[[], int]:
-    """Says how far resident memory has risen above what it is now."""
+    """Return a function that returns how far resident memory has risen above what it is now, in bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
@@ -185,7 +185,7 @@ def _digest(weights: Weights) -> str:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     floors, publish, join = (result[name] for name in PARTS)
     size, copy_s, sha256_s = (floors[name] for name in ("weight_bytes", "copy_s", "sha256_s"))
     slower_s = max(floors["disk_s"], sha256_s)

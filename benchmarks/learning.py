@@ -1,17 +1,17 @@
-"""Proof of learning: GRPO trained through deltasync and through a dense transfer gives the same parameters, bit for bit.
+"""GRPO trained through deltasync and through a dense transfer gives the same parameters, bit for bit.
 
     python -m benchmarks.learning --out DIR [--steps 20] [--json]
 
-from the root of the repository, with the development dependencies; no GPU, about five minutes on two cores. One real vLLM
-server, and three runs of TRL's GRPOTrainer on it from the same seeds:
+from the root of the repository, with the development dependencies. Needs no GPU, and about five minutes on two cores. Runs
+TRL's GRPOTrainer three times from the same seeds, on one real vLLM server:
 
-    frozen      no weights ever reach the server; the control, which must come out differently
-    deltasync   weights published to the channel that the server follows
-    dense       all weights as a bfloat16 checkpoint that vLLM itself reloads (`reload_weights`), at every sync
+    frozen      no weights ever reach the server: the control, whose parameters must differ
+    deltasync   every sync publishes to the channel that the server follows
+    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
 
-The server runs one request at a time and every request has a seed, so that tokens depend on weights alone and not on how
-requests happened to be batched. Writes docs/images/learning.png. Exits with 1 if the parameters are not
-as they should be.
+The server runs one request at a time and every request has a seed, so that tokens depend on the weights alone and not on how
+requests were batched. Writes docs/images/learning.png. Exits with 1 unless deltasync and dense give equal parameters, and
+frozen others.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from benchmarks import common
 from deltasync.tensors.bits import bits_of
 
 ARMS = ("frozen", "deltasync", "dense")
-LEARNING_RATE = 2e-4  # the demo's would hardly move the reward in so few steps
+LEARNING_RATE = 2e-4  # the demo's rate would hardly move the reward in so few steps
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "learning.png"
 
 
 def main() -> None:
-    """Run all arms, compare and plot."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="directory for model, channel and results; a model there is used"
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """One server, one process per arm."""
+    """Run each arm in a process of its own, all on one server."""
     from deltasync.demo.model import build_checkpoint
     from deltasync.demo.processes import Child, interrupt_on_sigterm
     from tests.integration import vllm_server
@@ -83,7 +83,7 @@ def run_all(out: Path, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def train(arm: str, server_url: str, out: Path, steps: int) -> None:
-    """One run; writes DIR/<arm>.json."""
+    """Train once; write DIR/<arm>.json."""
     from trl import GRPOConfig, GRPOTrainer
 
     from deltasync.demo import task
@@ -135,7 +135,7 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
 
 
 def pushing_client(base: type, folder: Path, arm: str) -> type:
-    """TRL's client, with weights pushed as a whole checkpoint through a directory, or not at all; no deltasync in it."""
+    """Return TRL's client without deltasync: it writes all weights to `folder` if `arm` is `dense`, and none otherwise."""
 
     class PushingClient(base):  # type: ignore[misc,valid-type]
         def init_communicator(self, device: Any = 0) -> None:
@@ -149,25 +149,25 @@ def pushing_client(base: type, folder: Path, arm: str) -> type:
 
 
 def begin_dense(folder: Path) -> None:
-    """Make the directory of a checkpoint like the model beside it."""
+    """Make the directory of a checkpoint, with the config of the model beside it."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((folder.parent / "model" / "config.json").read_bytes())
 
 
 def write_dense(folder: Path, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """Write all weights there; the body that asks vLLM's `/collective_rpc` to load them."""
+    """Write all weights there; return the body that asks vLLM's `/collective_rpc` to load them."""
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in named_tensors}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    """sha256 of each parameter's bits, in the dtype of training."""
+    """Return the sha256 of each parameter's bits, in the dtype of training."""
     return {name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in model.state_dict().items()}
 
 
 def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What came out; `as_wanted`: deltasync equals the dense transfer, and the control neither."""
+    """Compare the arms; `as_wanted` if deltasync equals the dense transfer, the control differs, and every tensor moved."""
     dense = runs["dense"]
     arms = {}
     for arm, run in runs.items():
@@ -192,7 +192,7 @@ def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     rows = []
     for arm, found in result["arms"].items():
         size = f"{result['bytes_per_sync'].get(arm, 0) / 1e3:,.0f} kB"
@@ -206,7 +206,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def plot(results: dict[str, dict[str, Any]]) -> None:
-    """Reward over steps, as a picture."""
+    """Plot reward over steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,10 +2,10 @@
 
     python -m benchmarks.outage [--seconds 120] [--json]
 
-from the root of the repository, with the development dependencies; no GPU. A transformers.Trainer publishes every step to
-an S3 server (moto, in this process), through a proxy that answers 503 for the half of the time in the middle. The same
-training with the proxy honest all the time goes before, as what to compare with. Ends with 1 if throughput differs by more
-than 5 % or a published bit is wrong.
+from the root of the repository, with the development dependencies. Needs no GPU. A transformers.Trainer publishes every step
+to an S3 server (moto, in this process) through a proxy that answers 503 during the middle half of the time. The same
+training without an outage runs first, for comparison. Exits with 1 if the outage costs more than 5 % of the throughput, or a
+published bit is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPE = torch.bfloat16
 
 
 def main() -> None:
-    """Train twice, and compare."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="length of each training")
     parser.add_argument("--channel", help="used by the benchmark itself")
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     rows = []
     for name, key in (("up all the time", "up"), (f"down for {result['seconds'] / 2:.0f} s in the middle", "down")):
         found = result[key]
@@ -74,7 +74,7 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) -> dict[str, Any]:
-    """One training in a process of its own; the outage is timed from its first step."""
+    """Run one training in a process of its own, and check its versions; an outage is timed from the first step."""
     url = server.url(server.new_bucket(), endpoint=proxy.url)
     with tempfile.TemporaryDirectory() as folder:
         steps_file = Path(folder) / "steps.jsonl"
@@ -97,7 +97,7 @@ def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) 
     sha256 = {step["step"]: step["sha256"] for step in steps}
     replica = Replica(url)
     equal = True
-    for record in history[1:]:  # the first one is of before the first step
+    for record in history[1:]:  # the first version was published before the first step
         replica.sync(record["version"])
         equal = equal and digest(replica.state_dict()) == sha256[record["step"]]
     return {
@@ -111,7 +111,7 @@ def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) 
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
-    """sha256 over all weights in the served dtype."""
+    """Return the sha256 over all weights in the served dtype."""
     found = hashlib.sha256()
     for name in sorted(weights):
         found.update(bits_of(weights[name].to(DTYPE).contiguous()).tobytes())
@@ -119,14 +119,14 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 
 class Steps(TrainerCallback):
-    """Writes down when each step ended, and the weights' digest; ends the training after a time."""
+    """Writes when each step ended and the weights' digest to a file; ends the training after a time."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         self._path, self._seconds = path, seconds
         self._ends_s: float | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Note the step."""
+        """Write a line for the step."""
         now = time.monotonic()
         if self._ends_s is None:
             self._ends_s = now + self._seconds
@@ -137,7 +137,7 @@ class Steps(TrainerCallback):
 
 
 def train(channel: str, steps_file: Path, seconds: float) -> None:
-    """Train a small model on noise, publishing every step."""
+    """Train a small model on noise, and publish every step."""
     torch.manual_seed(0)
     tokenizer = demo_model.build_tokenizer()
     rows = torch.randint(0, 64, (512, 64))

@@ -1,12 +1,11 @@
-"""How long a replica takes to roll back, and to load full weights again when it finds that its own are wrong.
+"""The time in which a replica rolls back, and loads full weights again when it finds that its own are wrong.
 
     python -m benchmarks.recovery [--elements 596_000_000] [--json]
 
-The default is the size of Qwen3-0.6B and takes 8 GB of memory and 2.5 GB of disk.
+The default is the size of Qwen3-0.6B, and needs 8 GB of memory and 2.5 GB of disk.
 
-Everything is in one run, so that what disturbs one number disturbs the others: rollback of a version of 1 % changed elements
-that does not give the promised bits; the load of an anchor into an empty replica; the same after a bit flipped in memory,
-audit included.
+One run measures three things, so that a disturbance affects all of them: the rollback of a version that changed 1 % of the
+elements; the load of an anchor into an empty replica; and the same after a flipped bit in memory, audit included.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.replicas import Follower
 
-TENSOR = 8_000_000  # elements of one; about as many tensors of a layer have
+TENSOR = 8_000_000  # elements of a tensor, about as many as those of a layer have
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--elements", type=int, default=596_000_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where the channel goes; the system's temporary one")
+    parser.add_argument("--folder", type=Path, default=None, help="directory for the channel; default: a temporary one")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         result = measure(f"file://{folder}/channel", given.elements, given.repeats)
@@ -42,7 +41,7 @@ def main() -> None:
 
 
 def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
-    """Seconds of each repeat."""
+    """Measure the seconds of each repeat."""
     weights = {f"w{i}": torch.randn(min(TENSOR, elements - i)).bfloat16() for i in range(0, elements, TENSOR)}
     with Publisher(url, dtype="keep", shard_bytes=1 << 28) as publisher:
         publisher.publish(weights.items()).wait(600)
@@ -79,7 +78,7 @@ def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
 
 
 def commit_and_rollback(follower: Follower, reader: ChannelReader) -> tuple[float, float]:
-    """Seconds to write a version, and to put back what that wrote."""
+    """Return the seconds to write a version, and those to restore what it overwrote."""
     staged, times = follower.stage([reader.numbered(2)]), [time.perf_counter()]
     committed = follower.commit(staged)
     times.append(time.perf_counter())
@@ -89,7 +88,7 @@ def commit_and_rollback(follower: Follower, reader: ChannelReader) -> tuple[floa
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     texts = {
         "commit_s": "commit of 1 % changed",
         "rollback_s": "rollback of it",

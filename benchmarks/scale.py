@@ -1,11 +1,11 @@
-"""How the cost of a version grows with the model, measured to 3 B elements, and from there computed to 1 T and 256 replicas.
+"""The cost of a version by model size: measured up to 3 B elements, computed from there up to 1 T and 256 replicas.
 
     python -m benchmarks.scale [--billions 0.15 0.6 1.2 3] [--link 10] [--store 400] [--json]
 
-Measured, for each size in processes of their own: a publisher to a directory and a host replica, versions that change 1 %.
-Computed, from what the size nearest to 0.6 B took for each element: seconds until a version is stored and
-until all replicas serve it, where the ranks of the trainer and the workers of a replica share the work, each as fast as this
-machine. What that says of the sizes that were measured is compared with them. Nothing here ran on a GPU.
+Measures each size with a publisher to a directory and a host replica, in processes of their own, and versions that change
+1 %. Computes, from the times per element at the size nearest to 0.6 B, the seconds until a version is stored and until all
+replicas serve it; the ranks of the trainer and the workers of a replica share the work, each as fast as this machine. The
+same computation is compared with the other sizes that were measured. Uses no GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from deltasync import Publisher, Replica
 
 CHANGED = 0.01
 _TIMES = "held_s", "visible_s", "apply_s"
-_DELTAS = 4  # the first of them meets new memory and is left out
-_BASE = 0.6e9  # elements of the size that the others are computed from
+_DELTAS = 4  # counted; one more before them meets new memory and is left out
+_BASE = 0.6e9  # elements of the size that all others are computed from
 _ROUND_TRIPS = 2.5
 _ROUND_TRIP_S = 0.05
 
@@ -54,12 +54,12 @@ REPLICAS = 8, 64, 256
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--billions", type=float, nargs="+", default=[0.15, 0.6, 1.2, 3.0], help="elements to measure")
-    parser.add_argument("--link", type=float, default=10.0, help="Gbit/s of each rank, and of each replica")
+    parser.add_argument("--link", type=float, default=10.0, help="Gbit/s of each rank, and of each worker")
     parser.add_argument("--store", type=float, default=400.0, help="Gbit/s that the store gives to all replicas together")
-    parser.add_argument("--folder", type=Path, default=None, help="where channels go; the system's temporary one")
+    parser.add_argument("--folder", type=Path, default=None, help="directory for channels; default: a temporary one")
     parser.add_argument("--part", choices=PARTS, help="used by the benchmark itself")
     given = parser.parse_args()
     if given.part is not None:
@@ -84,7 +84,7 @@ def _in_processes(folder: Path, billions: float) -> dict[str, Any]:
 
 
 def publish(folder: Path, billions: float) -> dict[str, Any]:
-    """Medians of the seconds that `publish` holds the trainer, and until its version is stored."""
+    """Measure the median seconds that `publish` holds the trainer, and until its version is stored."""
     warm_up()
     weights = model(2 * billions)
     held_s, visible_s, sizes = [], [], []
@@ -113,7 +113,7 @@ def _published(publisher: Publisher, weights: Any) -> tuple[float, Any]:
 
 
 def follow(folder: Path, billions: float) -> dict[str, Any]:
-    """Median of the seconds to fetch a version, decode it and write it into host memory."""
+    """Measure the median seconds to fetch a version, decode it and write it into host memory."""
     warm_up()
     replica = Replica(f"file://{folder}/channel")
     replica.sync(1)
@@ -126,12 +126,12 @@ PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {"publish": publish,
 
 
 def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict[str, Any]:
-    """What the measured sizes say of each other, and of deployments.
+    """Compute the cost of `DEPLOYMENTS` from one measured size, and the error for the other sizes.
 
     Args:
-        points: What was measured, of each size.
-        link: Gbit/s of a rank and of a replica.
-        store: Gbit/s of the store, to all replicas together.
+        points: Measurements of each size.
+        link: Gbit/s of each rank, and of each worker of a replica.
+        store: Gbit/s of the store to all replicas together.
     """
     base = min(points, key=lambda point: abs(point["elements"] - _BASE))
     checks = [
@@ -170,14 +170,14 @@ def _served(deployment: Deployment, replicas: int, base: dict[str, Any], link: f
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     yield from measured(result)
     yield ""
     yield from computed(result)
 
 
 def measured(result: dict[str, Any]) -> Iterator[str]:
-    """What was measured of growth."""
+    """Yield the table of measured sizes."""
     rows = []
     for point, error in zip(result["points"], result["errors"], strict=True):
         each = (f"{point[name]:.3f} s, {1e9 * point[name] / point['elements']:.2f} ns each" for name in _TIMES)
@@ -188,7 +188,7 @@ def measured(result: dict[str, Any]) -> Iterator[str]:
 
 
 def computed(result: dict[str, Any]) -> Iterator[str]:
-    """What that says of larger models."""
+    """Yield the table of computed deployments."""
     named = "model", "ranks", "workers", "replicas"
     rows = []
     for row in result["rows"]:

@@ -1,10 +1,10 @@
-"""What publishing adds to an optimizer step: `DeltaSyncCallback` after each step, beside a copy of the weights.
+"""The time that publishing adds to an optimizer step, beside that of a copy of the weights.
 
     python -m benchmarks.step [--size 0.6b] [--changed 0.01] [--rounds 10] [--json]
 
-A Qwen3 of that shape in bfloat16 with random weights; between two publishes a fraction of its elements changes, as an
-optimizer step would do. The upload goes to a directory in the background; it is waited for before the next round, outside of
-what is measured.
+Publishes a Qwen3 in bfloat16 with random weights, as `DeltaSyncCallback` does after each step. Before each publish a
+fraction of its elements changes, as in an optimizer step. The upload to a directory runs in the background; the wait for it
+before the next round is not measured.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from trl_callback import DeltaSyncConfig, DeltaWeightTransfer, gather
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--size", choices=versions.SIZES, default="0.6b", help="of the shape of Qwen3-0.6B, or the demo's model"
+        "--size", choices=versions.SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's"
     )
     parser.add_argument("--changed", type=float, default=0.01, help="fraction of the elements that a step changes")
     parser.add_argument("--rounds", type=int, default=10, help="steps to measure")
@@ -45,8 +45,11 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
     """Measure, and compare the last version's bits.
 
     Returns:
-        Bytes of the weights and of a delta, its elements; threads; medians of the seconds of a copy of the weights and of
-        what publishing adds to a step; seconds of each step.
+        Bytes of the weights and of the last delta, its changed elements and all elements; threads; median seconds of a copy
+        of the weights, and those that publishing adds to a step; these seconds of each step.
+
+    Raises:
+        AssertionError: wrong bits.
     """
     versions.build_checkpoint(size, folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
@@ -91,7 +94,7 @@ def run(folder: Path, size: str, changed: float, rounds: int) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """For people."""
+    """Yield the result as lines of text."""
     yield (
         f"{result['weight_bytes'] / 1e9:.2f} GB, {result['changed']:,} of {result['total']:,} changed, "
         f"payload {result['payload_bytes'] / 1e6:.2f} MB; "

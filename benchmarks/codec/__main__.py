@@ -1,9 +1,9 @@
-"""Size and throughput of our codecs and of other systems' encodings, on the same deltas, beside the entropy bounds.
+"""Size and throughput of our codecs and of other systems' encodings on the same deltas, beside the entropy bounds.
 
     python -m benchmarks.codec [--data finetune] [--changed 0.01] [--plot codec.png] [--json]
 
-Bits per changed element are exact. Speeds are the best of several repeats: GB/s of old and new weights scanned by comparing
-and encoding, and changed elements per second decoded and written into host memory.
+Bits per changed element are exact. Speeds are GB/s of old and new weights that are compared and encoded, and changed
+elements per second that are decoded and written into host memory; each is the best of several repeats.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ FRACTIONS = (0.005, 0.0107, 0.02, 0.05)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure what the command line says."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument(
         "--data",
         choices=("simulation", "replaced", "demo", "finetune", "all"),
         default="simulation",
         help="simulated deltas, a simulated matrix replaced by another, the deltas of a demo's channel, those of a "
-        "fine-tuning run that is made here (a minute), or all",
+        "fine-tuning run made here (takes a minute), or all of these",
     )
     parser.add_argument(
         "--changed", type=float, action="append", help="changed fraction of the simulation; may be given several times"
@@ -34,12 +34,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--channel", help="URL of the channel that --data demo reads, such as file:///path/to/demo-out/channel"
     )
-    parser.add_argument("--plot", type=Path, help="also draw the sizes (PNG, SVG)")
+    parser.add_argument("--plot", type=Path, help="also plot the sizes to this file (PNG, SVG)")
     given = parser.parse_args(words)
     if given.data == "demo" and given.channel is None:
         parser.error("--data demo needs --channel")
     if given.elements < 1000 or not all(1e-5 <= fraction <= 0.5 for fraction in given.changed or ()):
-        parser.error("--elements start at 1000; --changed lies between 0.00001 and 0.5")
+        parser.error("--elements must be at least 1000, and --changed between 0.00001 and 0.5")
     result = measure.run(samples(given.data, given.changed or FRACTIONS, given.elements, given.channel))
     common.emit(given.json, result, report.lines(result))
     if given.plot is not None:
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def samples(source: str, fractions: Sequence[float], elements: int, channel: str | None) -> Iterator[data.Sample]:
-    """The deltas of a source."""
+    """Yield the deltas of a source."""
     if source in ("simulation", "all"):
         yield from (data.simulation(fraction, elements) for fraction in fractions)
     if source in ("replaced", "all"):

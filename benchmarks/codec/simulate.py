@@ -5,7 +5,7 @@ update of each weight follows an AR(1) process of unit variance, as Adam's norma
 bf16 only when it crosses a rounding boundary, so which weights change depends on their exponent. The last of 12 steps is
 the delta.
 
-Two numbers are calibrated, on bounds that were published for such a simulation, in bits per changed element:
+Two numbers are calibrated to bounds that were published for such a simulation, in bits per changed element:
 
     changed                                        0.57 %   1.07 %   1.99 %   4.6 %
     index bound given the exponent, published        5.90     5.36     4.83    4.08
@@ -16,12 +16,12 @@ Two numbers are calibrated, on bounds that were published for such a simulation,
     the same, seed 0                                 7.16     6.72     6.26    5.64
 
 - Degrees of freedom, 8: between 3 and 8 the bounds move by 0.03 bits, about as much as between seeds.
-- AR coefficient, 0.9: only the bound given the history sees it. 0.8 would give 6.94 for 7.16.
+- AR coefficient, 0.9: only the bound given the history depends on it. 0.8 would give 6.94 for 7.16.
 
-Whether 0.02 is the standard deviation or the scale cannot be told from these numbers, both fit within 0.02 bits: the step
-size follows from the changed fraction, so a factor on all weights cancels but for where it puts the exponents. Here it is
-the standard deviation. What does matter is that the master does not start on bf16 values: if it did, 12 steps later only
-small weights would have changed, and the index bound at 0.57 % would be 3.7 bits (`data.finetune` has a run of this kind).
+The numbers do not say whether the published 0.02 is the standard deviation or the scale; both fit within 0.02 bits. The step
+size follows from the changed fraction, so a factor on all weights only shifts their exponents. Here 0.02 is the standard
+deviation. It does matter that the master does not start on bf16 values: if it did, 12 steps later only small weights would
+have changed, and the index bound at 0.57 % would be 3.7 bits (`data.finetune` has a run of this kind).
 """
 
 from __future__ import annotations

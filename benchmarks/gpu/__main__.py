@@ -1,10 +1,10 @@
-"""Measure and check everything that runs on a GPU, on this machine's, in less than eight minutes.
+"""Measure and check everything that runs on a GPU, on this machine's GPU, in less than eight minutes.
 
     python -m benchmarks.gpu [--elements 7600000000] [--changed-percent 1] [--small] [--no-tests] [--json]
 
-It needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to carry to a
-machine without a package index. Where there is no GPU, Triton's interpreter runs it at a small size: the checks are the
-same, and times mean nothing. Exits with 1 where a check failed or a bar was missed.
+Needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to carry to a
+machine without a package index. Without a GPU, Triton's interpreter runs it at a small size: the checks are the same, but
+times mean nothing. Exits with 1 if a check failed or a bar was missed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TESTS_S = 150
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--elements", type=int, default=7_600_000_000, help="size of the single tensor; fewer where memory ends"
+        "--elements", type=int, default=7_600_000_000, help="size of the single tensor; fewer if memory is short"
     )
     parser.add_argument("--changed-percent", type=float, default=1.0)
-    parser.add_argument("--small", action="store_true", help="small sizes, as without a GPU")
-    parser.add_argument("--no-tests", action="store_true", help="leave the tests of the kernels out")
+    parser.add_argument("--small", action="store_true", help="use small sizes, as without a GPU")
+    parser.add_argument("--no-tests", action="store_true", help="skip the tests of the kernels")
     arguments = parser.parse_args()
     if arguments.elements < 1 or not 0 < arguments.changed_percent <= 50:
-        parser.error("elements start at 1; changed-percent lies above 0, up to 50")
+        parser.error("--elements must be at least 1, and --changed-percent above 0 and at most 50")
     _choose_interpreter()
     from benchmarks.gpu.machine import Machine, has_triton
 
@@ -56,7 +56,7 @@ def main() -> None:
     for name, section in sections.items():
         try:
             section()
-        except Exception as error:  # noqa: BLE001 - the other sections run all the same; it is told at the end
+        except Exception as error:  # noqa: BLE001 - the other sections still run; it is reported at the end
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
     result = {
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _choose_interpreter() -> None:
-    """Without a GPU, Triton interprets; it has to know before it is imported."""
+    """Choose Triton's interpreter if there is no GPU. Triton must know before it is imported."""
     import torch
 
     if not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def _choose_interpreter() -> None:
 
 
 def _sections(machine: Any, element_count: int, changed_fraction: float) -> dict[str, Callable[[], None]]:
-    """What is run, one after the other; one that fails does not keep the others from running."""
+    """Return the sections to run, by name. One that fails does not stop the others."""
     import torch
 
     from benchmarks.gpu import rates, special
@@ -121,14 +121,15 @@ def _empty_cache(machine: Any) -> None:
 
 
 def _run_tests(interpreted: bool) -> None:
-    """Those of the kernels, in a process of its own. Interpreted, they are in the default suite.
+    """Run the tests of the kernels, each file in a process of its own; the default suite has them interpreted.
 
     Raises:
-        AssertionError: one failed, or they took too long.
+        AssertionError: a test failed.
+        subprocess.TimeoutExpired: a file took longer than `TESTS_S`.
     """
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if interpreted or missing:
-        common.say(f"tests left out: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
+        common.say(f"tests skipped: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
         return
     for name, chosen in TESTS.items():
         command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]

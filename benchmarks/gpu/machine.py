@@ -174,7 +174,7 @@ _HOST_AS_DEVICE = Device(torch.device("cpu"))
 
 
 def has_triton() -> bool:
-    """Whether triton can run here, on a GPU or as an interpreter."""
+    """Return whether triton can run here, on a GPU or as an interpreter."""
     found = importlib.util.find_spec("triton") is not None
     return found and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
 
