@@ -40,7 +40,7 @@ from tests.integration.test_store_faults import in_parts
 from tests.processes import in_a_process
 
 _DISK_BYTES = 1 << 20
-_LARGE = 4_000_000  # elements
+_LARGE = 16_000_000  # elements
 _MARGINS_MB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
