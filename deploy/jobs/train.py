@@ -24,7 +24,6 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +37,6 @@ from trl_callback import DeltaSyncCallback, DeltaSyncConfig
 from wordle.client import WordleEnvironment
 from wordle.game import GUESSES
 
-REPLICA_S = 3600.0  # a Space that sleeps, or is being built, takes its time
 PROMPT = f"""Play Wordle: find the secret word of five letters in {GUESSES} guesses, each by a call of the tool `guess`.
 Its answer tells for each letter of your guess: G it is right, Y the word has it elsewhere, X the word does not have it."""
 
@@ -62,15 +60,6 @@ def prepare_router(replicas: Sequence[str], port: int) -> Child:
     return Child("The router", command, os.environ, log=None)
 
 
-def answers(url: str) -> bool:
-    """Whether a replica can be reached through the router."""
-    try:
-        urllib.request.urlopen(f"{url}/health").close()
-    except OSError:
-        return False
-    return True
-
-
 def main() -> None:
     """Train on Wordle."""
     parser = TrlParser((ScriptArguments, AsyncGRPOConfig, DeltaSyncConfig))
@@ -87,6 +76,8 @@ def main() -> None:
         logging_steps=1,
         report_to="none",
         initial="auto",
+        # No replica is ready before the first version is published; a Space that sleeps, or is being built, takes its time.
+        vllm_server_timeout=3600.0,
     )
     script, training, channel = parser.parse_args_and_config()
     if training.use_cpu:
@@ -94,8 +85,7 @@ def main() -> None:
     training.vllm_server_base_url = f"http://127.0.0.1:{script.router_port}"
     token = os.environ.get("DELTASYNC_ENVIRONMENT_TOKEN")
     prompts = [[{"role": "user", "content": PROMPT}]] * 1000
-    with prepare_router(script.servers, script.router_port) as router:
-        router.wait_until(lambda: answers(training.vllm_server_base_url), REPLICA_S, "to reach a replica")
+    with prepare_router(script.servers, script.router_port):
         trainer = AsyncGRPOTrainer(
             model=script.model,
             args=training,
