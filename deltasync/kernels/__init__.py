@@ -1,8 +1,8 @@
-"""The loops over elements, one module per machine: diff, fingerprint, scatter, and its two halves, prepare and swap.
+"""The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
-`reference` is plain numpy and the truth; `cpu` is numba, compiled once per machine (the cache lies beside the module)
-and free of the GIL; `gpu_segments` and `gpu_diff` are Triton; `torch_ops` serves any other device. What a module has of them
-equals the reference, against which all are property-tested.
+`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu` is numba,
+compiled once per machine (the cache lies beside the module), and releases the GIL. `gpu_segments` and `gpu_diff` are Triton.
+`torch_ops` serves all other devices.
 """
 
 from __future__ import annotations
@@ -20,53 +20,59 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """`cpu`, imported when it is first used as `kernels.cpu`: what happens on a GPU alone needs no numba."""
+    """Import `cpu` when it is first used as `kernels.cpu`: what runs on a GPU alone needs no numba."""
     if name != "cpu":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.cpu")
 
 
 class SegmentKernels(Protocol):
-    """What live memory on a device needs of a module of kernels: each a constant number of launches for a whole table."""
+    """The kernels for live memory on a device. With Triton, any number of segments takes the same number of launches."""
 
     def prepare(self, of: Table) -> None:
-        """Turn a table's values into new bits; its sums say what that adds to fingerprints, and what `swap` will find."""
+        """Turn a table's values into new bits, without writing live memory.
+
+        The table's sums become what the writes will add to fingerprints, and the checksum that `swap` will find.
+        """
 
     def swap(self, of: Table) -> None:
-        """Exchange the values of a table with live memory; if it raised, nothing was exchanged."""
+        """Exchange the values of a table with live memory; a second call restores everything.
+
+        This may return once the kernels are launched. If it raises, live memory is unchanged.
+        """
 
     def fingerprint(self, of: Table) -> None:
-        """Sum the fingerprints of all elements of the segments of a table without positions."""
+        """Sum the fingerprints of all elements of a table's segments. The table has no positions."""
 
     def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Compile the others for signed views of this dtype, so that no commit waits for it."""
+        """Compile the kernels for signed views of this dtype, so that no commit waits for the compiler."""
 
 
 class DeviceDiff(Protocol):
-    """What compares a trainer's tensors on a device with the shadows there, many at a time."""
+    """Compares a trainer's tensors on a device with their shadows there, many at a time."""
 
     def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor now or in `finish`; both stay until then. See `gpu_diff.Diff.add`."""
+        """Compare a tensor with its shadow, now or in `finish`; both must stay until then. See `gpu_diff.Diff.add`."""
 
     def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By name, of the tensors that changed, `reference.diff` of the shadow before and after; waits for the device."""
+        """Wait for the device. Return for each tensor that changed `reference.diff` of its shadow before and after."""
 
     def drop(self) -> None:
-        """Forget what was added and not finished; the shadows of that hold neither old nor new bits."""
+        """Forget the tensors that were added and not finished. Their shadows may hold a mixture of old and new bits."""
 
 
 ACCELERATORS = {"cuda"}
-"""Types of devices that Triton's kernels serve. Tests add the CPU, so that the same code runs on it, kernels interpreted."""
+"""Device types that the Triton kernels serve. Tests add the CPU, to run the same code in Triton's interpreter."""
 
 
 def segment_kernels(device: torch.device) -> SegmentKernels:
-    """The kernels for live memory on a device: `gpu_segments` for CUDA where triton is installed, else `torch_ops`."""
+    """Return the kernels for live memory on a device: `gpu_segments` on CUDA if triton is installed, else `torch_ops`."""
     name = "gpu_segments" if _has_triton(device) else "torch_ops"
     return cast(SegmentKernels, importlib.import_module(f"deltasync.kernels.{name}"))
 
 
 def device_diff(device: torch.device) -> DeviceDiff:
-    """A comparison on a device, likewise by `gpu_diff` or `torch_ops`."""
+    """Return a comparison on a device: by `gpu_diff` on CUDA if triton is installed, else by `torch_ops`."""
     name = "gpu_diff" if _has_triton(device) else "torch_ops"
     return cast(DeviceDiff, importlib.import_module(f"deltasync.kernels.{name}").Diff(device))
 

@@ -24,11 +24,11 @@ _TIME_END = rans.TIME_END
 _TIME_END_BITS = _TIME_END.bit_length() - 1
 _TIME_START = rans.TIME_START
 _LAST_SLOT = int(_TIME_START[-1])
-# For each 256th of the distribution the segment of its first slot, where the search for a slot's segment begins.
+# The segment of the first slot of each 256th of the distribution: the search for a slot's segment begins there.
 _LOOKUP_BITS = rans.TIME_BITS - 8
 _SEGMENT_AT = (np.searchsorted(_TIME_START, np.arange(256) << _LOOKUP_BITS, side="right") - 1).astype(np.int64)
 _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 64))
-_AHEAD = 8  # runs of a tile between asking memory for one and using it; hardware does not predict where they lie
+_AHEAD = 8  # prefetch distance, in runs of a tile; hardware does not predict where they lie
 _LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
 _LANES = np.uint64(LANES)
@@ -46,7 +46,7 @@ def _high_product(_context, _left, _right):
     return types.uint64(types.uint64, types.uint64), generate
 
 
-# LLVM inlines these, not numba: `_encode` holds dozens of them, and would take six times as long to compile.
+# LLVM inlines these functions. If numba did, `_encode`, which calls dozens of them, would take six times as long to compile.
 @njit(forceinline=True)
 def _unzigzag(value):
     magnitude = (value >> _U1) + _U1
@@ -55,7 +55,7 @@ def _unzigzag(value):
 
 @njit(forceinline=True)
 def _flush(out, at, x, freq, bits):
-    """Move the lower word of the state out if it is full; without a branch, which would be mispredicted often."""
+    """Write the low word of the state out if the state is full. Without a branch, which would often be mispredicted."""
     out[at - _U1] = np.uint32(x & _WORD)
     full = (x >> (_U64 - bits)) >= freq
     return at - np.uint64(full), (x >> _U32) if full else x
@@ -76,7 +76,7 @@ def _push_bits(out, at, x, value, bits):
 @njit(forceinline=True)
 def _push_number(out, at, x, value, table, freq_TS, start_TS, inverse_TS):
     symbol, extra = bucket(value)
-    # Groups of 24 bits from the top, in decoding order: the last one is the shortest.
+    # Decoding reads groups of 24 bits from the top and the shortest one last, so encoding begins with that.
     if extra:
         done = extra
         if extra > _U24:
@@ -85,7 +85,7 @@ def _push_number(out, at, x, value, table, freq_TS, start_TS, inverse_TS):
         while done < extra:
             at, x = _push_bits(out, at, x, value >> done, _U24)
             done += _U24
-    # As `_push`, where the inverse of the frequency makes the quotient, or one less.
+    # As `_push`, but the inverse of the frequency gives the quotient, or one less.
     freq = np.uint64(freq_TS[table, symbol])
     at, x = _flush(out, at, x, freq, _TABLE_BITS)
     quotient = _high_product(x, inverse_TS[table, symbol])
@@ -104,7 +104,7 @@ def _push_state(out, at, x, any_change):
 
 @njit(forceinline=True)
 def _pull(words, at, x):
-    """Renormalise without a branch, which would be mispredicted often. `at` may move beyond the end of all words."""
+    """Renormalise without a branch, which would often be mispredicted. `at` may move beyond the end of all words."""
     short = x < _STATE_MIN
     word = np.uint64(words[np.uint64(min(at, words.size - 1))])
     return at + np.int64(short), (x << _U32) | word if short else x
@@ -164,18 +164,18 @@ def _push_moment(out, at, x, time, hazard):
 
 @njit(forceinline=True)
 def _time(bits_N, i, count, shift, mask, hazard_C, first, hazard_W):
-    """Return the time that `count` elements from `i` on take, at most `LANES`."""
+    """Sum the hazards of `count` elements from `i` on; `count` is at most `LANES`."""
     time = lanes_time(bits_N, i, count, shift, mask, first, hazard_W)
     if time < 0:
         time = np.int64(0)
-        for at in range(i, i + np.uint64(count)):  # unsigned, so that numba looks for no negative ones
+        for at in range(i, i + np.uint64(count)):  # unsigned, so that numba omits checks for negative ones
             time += hazard_C[(bits_N[at] >> shift) & mask]
     return time
 
 
 @njit(inline="always")
 def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C, first, hazard_W):
-    """Find the first element to change from `index` on, and where its run ends; `last` if the stream is malformed."""
+    """Decode which element from `index` on changes next, and the end of its run; `last` if the stream is malformed."""
     begin = np.int64(0)
     slot = x & (_TIME_SLOTS - _U1)
     while slot >= np.uint64(_LAST_SLOT) and at <= end:
@@ -222,14 +222,14 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
 def _times(
     base_B, end_B, bound_B, width, stride, across, new_N, index_K, step_K, shift, mask, hazards, class_K, time_K, wait_B
 ):
-    """Find the class of each change's old value, and the time since the change before.
+    """Find the class of each change's old value, the time since the change before, and how often a block waits.
 
-    Blocks that lie side by side are read together, run by run, as they lie in memory.
+    Blocks that lie side by side are read together, run by run, in the order of memory.
     """
     hazard_BC, first, hazard_BW = hazards
     for group in prange(base_B.size // across):
         b0 = group * across
-        # Of each block: its next change, and the time since the one before.
+        # For each block: its next change, and the time since the one before.
         next_A, time_A = bound_B[b0 : b0 + across].copy(), np.zeros(across, np.int64)
         wait_B[b0 : b0 + across] = 0
         offset = np.int64(0)
@@ -256,7 +256,7 @@ def _times(
 
 @njit(inline="always")
 def _push_change(out, at, x, b, k, base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS, times):
-    """Write change `k`. `times` is None for gaps. Indices are unsigned, so that numba need not check for negative ones."""
+    """Write change `k`. `times` is None for gaps. Indices are unsigned, so that numba omits checks for negative ones."""
     k = np.uint64(k)
     step = zigzag(step_K[k], top)
     if times is None:
@@ -271,7 +271,7 @@ def _push_change(out, at, x, b, k, base_B, bound_B, index_K, step_K, top, freq_T
 
 @kernel
 def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS, times, room_B, out, first_B):
-    """Encode two blocks at a time: each symbol of a block waits for the symbol before."""
+    """Encode two blocks at a time, because each symbol of a block waits for the symbol before."""
     for pair in prange((base_B.size + 1) // 2):
         a, b = 2 * pair, min(2 * pair + 1, base_B.size - 1)
         low_a, low_b = bound_B[a], bound_B[b]
@@ -299,7 +299,7 @@ def _encode(base_B, bound_B, index_K, step_K, top, freq_TS, start_TS, inverse_TS
 
 @njit(forceinline=True)
 def _open(words, word_B, bound_B, b):
-    """Return where a block's further words begin, its state and its first change; beyond its last if it is malformed."""
+    """Return the position of a block's third word, its state and its first change, beyond its last if it is malformed."""
     at, k, end_k = word_B[b], bound_B[b], bound_B[b + 1]
     if k == end_k:
         return at, _STATE_MIN, k
@@ -311,7 +311,7 @@ def _open(words, word_B, bound_B, b):
 
 @njit(forceinline=True)
 def _pull_change(words, at, x, k, end_k, index, last, freq_TS, start_TS, symbol_TL, limit, index_K, step_K):
-    """Read change `k` of a block, behind `index`. The next `k` is beyond the last if the stream is malformed."""
+    """Read change `k`, the next one after `index`. The `k` returned is beyond the last if the stream is malformed."""
     at, x, gap = _pull_number(words, at, x, symbol_TL[0], freq_TS[0], start_TS[0])
     at, x, step = _pull_number(words, at, x, symbol_TL[1], freq_TS[1], start_TS[1])
     if gap >= np.uint64(last - index - 1) or step > limit:
@@ -376,8 +376,8 @@ def _decode_moments(
 def _hazards(context: Context, blocks: Blocks) -> tuple[np.ndarray, np.int64, np.ndarray]:
     """Return the hazards of all classes, the first class of a window, and the hazards of its classes, int32[B, WINDOW].
 
-    The window lies around the median class of a few elements, more of it below: there each exponent has about half as many
-    weights as the one above it, and above the median few exponents have any.
+    The window lies around the median class of a few elements, three quarters of it below. There each exponent has about half
+    as many weights as the one above it; above the median few exponents have any.
     """
     bits_N, (shift, mask), hazard_BC, _ = context
     sample = bits_N[np.concatenate([blocks.base_B, (blocks.base_B + blocks.end_B) // 2, blocks.end_B - 1])]
@@ -389,7 +389,14 @@ def _hazards(context: Context, blocks: Blocks) -> tuple[np.ndarray, np.int64, np
 def encode(
     blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray, tables: Tables, context: Context | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encode blocks by `context`, or by `packed` if that is None.
+    """Encode the changes of blocks.
+
+    Args:
+        blocks: The blocks.
+        index_K: Flat indices of the changes, block after block.
+        step_K: Steps of the changes, unsigned.
+        tables: The table of gaps and that of steps; with a context, tables of steps only.
+        context: What `context` needs; None to encode as `packed`.
 
     Returns:
         The words of all blocks, uint32[W], and how many each block has; a block without changes has none.
@@ -403,7 +410,7 @@ def encode(
         with threads(base_B.size):
             _times(*blocks, new_N, index_K, step_K, *classes, _hazards(context, blocks), class_K, time_K, wait_B)
         times = hazard_BC, table_C, class_K, time_K
-    # Words fill a block's room from its end. `room_B` is 0, then where each room ends; all have room for the rarest symbols.
+    # Words fill a block's room from its end. `room_B` is 0, then where each room ends. Even the rarest symbols fit.
     words_per_change = -(-(2 * rans.TABLE_BITS + 30 + 8 * step_K.itemsize) // 32)
     room_B = np.zeros(bound_B.size, np.int64)
     np.cumsum(words_per_change * np.diff(bound_B) + wait_B // 7 + 5, out=room_B[1:])
@@ -424,9 +431,19 @@ def decode(
     index_K: np.ndarray,
     step_K: np.ndarray,
 ) -> bool:
-    """Decode blocks into `index_K` and `step_K`; return False if one is malformed.
+    """Decode the changes of blocks.
 
-    The words of block b are `words[word_B[b] : word_B[b + 1]]`.
+    Args:
+        blocks: The blocks.
+        words: The words of all blocks, uint32[W].
+        word_B: The words of block b are `words[word_B[b] : word_B[b + 1]]`; shape B + 1.
+        tables: As in `encode`.
+        context: As in `encode`.
+        index_K: Gets the flat indices of the changes; mutated.
+        step_K: Gets their steps, unsigned; mutated.
+
+    Returns:
+        False if a block is malformed; the arrays are then not to be used.
     """
     good_B = np.zeros(blocks.base_B.size, np.bool_)
     limit = 2 * (top_of(step_K) - _U1)

@@ -27,7 +27,7 @@ _SOURCES = tuple(
 class CacheFile(IndexDataCacheFile):
     """A cache whose data files have random names, which the index gets only after they are written.
 
-    Processes that write the index at the same time may lose each other's entries; these kernels are compiled again.
+    Processes that write the index at the same time may lose each other's entries; those kernels are compiled again.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -49,7 +49,7 @@ class CacheFile(IndexDataCacheFile):
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function when it is first called: in parallel, without the GIL, and cached on disk."""
     dispatcher = numba.njit(parallel=True, nogil=True, cache=True)(function)
-    if dispatcher is not function:  # which it is with NUMBA_DISABLE_JIT=1
+    if dispatcher is not function:  # with NUMBA_DISABLE_JIT=1 they are the same
         cache = dispatcher._cache
         cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, _SOURCES)
     return dispatcher

@@ -1,4 +1,4 @@
-"""Counts to which tables are fitted, of symbols in what is to be coded and of classes in a tensor; and a counting sort."""
+"""Count the symbols of changes and the classes of elements, to fit tables to them; and sort changes, by counting."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from deltasync.kernels.rans import Blocks, Classes
 
 _U0, _U1, _U2, _U3, _U4, _U16, _U63 = map(np.uint64, (0, 1, 2, 3, 4, 16, 63))
 
-# The most parts that changed elements are cut into, and the fewest elements of one.
+# Changes are counted in at most `_PARTS` parts, each of at least `_PART` changes.
 _PARTS, _PART = 4, 1 << 13
 
-# Changes, and samples, between asking for a cache line and using it.
+# Prefetch distances, in changes and in samples.
 _AHEAD, _SAMPLES_AHEAD = 64, 16
 
 
 @njit(forceinline=True)
 def bucket(value):
-    """Return the symbol of a number, and how many bits below its leading ones follow."""
+    """Return the symbol of a number, and how many extra bits follow it."""
     if value < _U16:
         return value, _U0
     exponent = _U63 - leading_zeros(value)
@@ -32,7 +32,7 @@ def bucket(value):
 
 @njit(forceinline=True)
 def zigzag(step, top):
-    """Return a step as a number, 1, -1, 2, -2 -> 1, 0, 3, 2; `top` is 2**(width - 1) as uint64."""
+    """Return a step as a number: 1, -1, 2, -2 become 1, 0, 3, 2. `top` is 2**(width - 1) as uint64."""
     value = np.uint64(step)
     if value & top:
         return ((top - value) << _U1) + (top << _U1) - _U2
@@ -82,7 +82,7 @@ def _count_steps(part_P, new_N, index_K, step_K, shift, mask, top, step_PCS):
 
 @kernel
 def _regroup(bound_G, base_G, width, columns, by_tile, index_K, step_K, bound_GC, to_index_K, to_step_K):
-    # Multiply by inverses, because a division takes longer than all the rest. Adding 0.5 keeps rounding from mattering.
+    # Multiply by inverses: a division takes longer than all the rest. With 0.5 added, rounding does not matter.
     row_part, tile_part = 1.0 / width, 1.0 / columns
     for g in prange(base_G.size):
         next_C = np.zeros(bound_GC.shape[1] + 1, np.int64)
@@ -107,7 +107,7 @@ def _regroup(bound_G, base_G, width, columns, by_tile, index_K, step_K, bound_GC
 
 
 def top_of(step_K: np.ndarray) -> np.uint64:
-    """Return the highest bit of steps of this width."""
+    """Return the highest bit of steps of this width: 2**(width - 1)."""
     return np.uint64(1 << (8 * step_K.itemsize - 1))
 
 
@@ -117,7 +117,7 @@ def tasks(blocks: Blocks, index_K: np.ndarray) -> int:
 
 
 def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.ndarray:
-    """Count how often each bucket occurs among gaps (row 0) and steps (row 1), int64[2, 256]."""
+    """Count each symbol among the gaps (row 0) and the steps (row 1), int64[2, 256]."""
     count_BS = np.zeros((blocks.base_B.size, 2, 256), np.int64)
     with threads(tasks(blocks, index_K)):
         _count_packed(blocks.base_B, blocks.bound_B, index_K, step_K, top_of(step_K), count_BS)
@@ -125,7 +125,7 @@ def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.
 
 
 def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int, period: int) -> np.ndarray:
-    """Count the elements of each class in the first `run` of every `period` elements, int64[B, C]."""
+    """Count in each block the elements of each class, among the first `run` of every `period` elements; int64[B, C]."""
     count_BC = np.zeros((blocks.base_B.size, int(classes.mask) + 1), np.int64)
     with threads(blocks.base_B.size):
         _count_classes(*blocks[:2], blocks.size_B, blocks.width, blocks.stride, bits_N, *classes, run, period, count_BC)
@@ -133,7 +133,7 @@ def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int
 
 
 def count_steps(new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, classes: Classes) -> np.ndarray:
-    """Count for each class of old values how often each bucket occurs among the steps, int64[C, 256]."""
+    """Count for each class of old values each symbol among the steps, int64[C, 256]."""
     part_count = max(1, min(_PARTS, index_K.size // _PART))
     part_P = np.linspace(0, index_K.size, part_count + 1).astype(np.int64)
     step_PCS = np.zeros((part_count, int(classes.mask) + 1, 256), np.uint32)
@@ -151,14 +151,14 @@ def regroup(
     index_K: np.ndarray,
     step_K: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort the changes of a matrix within each group of rows, by row or by tile, stably.
+    """Sort the changes within each group of rows of a matrix, by row or by tile, stably.
 
     Args:
         bound_G: First change of each group, and the number of changes; shape G + 1.
         base_G: Flat index at which each group begins.
         keys: Number of rows or of tiles in a group.
         width: Length of a row.
-        columns: Columns of a tile, None to sort by row.
+        columns: Number of columns of a tile; None to sort by row.
         index_K: Flat indices of the changes, group after group.
         step_K: Steps of the changes.
 

@@ -23,18 +23,18 @@ _M1 = reference.MIX_1
 _M2 = reference.MIX_2
 _S30, _S27, _S31 = map(np.uint64, (30, 27, 31))
 
-# Elements per parallel task: large enough to hide the scheduling, small enough for both cores to share one tensor.
+# Elements per parallel task: enough to hide the scheduling, few enough for the cores to share one tensor.
 _CHUNK = 1 << 18
 _SCATTER_CHUNK = 1 << 12
 _SWAP_CHUNK = 1 << 14
 
-# Elements whose changes `_diff` collects in one row, which fit the offsets' type, and rows that it fills in one call.
+# `_diff` collects the changes of `_ROW` elements in a row, so that offsets fit uint16, and fills up to `_ROWS` rows a call.
 _ROW, _ROWS = 1 << 16, 64
-_PIECE = 8 << 20  # bytes of memory that `_room` cuts up
+_PIECE = 8 << 20  # bytes that `_room` allocates at once and cuts up
 
 
 class _Kept(threading.local):
-    """What a thread keeps, because memory that is new to a process is slow to write: `_scratch`, and what `_room` cuts."""
+    """State of a thread. It keeps the memory of `_scratch` and `_room`, because new memory is slow when first written."""
 
     def __init__(self) -> None:
         self.rows: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
@@ -44,7 +44,7 @@ class _Kept(threading.local):
 
 _kept = _Kept()
 
-_AHEAD = 64  # elements between asking for a cache line and using it
+_AHEAD = 64  # prefetch distance, in elements
 
 
 @njit(inline="always")
@@ -55,11 +55,10 @@ def _cell(key, index, bits):
     return z ^ (z >> _S31)
 
 
+# Here and below, loops that should be vectorized go over slices, with indices from 0. Otherwise the compiler has to allow
+# for negative indices, and handles a third as many elements at a time.
 @kernel
 def _fingerprint(key, bits_N):
-    """Here as below, loops that are to handle many elements at a time go over slices from 0: otherwise each index might be
-    negative for all that the compiler knows, and it handles a third as many.
-    """
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
@@ -78,7 +77,7 @@ def _cells(key, first, bits_C):
 
 @kernel
 def _take(key, bits_N, out_N):
-    """Copies a piece that stays in the cache, then reads that: the fingerprint is of what was written."""
+    """Copy pieces that stay in the cache, and hash each copy: the fingerprint is of what was written."""
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
@@ -103,10 +102,10 @@ def _fingerprint_runs(key, start_R, bits_RL):
 
 @kernel
 def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
-    """Elements from `first` on, a row for each `_ROW` of them.
+    """Find the changes from element `first` on, and write those of each `_ROW` elements into one row.
 
-    The first two changes of 64 elements are written without a branch, into a place that the next one takes if there was
-    none: at 1 % density a branch there would be mispredicted every second time.
+    The first two changes of 64 elements are written without a branch; if there is no change, the next one overwrites what
+    was written. At 1 % density a branch would be mispredicted every second time.
     """
     one, last_lane = np.uint64(1), np.uint64(63)
     for r in prange(count_R.size):
@@ -149,7 +148,7 @@ def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
 
 @kernel
 def _join_adding(key, first, offset_RP, step_RP, start_R, start, all_bits, mask, largest, bits_N, index_K, step_K):
-    """As `_join`, with indices from `start` on, and adds the steps to `bits_N`; the rows hold the new bits then."""
+    """As `_join`, with indices from `start` on; also add the steps to `bits_N`. The step rows then hold the new bits."""
     added, above = np.uint64(0), np.int64(0)
     for r in prange(start_R.size - 1):
         base, low, high = np.uint64(first + r * _ROW), start_R[r], start_R[r + 1]
@@ -163,7 +162,7 @@ def _join_adding(key, first, offset_RP, step_RP, start_R, start, all_bits, mask,
             step_C[k] = new_C[k]
             new_C[k] += bits_N[at]
             bits_N[at] = new_C[k]
-        # A loop of its own, which the compiler turns into instructions on many elements at a time.
+        # A separate loop, which the compiler vectorizes.
         part, part_above = np.uint64(0), np.int64(0)
         for k in range(index_C.size):
             new = np.uint64(new_C[k])
@@ -176,7 +175,7 @@ def _join_adding(key, first, offset_RP, step_RP, start_R, start, all_bits, mask,
 
 @kernel
 def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
-    """`room_RP` has a row for each task; nothing is allocated here, so that nothing fails halfway."""
+    """Add the steps. `room_RP` is scratch, a row for each task; nothing is allocated here, so nothing fails halfway."""
     added, above = np.uint64(0), np.int64(0)
     chunks = (step_K.size + _SCATTER_CHUNK - 1) // _SCATTER_CHUNK
     tasks = min(chunks, room_RP.shape[0])
@@ -192,7 +191,7 @@ def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
                 old_C[k - first] = bits_N[at]
                 new_C[k - first] = bits_N[at] + step_K[k]
                 bits_N[at] = new_C[k - first]
-            # A loop of its own, which the compiler turns into instructions on many elements at a time.
+            # A separate loop, which the compiler vectorizes.
             index_C = index_K[first:last]
             for k in range(index_C.size):
                 old, new = old_C[k], new_C[k]
@@ -210,7 +209,7 @@ def _prepare(key, dest, dest_index_K, data_K, absolute, index_K, new_K):
     for chunk in prange(chunks):
         part, part_check = np.uint64(0), np.uint64(0)
         first, last = chunk * _SCATTER_CHUNK, min((chunk + 1) * _SCATTER_CHUNK, data_K.size)
-        # Nothing but loads first: many of them miss the cache, and so they wait together.
+        # First only loads: many of them miss the cache, and the misses overlap.
         for k in range(first, last):
             if k + _AHEAD < last:
                 prefetch(dest, np.uint64(dest_index_K[k + _AHEAD]))
@@ -236,7 +235,11 @@ def _weighted(at, bits):
 
 @kernel
 def _swap(chunk_CF, bits, index):
-    """`chunk_CF` holds addresses of memory, positions and values, and the number of values; the others only types."""
+    """Exchange values with memory, in chunks.
+
+    A row of `chunk_CF` has the addresses of memory, positions and values, and the number of values. `bits` and `index` only
+    give the types.
+    """
     check = np.uint64(0)
     for c in prange(chunk_CF.shape[0]):
         count = chunk_CF[c, 3]
@@ -258,38 +261,42 @@ def _swap(chunk_CF, bits, index):
 
 @functools.cache
 def _launch() -> None:
-    """Let numba start its pool, from a thread that ends.
+    """Start numba's thread pool, from a thread that then ends.
 
-    numba's OpenMP layer sets the calling thread's count of threads, and nesting, which torch's kernels then obey there:
-    `torch.set_num_threads` is undone, or, called later, makes MKL start threads inside of threads (28 times as slow).
+    numba's OpenMP layer sets the thread count and the nesting of the thread that starts the pool, and torch's kernels obey
+    both there: `torch.set_num_threads` is undone, or, called later, makes MKL start threads inside threads (28 times as
+    slow).
     """
     thread = threading.Thread(target=get_num_threads, name="deltasync-launch")
     thread.start()
     thread.join()
 
 
-_most: int | None = None  # threads that this process may use; None for numba's own choice, all cores
+_most: int | None = None  # most threads of one kernel; None for numba's choice, all cores
 
 
 def limit_threads(count: int) -> None:
-    """Use at most this many threads, at least one, in each kernel from now on."""
+    """Use at most `count` threads, but at least one, in each kernel of this process from now on."""
     global _most
     _most = max(1, count)
 
 
 @functools.cache
 def threading_layer() -> str:
-    """How numba runs threads here: `omp`, `tbb`, or `workqueue`, which ends the process if two threads use it at once."""
+    """Return numba's threading layer: `omp`, `tbb`, or `workqueue`, which kills a process whose threads use it at once."""
     _launch()
     return str(_threading_layer())
 
 
-_alone = threading.Lock()  # held while kernels run where two threads may not use them at once
+_alone = threading.Lock()  # held while kernels run, with a layer that two threads may not use at once
 
 
 @contextlib.contextmanager
 def threads(task_count: int) -> Iterator[None]:
-    """Run kernels in at most `task_count` threads: waiting for one that is not needed costs more than a small tensor."""
+    """Run the kernels inside this context in at most `task_count` threads.
+
+    Waiting for a thread that is not needed takes longer than a small tensor.
+    """
     with _alone if threading_layer() == "workqueue" else contextlib.nullcontext():
         before = get_num_threads()
         most = before - _kept.others
@@ -302,9 +309,10 @@ def threads(task_count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside(others: int) -> Iterator[None]:
-    """Leave a core to each of `others` threads while this thread runs kernels, which take one core at least.
+    """Leave `others` cores to other threads while this thread runs kernels in this context. A kernel gets at least one core.
 
-    A kernel's threads spin while they wait for each other: where cores are too few, that costs more than they save.
+    A kernel's threads spin while they wait for each other. Where there are too few cores, this costs more than the threads
+    save.
     """
     before, _kept.others = _kept.others, others
     try:
@@ -314,20 +322,20 @@ def beside(others: int) -> Iterator[None]:
 
 
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:
-    """As `reference.fingerprint`; of consecutive elements from flat index `start` on, what they add to it."""
+    """Return what consecutive elements, from flat index `start` on, add to their tensor's `reference.fingerprint`."""
     with threads(bits_N.size // _CHUNK):
         return int(_fingerprint(_from(key, start), bits_N))
 
 
 def take(key: int, bits_N: np.ndarray, out_N: np.ndarray) -> int:
-    """Copy a tensor's bits into `out_N`, of the same shape and dtype; their fingerprint."""
+    """Copy a tensor's bits into `out_N`, of the same shape and dtype. Return their fingerprint."""
     with threads(bits_N.size // _CHUNK):
         return int(_take(np.uint64(key), bits_N, out_N))
 
 
 def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
-    """What runs of consecutive elements add to a tensor's fingerprint; `start_R` are their first flat indices."""
-    if start_R.size == 1:  # one after the other they share no work
+    """Return what runs of consecutive elements add to a tensor's fingerprint. `start_R` has their first flat indices."""
+    if start_R.size == 1:  # `_fingerprint_runs` would use one thread
         return fingerprint(key, bits_RL[0], int(start_R[0]))
     with threads(bits_RL.size // _CHUNK):
         return int(_fingerprint_runs(np.uint64(key), start_R, bits_RL))
@@ -346,10 +354,18 @@ def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def advance(
     key: int, bits_N: np.ndarray, new_N: np.ndarray, bounds: tuple[int, int], start: int, index: np.dtype
 ) -> tuple[np.ndarray, np.ndarray, int, bool]:
-    """Make `bits_N`, which is mutated, what `new_N` is: `diff` and `add` in one, unless it raises.
+    """Set `bits_N` to `new_N`: `diff` and `add` in one. If this raises, `bits_N` is unchanged.
+
+    Args:
+        key: Fingerprint key of the tensor.
+        bits_N: Bit patterns of consecutive elements; mutated.
+        new_N: Their new bit patterns.
+        bounds: As in `add`.
+        start: Flat index of the first element in the tensor.
+        index: dtype of the indices to return.
 
     Returns:
-        As `diff`, the indices into the whole tensor and of dtype `index`; as `add`.
+        Flat indices in the whole tensor, steps, and what `add` returns.
     """
     mask, largest = np.array(bounds, np.uint64)
     all_bits = np.uint64((1 << 8 * bits_N.itemsize) - 1)
@@ -371,11 +387,11 @@ def advance(
 
 
 Steps = tuple[np.ndarray, np.ndarray]
-"""Flat indices, ascending, and steps."""
+"""Flat indices, in ascending order, and steps."""
 
 
 def _rows(old_N: np.ndarray, new_N: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """What `_diff` finds, so many rows at a time: their first element, offsets, steps, and where each row's begin."""
+    """Yield what `_diff` finds, up to `_ROWS` rows at a time: first element, offsets, steps, and each row's first change."""
     offset_RP, step_RP = _scratch(old_N.dtype)
     for first in range(0, old_N.size, _ROWS * _ROW):
         count_R = np.empty(min(_ROWS, -(-(old_N.size - first) // _ROW)), np.int64)
@@ -384,7 +400,10 @@ def _rows(old_N: np.ndarray, new_N: np.ndarray) -> Iterator[tuple[int, np.ndarra
 
 
 def _room(count: int, dtype: np.dtype) -> np.ndarray:
-    """An array, cut out of a piece of memory that has huge pages; a small one by itself has many, each to be cleared."""
+    """Return an array, cut out of a piece of memory that has huge pages.
+
+    An array of its own would have many small pages, each of which the system clears first.
+    """
     size = -(-count * dtype.itemsize // 64) * 64
     if _kept.left.size < size:
         _kept.left = np.empty(max(_PIECE, size), np.uint8)
@@ -401,10 +420,10 @@ def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
 
 
 def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Rows for what `_diff` and `_add` find."""
+    """Return the thread's rows for `_diff` and `_add`: offsets, and bit patterns of this dtype."""
     if dtype not in _kept.rows:
-        # 64 more than a row has: room for what is written where nothing changed, and rows whose beginnings are a power of
-        # two apart would share the same lines of a cache.
+        # 64 more than `_ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
+        # would compete for the same cache lines.
         shape = (_ROWS, _ROW + 64)
         _kept.rows[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype)
     return _kept.rows[dtype]
@@ -413,11 +432,18 @@ def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
 def add(
     key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, bounds: tuple[int, int], start: int = 0
 ) -> tuple[int, bool]:
-    """Add steps at positions `index_K` of `bits_N`, which is mutated: a tensor's elements from flat index `start` on.
+    """Add steps to elements of a tensor.
+
+    Args:
+        key: Fingerprint key of the tensor.
+        bits_N: Bit patterns of consecutive elements; mutated.
+        index_K: Positions in `bits_N`, distinct.
+        step_K: What to add at each position, modulo 2**width.
+        bounds: A mask, and the largest masked bit pattern that is not reported.
+        start: Flat index of the first element in the tensor.
 
     Returns:
-        As `reference.scatter`, what that adds to the fingerprint; whether a new bit pattern, masked by the first of
-        `bounds`, is above the second.
+        What this adds to the tensor's fingerprint, modulo 2**64, and whether a new masked bit pattern exceeds the bound.
     """
     mask, largest = np.array(bounds, np.uint64)
     _, room_RP = _scratch(bits_N.dtype)
@@ -427,7 +453,7 @@ def add(
 
 
 def _from(key: int, start: int) -> np.uint64:
-    """The key of elements from flat index `start` on, as if they were a tensor."""
+    """Return the key under which elements from flat index `start` on hash as if that index were 0."""
     return np.uint64((key + start * int(_I)) % (1 << 64))
 
 
@@ -443,17 +469,17 @@ def prepare(
 
 @functools.cache
 def warm_up(bits: np.dtype, index: np.dtype) -> None:
-    """Compile `swap_by` for these types, or load it, so that no commit waits for it."""
+    """Compile `swap_by` for these dtypes, or load it from the cache, so that no commit waits for it."""
     with threads(1):
         _swap(np.empty((0, 4), np.int64), np.empty(0, bits), np.empty(0, index))
 
 
 SwapTable = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""Calls of `_swap`, one for all writes of the same types."""
+"""Arguments of calls of `_swap`: one call for all writes of the same dtypes."""
 
 
 def swap_table(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> SwapTable:
-    """What `swap_by` needs to exchange the values of these writes, as `reference.swap` has them; they must outlive it."""
+    """Return what `swap_by` needs to do `reference.swap` of these writes. Their arrays must outlive it."""
     alike: dict[tuple[np.dtype, np.dtype], list[tuple[int, int, int, int]]] = {}
     for dest, dest_index_K, value_K in writes:
         chunks = alike.setdefault((value_K.dtype, dest_index_K.dtype), [])
@@ -468,7 +494,7 @@ def swap_table(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> S
 
 
 def swap_by(table: SwapTable) -> int:
-    """As `reference.swap`; nothing is allocated here, so that nothing fails halfway."""
+    """As `reference.swap`, from a table. Nothing is allocated here, so nothing fails halfway."""
     check = 0
     for call in table:
         with threads(len(call[0])):

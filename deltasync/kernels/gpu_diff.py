@@ -1,17 +1,19 @@
-"""Which elements of many tensors on a GPU differ from their shadows there, brought to the host: Triton over tables.
+"""Compare many tensors on a GPU with their shadows there, and bring the changes to the host: Triton over tables.
 
-Tensors are compared in groups of up to `groups.GROUP` elements, each with the same few launches however many tensors it has:
+Tensors are compared in groups of up to `groups.GROUP` elements. Each group takes the same few launches, however many tensors
+it has:
 
-    _mark      reads both tensors of each row of a table once; a bit for each element that differs, a count for each block
-    cumsum     where the changes of each block go
-    _compact   goes to the marked elements alone: index and step of each into one buffer, its new bits into the shadow
-    copy       that buffer to pinned memory, on a stream of its own, while the next group is compared
+    _mark      reads both tensors of each row of a table once; writes a bit for each element that differs, and the number of
+               changes of each block
+    cumsum     finds where the changes of each block go
+    _compact   visits only the marked elements; writes index and step of each into a buffer, and its new bits into the shadow
+    copy       moves the buffer to pinned memory, on a stream of its own, while the next group is compared
 
-Nothing waits for the device before `Diff.finish`, which waits once. A buffer holds as many changes as were expected; what
-does not fit is found by comparing that group once more, because the shadow already has what did fit. So the memory that all
-this takes beside the shadows is bounded, whatever changed (`groups.GROUP` / 8 bytes of marks, two `groups.BUFFER_BYTES`).
+Nothing waits for the device before `Diff.finish`, which waits once. A buffer has room for somewhat more changes than are
+expected. If there are even more, the group is compared again; the shadow already has those that did fit. So device memory
+beside the shadows is bounded, whatever changed: `groups.GROUP` / 8 bytes of marks and two `groups.BUFFER_BYTES`.
 
-Kernels see the bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
+Kernels see bit patterns as unsigned integers. N elements, K changed, B blocks, W words of 32 marks, T rows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import triton.language as tl
 from deltasync.kernels import groups
 from deltasync.tensors import index_dtype
 
-_WORDS = 1024  # of marks per program of `_compact`
+_WORDS = 1024  # words of marks per program of `_compact`
 _ALIGNED_BYTES = 16
 
 _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
@@ -36,7 +38,7 @@ _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 @triton.jit
 def _bfloat16_bits(bits):
-    """float32 bit patterns rounded to nearest even. In integers: hardware and torch disagree on what a NaN becomes."""
+    """Round float32 bit patterns to nearest even. In integers, because hardware and torch disagree on what a NaN becomes."""
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
@@ -44,7 +46,7 @@ def _bfloat16_bits(bits):
 
 @triton.jit
 def _popcount(bits):
-    """Ones in each of 32-bit words; LLVM knows this form as one instruction."""
+    """Count the ones in each 32-bit word. LLVM recognizes this form as one instruction."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
@@ -73,7 +75,7 @@ def _mark(
     word = tl.arange(0, BLOCK // 32)
     bit = tl.arange(0, 32)
     at = word[:, None] * 32 + bit[None, :]
-    if left >= BLOCK:  # without a mask loads are as wide as they can be
+    if left >= BLOCK:  # loads without a mask are the widest
         old = tl.load(old_ptr + at)
         new = tl.load(new_ptr + at)
     else:
@@ -106,13 +108,13 @@ def _compact(
     count = _popcount(marks)
     block = tl.program_id(0) * (WORDS * 32 // BLOCK)
     k = tl.load(end_ptr + block - 1, block > 0, other=0) + tl.cumsum(count, axis=0) - count
-    # Marks end where their row does, so that they alone say what may be read.
+    # No mark lies beyond the end of its row, so a mark is enough to know that an element may be read.
     marked = marks != 0
     entry_ptr = table_ptr + tl.load(row_ptr + word // (BLOCK // 32), marked, other=0).to(tl.int64) * 4
     base = (word - tl.load(entry_ptr + 2, marked, other=0) * (BLOCK // 32)) * 32
     old_ptr = tl.load(entry_ptr, marked, other=0).to(tl.pointer_type(OLD)) + base
     new_ptr = tl.load(entry_ptr + 1, marked, other=0).to(tl.pointer_type(NEW)) + base
-    for _ in range(tl.max(count, axis=0)):  # the lowest mark that is left in each word
+    for _ in range(tl.max(count, axis=0)):  # each turn takes the lowest mark left in each word
         bit = _popcount((marks & (0 - marks)) - 1)
         taken = (marks != 0) & (k < capacity)
         old = tl.load(old_ptr + bit, taken, other=0)
@@ -128,7 +130,7 @@ def _compact(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    """A piece of a tensor: its name, where the piece starts in it, its shadow and its new bits, and changes expected."""
+    """A piece of a tensor: the tensor's name, the piece's first index in it, its shadow, new bits and expected changes."""
 
     name: str
     start: int
@@ -142,12 +144,12 @@ class _Row:
 
 
 _Kind = tuple[int, int, bool]
-"""Bytes of an element of the shadow and of the new tensor, and whether both are aligned: one kernel compares one kind."""
+"""Bytes of an element of the shadow and of the new tensor, and whether both are aligned. A launch takes one kind."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Rows that wait, of one kind."""
+    """Rows of one kind that wait to be compared."""
 
     rows: list[_Row] = dataclasses.field(default_factory=list)
     blocks: int = 0
@@ -159,7 +161,7 @@ class _Group:
 
 @dataclasses.dataclass(slots=True)
 class _Launched:
-    """A group under way: its rows, where each ends in blocks, and, once the copy is done, what changed, in pinned memory."""
+    """A launched group: its rows, where each ends in blocks, and in `host`, pinned, what changed, once the copy is done."""
 
     rows: Sequence[_Row]
     aligned: bool
@@ -169,7 +171,7 @@ class _Launched:
     host: torch.Tensor
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Changes up to the end of each row, int64[T]; index_K and step_K of those that were taken, copied."""
+        """Return how many changes there are up to the end of each row, int64[T]; index_K and step_K of those that fit."""
         ends, index_bytes, step_bytes = groups.layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
         last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
         taken = min(int(last_T[-1]), self.capacity)
@@ -179,7 +181,7 @@ class _Launched:
 
 
 class Diff:
-    """Compares tensors with shadows on one device, on the stream that is current there, and brings back what changed.
+    """Compares tensors with their shadows on one device, on its current stream, and brings the changes to the host.
 
     Args:
         device: A CUDA device, or the CPU through Triton's interpreter.
@@ -192,7 +194,7 @@ class Diff:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was added and not finished; the shadows of that hold neither old nor new bits."""
+        """See `DeviceDiff.drop`."""
         self._open: dict[_Kind, _Group] = {}
         self._launched: list[_Launched] = []
         self._buffers: list[torch.Tensor | None] = [None, None]
@@ -200,17 +202,17 @@ class Diff:
         self._names: dict[str, int] = {}
 
     def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor with its shadow, now or when a group is full. Both have to stay until `finish`.
+        """Compare a tensor with its shadow, when its group is full or in `finish`. Both must stay until `finish` returns.
 
         Args:
-            name: The tensor's.
-            shadow_N: Signed view of the last published bits. Mutated: once finished it holds the new bits.
-            new_N: The weights: float32 for a bfloat16 shadow, rounded to nearest even (a NaN keeps its sign and the upper
-                bits of its payload, and becomes quiet); otherwise a signed view of the shadow's own dtype.
-            expected: How many elements may have changed; more of them take a second comparison.
+            name: Name of the tensor.
+            shadow_N: Signed view of the last published bits. Mutated: after `finish` it holds the new bits.
+            new_N: The weights. For a bfloat16 shadow they may be float32, which is rounded to nearest even; a NaN keeps its
+                sign and the upper bits of its payload, and becomes quiet. Otherwise a signed view of the shadow's dtype.
+            expected: Number of elements that are expected to have changed. Many more take another comparison.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for a group. What was added is to be dropped.
+            torch.OutOfMemoryError: the device has no memory for a group. The caller has to call `drop`.
         """
         if new_N.dtype == torch.float32:
             new_N = new_N.view(torch.int32)
@@ -230,10 +232,10 @@ class Diff:
             start = stop
 
     def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Wait, once unless more changed than was expected, for all that was added.
+        """Wait until all tensors that were added are compared: once, unless more changed than was expected.
 
         Returns:
-            By name, of the tensors that changed, `reference.diff` of the shadow before and after.
+            `reference.diff` of the shadow before and after, by name, for the tensors that changed.
 
         Raises:
             torch.OutOfMemoryError: as `add`.
@@ -258,7 +260,7 @@ class Diff:
         return joined
 
     def _launch(self, rows: Sequence[_Row], aligned: bool, wanted: int | None = None) -> None:
-        """Compare a group. Everything is allocated before the first write to a shadow."""
+        """Launch the comparison of a group. Everything is allocated before the first write to a shadow."""
         with torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext():
             self._launch_here(rows, aligned, wanted)
 
@@ -288,7 +290,7 @@ class Diff:
         self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host))
 
     def _tables(self, rows: Sequence[_Row], end_T: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table of the rows, int64[T, 4], and the row of each block, int32[B], by one copy to the device."""
+        """Copy to the device, at once, the table of the rows, int64[T, 4], flat, and the row of each block, int32[B]."""
         blocks_T = np.diff(end_T, prepend=0)
         table = np.array([(row.shadow.data_ptr(), row.new.data_ptr(), 0, row.shadow.numel()) for row in rows], np.int64)
         table[:, 2] = end_T - blocks_T
@@ -300,7 +302,7 @@ class Diff:
         return there[:size].view(torch.int64), there[size:].view(torch.int32)
 
     def _buffer(self, size: int) -> tuple[int, torch.Tensor]:
-        """One of two buffers on the device, in turn; what comes next on the current stream waits until it was copied."""
+        """Return the next of two buffers on the device. The current stream waits until its last contents are copied."""
         number = len(self._launched) % 2
         buffer = self._buffers[number]
         if (event := self._free[number]) is not None:
@@ -321,7 +323,7 @@ class Diff:
 
 
 def _join(pieces: list[tuple[int, np.ndarray, np.ndarray]], element_count: int) -> tuple[np.ndarray, np.ndarray]:
-    """A tensor's changes from those of its pieces, each with its start; of one piece those found first come first."""
+    """Join the changes of a tensor's pieces, given with their first indices. Those of a piece stay in the order found."""
     dtype = index_dtype(element_count)
     pieces.sort(key=lambda piece: piece[0])
     index = [at_K.astype(dtype, copy=False) + dtype.type(start) if start else at_K for start, at_K, _ in pieces]

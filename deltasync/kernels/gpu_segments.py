@@ -1,8 +1,8 @@
-"""Kernels over tables of segments in Triton: prepare, swap and fingerprint, each a launch for all segments of a kind.
+"""Kernels over tables of segments in Triton: prepare, swap and fingerprint, with one launch for all segments of a kind.
 
-What a segment is, a kernel reads out of the table (see `table`); so the number of launches does not depend on how many there
-are. Kernels see the bit patterns as unsigned integers, and every offset as int64. Each program writes its partial sums of
-fingerprints, which the host adds modulo 2**64, so that nothing depends on atomics and every result is reproducible.
+A kernel reads from the table (see `table`) what a segment is, so the number of launches does not depend on the number of
+segments. Kernels see bit patterns as unsigned integers, and every offset as int64. Each program writes its partial sums,
+which the host adds modulo 2**64. So there are no atomics, and every result is reproducible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltasync.kernels.table import Entry, Kind, Table
 
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _AT = {4: tl.int32, 8: tl.int64}
-_READ_BLOCK = 1024  # elements in flight in a program that reads a row of `table.STREAM_BLOCK`; 64 registers of each thread
+_READ_BLOCK = 1024  # elements that a program reads at once from a row of `table.STREAM_BLOCK`; 64 registers per thread
 
 _DEST, _KEY, _OFFSET, _DIMS, _AT_COLUMN, _VALUE, _ABSOLUTE, _LAYOUT, _COLUMNS, _ROW = (
     tl.constexpr(column)
@@ -39,7 +39,7 @@ _DEST, _KEY, _OFFSET, _DIMS, _AT_COLUMN, _VALUE, _ABSOLUTE, _LAYOUT, _COLUMNS, _
     )
 )
 
-# Nothing is specialized on values or alignment: a commit must not meet a compilation that `warm_up` has not done.
+# Nothing is specialized on values or alignment: a commit must not have to compile what `warm_up` has not compiled.
 _swap_arguments = ["segment_ptr", "row_ptr", "check_ptr"]
 _prepare_arguments = ["segment_ptr", "row_ptr", "added_ptr", "check_ptr"]
 _fingerprint_arguments = ["segment_ptr", "row_ptr", "added_ptr"]
@@ -66,7 +66,7 @@ def _weighted(at, bits):
 
 @triton.jit
 def _index(segment, at):
-    """Checkpoint indices of positions in a segment's memory, and whether there is an element and no gap."""
+    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
     index = at * 0 + tl.load(segment + _OFFSET)
     rest = at
     inside = at >= 0
@@ -134,7 +134,7 @@ def _fingerprint(segment_ptr, row_ptr, added_ptr, BITS: tl.constexpr, BLOCK: tl.
 
 
 def prepare(of: Table) -> None:
-    """Turn the values of a table into new bits; its sums say what that adds to fingerprints, and what `swap` will find."""
+    """See `SegmentKernels.prepare`."""
     for kind in of.kinds:
         added, check = (_sums(of, which, kind) for which in (0, 1))
         arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], added, check)
@@ -142,10 +142,7 @@ def prepare(of: Table) -> None:
 
 
 def swap(of: Table) -> None:
-    """Exchange the values of a table with live memory; a second call brings everything back.
-
-    Returns once it is launched. If it raised, nothing was exchanged.
-    """
+    """See `SegmentKernels.swap`."""
     launched: list[Kind] = []
     try:
         for kind in of.kinds:
@@ -163,7 +160,7 @@ def _swap_kind(of: Table, kind: Kind) -> None:
 
 
 def fingerprint(of: Table) -> None:
-    """Sum the fingerprints of all elements of the segments of a table without positions."""
+    """See `SegmentKernels.fingerprint`."""
     for kind in of.kinds:
         arguments = (of.segment_SC, of.row_RC[kind.first : kind.last], _sums(of, 0, kind))
         _launch(_fingerprint, kind, arguments, _BITS[kind.bits], _READ_BLOCK, num_warps=8)
@@ -174,14 +171,14 @@ def _sums(of: Table, which: int, kind: Kind) -> torch.Tensor:
 
 
 def _launch(kernel: Any, kind: Kind, arguments: tuple[torch.Tensor, ...], *constants: Any, **options: Any) -> None:
-    """Triton launches on the current device, which need not be the tensors'. Its interpreter takes tensors of the host."""
+    """Launch a kernel on the tensors' device; Triton would take the current one. Its interpreter takes host tensors."""
     device = arguments[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(kind.last - kind.first,)](*arguments, *constants, **options)
 
 
 class _Anywhere:
-    """Room for the tables of `warm_up`."""
+    """Allocates the tables of `warm_up`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -195,9 +192,9 @@ class _Anywhere:
 
 @functools.cache
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile all of this for signed views of this dtype, once per process.
+    """Compile the kernels for signed views of this dtype, once per process.
 
-    It costs seconds that a commit would otherwise spend; Triton keeps what it compiled on disk, for later processes.
+    This takes seconds, which a commit would spend otherwise. Triton keeps what it compiled on disk, for later processes.
     """
     dest = torch.zeros(1, dtype=dtype, device=device)
     room = _Anywhere(device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 BLOCK = 4096
-"""Elements that one program compares: enough loads in flight for streaming, and a multiple of the 32 marks of a word."""
+"""Elements that one program compares: enough loads in flight to stream, and a multiple of the 32 marks of a word."""
 
 GROUP = 1 << 28
-"""Most elements that are compared together, by the same few launches."""
+"""Most elements that the same few launches compare."""
 
 BUFFER_BYTES = 48 << 20
 """Largest buffer for the changes of a group. There are two buffers."""
@@ -15,13 +15,13 @@ SPARE = 1.25
 """Factor on the expected number of changes, for the room of a buffer."""
 
 LEAST = 4096
-"""Changes added to that."""
+"""Changes that a buffer has room for in addition."""
 
 _ALIGNED_BYTES = 16
 
 
 def layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
-    """Return the sizes of a buffer's parts in bytes: where the changes of each block end, indices, steps.
+    """Return the bytes of a buffer's three parts: where the changes of each block end, indices, steps.
 
     Args:
         blocks: Number of blocks in the group.
@@ -35,11 +35,18 @@ def layout(blocks: int, capacity: int, width: int) -> tuple[int, int, int]:
 
 
 def capacity(elements: int, blocks: int, wanted: int, width: int) -> int:
-    """Return how many changes of a group its buffer has room for, of `wanted` ones."""
+    """Return how many changes the buffer of a group gets room for: `wanted`, if they fit.
+
+    Args:
+        elements: Number of elements in the group.
+        blocks: Number of blocks in the group.
+        wanted: Number of changes to make room for.
+        width: Bytes of an element.
+    """
     ends, _, _ = layout(blocks, 0, width)
     return max(1, min(wanted, elements, (BUFFER_BYTES - ends) // (4 + width)))
 
 
 def may_come(expected: float) -> int:
-    """Return the number of changes to make room for if `expected` are expected."""
+    """Return how many changes to make room for if `expected` are expected."""
     return int(SPARE * expected) + LEAST

@@ -1,4 +1,4 @@
-"""Instructions that the kernels need and numba does not offer, written in LLVM's terms."""
+"""Instructions that the kernels need and numba does not offer, as LLVM IR."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prefetch(_context, array, at):
 
 @intrinsic
 def differing_lanes(_context, _left, _right, _at):
-    """Return which of the 64 elements from `at` on differ between two arrays: a bit each, the lowest for the first."""
+    """Return which of the 64 elements from `at` on differ between two arrays: a bit each, the lowest for element `at`."""
 
     def generate(context, builder, signature, arguments):
         lanes = []
@@ -60,10 +60,10 @@ WINDOW = 32
 
 @intrinsic
 def lanes_time(_context, bits, at, count, shift, mask, first, hazard_W):
-    """Sum the hazards of `count` elements, at most `LANES`, from `at` on; their classes are (bits >> shift) & mask.
+    """Sum the hazards of `count` elements from `at` on, at most `LANES`. Their classes are (bits >> shift) & mask.
 
     `hazard_W` has the hazards, int32, of the `WINDOW` classes from `first` on. Returns -1 if a class is none of these, if
-    fewer than `LANES` elements are left, or if this CPU has no AVX-512.
+    the array has fewer than `LANES` elements from `at` on, or if this CPU has no AVX-512.
     """
     i32, i64, flags = ir.IntType(32), ir.IntType(64), ir.IntType(LANES)
     lanes = ir.VectorType(i32, LANES)

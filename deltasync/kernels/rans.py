@@ -1,16 +1,16 @@
-"""The streams of the entropy coder. `coder` writes and reads them; `tests/coder_reference.py` does so in plain Python.
+"""The streams of the entropy coder. `coder` writes and reads them, and so does `tests/coder_reference.py` in plain Python.
 
-A block of changed elements is one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540): a state x of 64 bits,
-at least 2**32 between symbols, renormalised by 32-bit words. Decoding a symbol that owns the slots [start, start + freq) of
-2**bits takes
+The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). Its state x has 64 bits, is
+at least 2**32 between symbols, and is renormalised by 32-bit words. To decode a symbol that owns the slots
+[start, start + freq) of 2**bits:
 
     slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32: x = x << 32 | next word
 
 The words of a stream are the initial state, low half first, then the further words in the order of reading. After the last
-symbol x is 2**32 and no word is left, which a reader checks. Encoding does the same backwards.
+symbol x is 2**32 and no word is left, which a reader checks. Encoding does the inverse, from the last symbol to the first.
 
-Numbers (gaps, steps) are coded as a bucket, drawn from a static table of 2**12 slots, and the bits below the bucket's
-leading ones, each group of them a uniform symbol of as many bits.
+A number (a gap or a step) is coded as a symbol by a static table of 2**12 slots, which gives its leading bits, and extra
+bits, each group of which is a uniform symbol. `docs/format.md`, section 10, is normative.
 
 Shapes: N elements of a tensor, K changed ones, B blocks, C classes, T tables of S symbols.
 """
@@ -24,12 +24,12 @@ import numpy as np
 STATE_MIN = 1 << 32
 TABLE_BITS = 12
 
-# Hazards. An element changes with probability p; its hazard is -log2(1 - p) in units of 2**-20, and the sum of hazards
-# since the last change is the time at which the next one comes: after t units nothing has changed with probability
-# 2**-(t / 2**20), whatever the classes of the elements in between.
+# Hazards. The hazard of an element that changes with probability p is -log2(1 - p), in units of 2**-20. Time is the sum of
+# hazards since the last change. Nothing has changed up to time t with probability 2**-(t / 2**20), whatever the classes of
+# the elements in between.
 TIME_BITS = 28  # slots of the time distribution
 SEGMENT_BITS = 16  # it is linear over segments of 2**16 units, a sixteenth of a halving
-SEGMENTS = 64  # four halvings; for a later change, "nothing yet" is coded, and time goes on from there
+SEGMENTS = 64  # four halvings; before a later change the symbol "nothing yet" is coded, and time continues from there
 TIME_END = SEGMENTS << SEGMENT_BITS
 LEVELS = 176  # hazard level q stands for floor(2**(q / 8)) units
 
@@ -51,13 +51,13 @@ HAZARD = np.array([_root(1 << level, 8) for level in range(LEVELS + 1)], np.int6
 
 
 class Blocks(NamedTuple):
-    """A tensor cut into blocks.
+    """The blocks of a tensor.
 
     Attributes:
-        base_B, end_B: First element of each block, and the one behind its last.
+        base_B, end_B: First element of each block, and one past its last.
         bound_B: Number of the first change of each block, and the number of all changes; shape B + 1.
         width, stride: The elements of a block are runs of `width`, one every `stride` elements; by default they are one run.
-        across: Number of blocks that lie side by side, so that the runs of one follow those of its neighbour.
+        across: Number of blocks that lie side by side: their runs alternate in memory.
     """
 
     base_B: np.ndarray
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, element_count: int, block_elements: int, bound_B: np.ndarray, first: int = 0) -> Self:
-        """Return the blocks of a tensor from number `first` on, as many as `bound_B` is for."""
+        """Return blocks of `block_elements` consecutive elements, from block `first` on, as many as `bound_B` is for."""
         base_B = np.arange(first, first + bound_B.size - 1, dtype=np.int64) * block_elements
         return cls(base_B, np.minimum(base_B + block_elements, element_count), bound_B)
 
@@ -101,7 +101,7 @@ class Tables(NamedTuple):
         symbols = np.arange(freq_TS.shape[1], dtype=np.uint8)
         start_TS = np.cumsum(freq_TS, axis=1, dtype=np.uint32) - freq_TS
         inverse_TS = np.uint64(2**64 - 1) // np.maximum(freq_TS, 1).astype(np.uint64)
-        # 2**64 - 1 was divided instead of 2**64: the results differ where freq is a power of two.
+        # This divided 2**64 - 1, not 2**64; the results differ where freq is a power of two.
         inverse_TS += (freq_TS > 1) & (freq_TS & (freq_TS - np.uint32(1)) == 0)
         return cls(freq_TS, start_TS, inverse_TS, np.stack([np.repeat(symbols, freq_S) for freq_S in freq_TS]))
 

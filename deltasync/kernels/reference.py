@@ -1,4 +1,4 @@
-"""The kernels in plain numpy: what every other implementation must equal."""
+"""The kernels in plain numpy. Every other implementation must give the same results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each (index, bit pattern) under `key`, uint64[K]: splitmix64's finalizer of their mix."""
+    """Return a hash of each (index, bit pattern) under `key`, uint64[K]: splitmix64's finalizer of a linear combination."""
     with np.errstate(over="ignore"):
         z = np.uint64(key) + index_K.astype(np.uint64) * INDEX_STEP + bits_K.astype(np.uint64) * VALUE_STEP
         z = (z ^ (z >> np.uint64(30))) * MIX_1
@@ -47,7 +47,7 @@ def scatter(
         dest: Flat unsigned bit patterns of the destination memory.
         dest_index_K: Position of each element in `dest`; distinct.
         data_K: New bit patterns if `absolute`, else steps.
-        absolute: Whether `data_K` are new bit patterns.
+        absolute: Whether `data_K` holds new bit patterns.
         index_K: Flat checkpoint index of each element, for the fingerprint.
 
     Returns:
@@ -64,10 +64,11 @@ def scatter(
 def prepare(
     key: int, dest: np.ndarray, dest_index_K: np.ndarray, data_K: np.ndarray, absolute: bool, index_K: np.ndarray
 ) -> tuple[np.ndarray, int, int]:
-    """Compute what `scatter` with the same arguments would do; nothing is mutated.
+    """Compute what `scatter` with the same arguments would write. Nothing is mutated.
 
     Returns:
-        The new bit patterns, shape K, what the writes add to the fingerprint, and the checksum that `swap` will return.
+        The new bit patterns, shape K; what the writes add to the fingerprint, modulo 2**64; the checksum that `swap` will
+        return.
     """
     after = dest.copy()
     old_K, added = scatter(key, after, dest_index_K, data_K, absolute, index_K)
@@ -77,10 +78,11 @@ def prepare(
 def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
     """Exchange values with memory; a second call with the same writes restores everything.
 
-    This fails before the first write or not at all.
+    An implementation for live memory must leave it unchanged if it raises.
 
     Args:
-        writes: Memory, positions in it, and the values to put there; memory and values are mutated. No place comes twice.
+        writes: Memory, positions in it, and the values to put there. Memory and values are mutated. No position of a memory
+            occurs twice.
 
     Returns:
         A checksum of the values that were in memory, modulo 2**64.
@@ -95,7 +97,7 @@ def swap(writes: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> int:
 
 
 def _checksum(dest_index_K: np.ndarray, bits_K: np.ndarray) -> int:
-    """Sum the values weighted by odd numbers, so that every change of a single value changes the sum."""
+    """Sum the values, weighted by odd numbers, modulo 2**64. So every change of a single value changes the sum."""
     with np.errstate(over="ignore"):
         weight_K = np.uint64(2) * dest_index_K.astype(np.uint64) + np.uint64(1)
         return int((weight_K * bits_K.astype(np.uint64)).sum(dtype=np.uint64))

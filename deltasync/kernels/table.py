@@ -1,8 +1,8 @@
-"""Tables of segments in a device's memory: with one, a kernel works on any number of segments in one launch.
+"""Tables of segments in a device's memory. With a table, one launch of a kernel serves any number of segments.
 
-A table has a line for each segment: where its live memory lies, how positions there translate to checkpoint indices, and,
-where elements are to be written, their positions and values. A second list has a row for each program of a kernel: the
-segment, and which of its elements. Both lie in one buffer of the device, which the host fills by one copy.
+A table has a line for each segment: where its live memory lies, how positions there translate to checkpoint indices and,
+where elements are to be written, where their positions and values lie. It also has a row for each program of a kernel: the
+segment, and which of its elements. All of this lies in one buffer on the device, which the host fills by one copy.
 
 S segments, R rows, K elements of a segment to write.
 """
@@ -20,19 +20,19 @@ import torch
 from deltasync.tensors.fingerprint import MASK
 
 DEST, KEY, OFFSET, DIMS, AT, VALUE, ABSOLUTE, LAYOUT = range(8)
-"""Columns of a line: address of the live memory, the tensor's fingerprint key, checkpoint index of position 0, number of
-dimensions; addresses of the positions and of the values, whether the values are new bits; then the dimensions."""
+"""Columns of a line: address of the live memory, fingerprint key of the tensor, checkpoint index of position 0, number of
+dimensions, addresses of the positions and of the values, whether the values are new bits; then the dimensions."""
 
 _MOST_DIMS = 8
 COLUMNS = LAYOUT + 3 * _MOST_DIMS
-"""Length of a line; a dimension takes three: live stride, size, checkpoint stride."""
+"""Length of a line. A dimension takes three columns: live stride, size, checkpoint stride."""
 
 ROW = 3
-"""Length of a row: the segment, its first element, how many."""
+"""Length of a row: number of the segment, first element, number of elements."""
 
 SCATTER_BLOCK = 1024
 STREAM_BLOCK = 1 << 16
-"""Elements of a row: of those to write, and of a segment's span to read."""
+"""Most elements of a row: `SCATTER_BLOCK` of those to write, or `STREAM_BLOCK` of a segment's memory to read."""
 
 _ALIGNED = 16
 
@@ -44,10 +44,10 @@ class Entry:
     Attributes:
         key: Fingerprint key of the tensor.
         dest: The live memory, flat, gaps included; a signed view.
-        offset, layout: As `Segment` has them: checkpoint index of the first element, and its dimensions.
-        at_K: Positions in `dest`, distinct; int32 or int64. None where all of the segment is meant.
-        value_K: For each of them the new bits, unsigned, or what to add to the old ones.
-        absolute: Whether they are new bits.
+        offset, layout: `Segment.offset`, the checkpoint index of the first element, and `Segment.layout()`.
+        at_K: Positions in `dest`, distinct; int32 or int64. None for the whole segment.
+        value_K: New bits of each position, unsigned, or what to add to the old ones.
+        absolute: Whether `value_K` holds new bits.
     """
 
     key: int
@@ -60,13 +60,19 @@ class Entry:
 
     @property
     def element_count(self) -> int:
-        """Elements that a kernel visits."""
+        """Number of elements that a kernel visits."""
         return self.dest.numel() if self.at_K is None else self.at_K.size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """Rows that one launch serves: those of elements and positions of one width each, in bytes."""
+    """Rows that one launch serves.
+
+    Attributes:
+        bits: Bytes of an element.
+        at: Bytes of a position; 0 without positions.
+        first, last: The first row, and the one past the last.
+    """
 
     bits: int
     at: int
@@ -75,32 +81,32 @@ class Kind:
 
 
 class Room(Protocol):
-    """Where a table goes."""
+    """Allocates the memory of tables."""
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Bytes on the host that the device reads fast."""
+        """Allocate bytes on the host that the device reads fast."""
 
     def allocate(self, size_bytes: int, purpose: str) -> torch.Tensor:
-        """Bytes on the device."""
+        """Allocate bytes on the device."""
 
 
 class Table:
     """Segments of one device, in its memory.
 
     Args:
-        entries: The segments, one at least and none empty; all with positions, or none.
-        room: Where it goes. One copy is begun on the current stream.
-        purpose: For the room to tell tables apart.
+        entries: The segments, at least one and none empty. Either all have positions or none has.
+        room: Allocates the table. One copy to the device is begun on the current stream.
+        purpose: Name by which the room tells tables apart.
 
     Attributes:
-        entries: The segments, by width of their elements.
-        order: Where each entry was among those given.
+        entries: The segments, sorted by width of their elements and positions.
+        order: Index of each of `entries` among those given.
         first_S: The first row of each of `entries`.
         segment_SC, row_RC: The lines and the rows, on the device.
         sum_2R: Two sums of each row, on the device: what the fingerprint gains, and the checksum of old values.
-        kinds: What takes a launch of its own.
-        changed: Elements to write.
-        nbytes: On the device.
+        kinds: The rows of each launch.
+        changed: Number of elements to write.
+        nbytes: Bytes on the device.
     """
 
     def __init__(self, entries: Sequence[Entry], room: Room, purpose: str) -> None:
@@ -132,7 +138,7 @@ class Table:
         return self._buffer[start : start + size_bytes].view(dtype)
 
     def writes(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
-        """Each entry with its positions and values on the device, a signed view."""
+        """Yield each entry with its positions and values on the device; the values are a signed view."""
         for number, entry in enumerate(self.entries):
             assert entry.at_K is not None and entry.value_K is not None
             at, value = self._starts[2 * number : 2 * number + 2]
@@ -144,7 +150,7 @@ class Table:
             )
 
     def gained(self) -> list[int]:
-        """What the fingerprint of each entry gains, in the order in which they were given. Waits for the device."""
+        """Return what the fingerprint gains by each entry, in the order given. Waits for the device."""
         sum_R = self.sum_2R[0].cpu().numpy().view(np.uint64)
         found = [0] * len(self.entries)
         for number, gained in zip(self.order, np.add.reduceat(sum_R, self.first_S).tolist(), strict=True):
@@ -152,13 +158,13 @@ class Table:
         return found
 
     def check(self) -> int:
-        """Checksum of what was in live memory. Waits for the device."""
-        # Summed on the host: with no memory left on the device, the exchange has still ended.
+        """Return the checksum of what was in live memory. Waits for the device."""
+        # Summed on the host: a device without free memory must not turn an exchange that has ended into an error.
         return int(self.sum_2R[1].cpu().numpy().view(np.uint64).sum(dtype=np.uint64)) & MASK
 
 
 def _rows(entries: Sequence[Entry]) -> np.ndarray:
-    """The rows of these entries, int64[R, ROW]."""
+    """Return the rows of these entries, int64[R, ROW]."""
     count_S = np.array([entry.element_count for entry in entries], np.int64)
     block_S = np.array([STREAM_BLOCK if entry.at_K is None else SCATTER_BLOCK for entry in entries], np.int64)
     rows_S = -(-count_S // np.maximum(block_S, 1))
@@ -176,7 +182,7 @@ def _kinds(kind_S: Sequence[tuple[int, int]], entry_R: np.ndarray) -> Iterator[K
 
 
 def _lines(entries: Sequence[Entry], addresses: Sequence[int]) -> np.ndarray:
-    """The lines of these entries, int64[S, COLUMNS]; `addresses` are those of their positions and values, in turn."""
+    """Return the lines of these entries, int64[S, COLUMNS]. `addresses` are those of their positions and values, in turn."""
     lines = np.zeros((len(entries), COLUMNS), np.int64)
     for number, entry in enumerate(entries):
         assert len(entry.layout) <= _MOST_DIMS

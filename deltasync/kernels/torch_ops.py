@@ -1,7 +1,7 @@
-"""Preparing, swapping and comparing in torch operations: any device, and the fallback where no kernel of its own exists.
+"""Prepare, swap, fingerprint and compare in torch operations, for devices that have no kernels of their own.
 
-torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as the reference's unsigned one;
-only shifts need a mask. The fingerprint's sum leaves the device as one number.
+torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as unsigned arithmetic in `reference`.
+Only shifts need a mask. Of fingerprints only sums leave the device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _INDEX_STEP, _VALUE_STEP, _MIX_1, _MIX_2 = (
 
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 right, filling with zeros."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def _widened(bits_K: torch.Tensor) -> torch.Tensor:
-    """A signed view of bit patterns as int64 of the unsigned ones."""
+    """Convert a signed view of bit patterns to the unsigned values, as int64."""
     width = 8 * bits_K.element_size()
     return bits_K.to(torch.int64) & ((1 << width) - 1 if width < 64 else -1)
 
@@ -45,7 +45,7 @@ def cell_hash(key: int, index_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Te
 
 
 def prepare(of: Table) -> None:
-    """As `gpu_segments.prepare`."""
+    """See `SegmentKernels.prepare`."""
     of.sum_2R.zero_()
     for row, (entry, positions_K, value_K) in zip(of.first_S, of.writes(), strict=True):
         at_K = positions_K.long()
@@ -58,8 +58,8 @@ def prepare(of: Table) -> None:
 
 
 def swap(of: Table) -> None:
-    """As `gpu_segments.swap`."""
-    # All that it takes is there before the first value is exchanged.
+    """See `SegmentKernels.swap`."""
+    # Everything is allocated before the first value is exchanged.
     writes = [(entry.dest, at_K.long(), value_K, entry.dest[at_K.long()]) for entry, at_K, value_K in of.writes()]
     of.sum_2R[1].zero_()
     for row, (_, at_K, _, old_K) in zip(of.first_S, writes, strict=True):
@@ -78,7 +78,7 @@ def swap(of: Table) -> None:
 
 
 def fingerprint(of: Table) -> None:
-    """As `gpu_segments.fingerprint`."""
+    """See `SegmentKernels.fingerprint`."""
     of.sum_2R.zero_()
     for row, entry in zip(of.first_S, of.entries, strict=True):
         for first in range(0, entry.dest.numel(), _READ_BLOCK):
@@ -88,7 +88,7 @@ def fingerprint(of: Table) -> None:
 
 
 def _index(entry: Entry, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checkpoint indices of positions in a segment's memory, and whether there is an element and no gap."""
+    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
     index, rest, inside = torch.full_like(at, entry.offset), at, at >= 0
     for live_stride, size, stride in entry.layout:
         coordinate = rest // live_stride
@@ -103,21 +103,21 @@ def _checksum(at_K: torch.Tensor, bits_K: torch.Tensor) -> torch.Tensor:
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Nothing to compile."""
+    """Do nothing: there is nothing to compile."""
 
 
 class Diff:
-    """As `gpu_diff.Diff`, tensor by tensor."""
+    """As `gpu_diff.Diff`, but compares each tensor at once, by itself."""
 
     def __init__(self, device: torch.device) -> None:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what was added and not finished."""
+        """See `DeviceDiff.drop`."""
         self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor with its shadow, which is mutated and then holds the new bits."""
+        """Compare a tensor with its shadow, which is mutated: it then holds the new bits. `expected` is ignored."""
         if new_N.dtype == torch.float32:
             new_N = new_N.to(torch.bfloat16).view(torch.int16)
         index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
@@ -128,7 +128,7 @@ class Diff:
         self._found[name] = index_K.to(index), step_K
 
     def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By name, of the tensors that changed, `reference.diff` of the shadow before and after."""
+        """See `DeviceDiff.finish`."""
         found = {name: (at.cpu().numpy(), step.cpu().numpy()) for name, (at, step) in self._found.items() if at.numel()}
         self.drop()
         return {name: (at_K, step_K.view(f"u{step_K.itemsize}")) for name, (at_K, step_K) in found.items()}
