@@ -34,9 +34,11 @@ The number is the exit code of the `deltasync` command for that class; 2 is a us
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import traceback
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -180,6 +182,15 @@ class AckTimeoutError(DeltaSyncError):
     """The version is published, but the replicas did not report serving it in time."""
 
     exit_code = 10
+
+
+@contextlib.contextmanager
+def undoing() -> Iterator[None]:
+    """Bring old weights back inside this context; an error there raises CommitError."""
+    try:
+        yield
+    except Exception as error:
+        raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error
 
 
 def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncError:

@@ -38,7 +38,7 @@ class SegmentKernels(Protocol):
     def swap(self, of: Table) -> None:
         """Exchange the values of a table with live memory; a second call restores everything.
 
-        This may return once the kernels are launched. If it raises, live memory is unchanged.
+        This may return once the kernels are launched. If it raises, live memory is unchanged, unless it raises CommitError.
         """
 
     def fingerprint(self, of: Table) -> None:

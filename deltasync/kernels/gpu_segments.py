@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltasync.errors import undoing
 from deltasync.kernels import reference, table
 from deltasync.kernels.table import Entry, Kind, Table
 
@@ -149,8 +150,9 @@ def swap(of: Table) -> None:
             _swap_kind(of, kind)
             launched.append(kind)
     except BaseException:
-        for kind in launched:
-            _swap_kind(of, kind)
+        with undoing():
+            for kind in launched:
+                _swap_kind(of, kind)
         raise
 
 

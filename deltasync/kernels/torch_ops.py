@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deltasync.errors import undoing
 from deltasync.kernels import reference
 from deltasync.kernels.table import Entry, Table
 from deltasync.tensors import index_dtype
@@ -72,8 +73,9 @@ def swap(of: Table) -> None:
         for _, _, value_K, old_K in writes:
             value_K.copy_(old_K)
     except BaseException:
-        for dest, at_K, _, old_K in writes[:begun]:
-            dest.index_copy_(0, at_K, old_K)
+        with undoing():
+            for dest, at_K, _, old_K in writes[:begun]:
+                dest.index_copy_(0, at_K, old_K)
         raise
 
 

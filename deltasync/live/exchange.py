@@ -1,18 +1,17 @@
 """The exchanges of new values with live memory that make up a commit. Each is its own undo log.
 
-A second exchange brings the old values back. An exchange that raises has exchanged nothing.
+A second exchange brings the old values back. An exchange that raises has exchanged nothing, unless it raises CommitError.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from deltasync import kernels
-from deltasync.errors import CommitError
+from deltasync.errors import undoing
 from deltasync.kernels.table import Table
 from deltasync.live.devices import Device
 from deltasync.live.segments import Segment, unsigned
@@ -128,12 +127,3 @@ class Copy:
             with undoing():
                 live.copy_(held)
             raise
-
-
-@contextlib.contextmanager
-def undoing() -> Iterator[None]:
-    """Bring old weights back inside this context; an error there raises CommitError."""
-    try:
-        yield
-    except Exception as error:
-        raise CommitError(f"A commit could not be undone, the weights are uncertain, reload them: {error}.") from error

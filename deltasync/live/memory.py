@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from deltasync import kernels
-from deltasync.errors import FingerprintMismatchError, StageError
+from deltasync.errors import FingerprintMismatchError, StageError, undoing
 from deltasync.live import staging
 from deltasync.live.devices import Device, device_of
-from deltasync.live.exchange import Copy, Swap, Target, undoing
+from deltasync.live.exchange import Copy, Swap, Target
 from deltasync.live.segments import Parts, Segment, combine, unsigned
 from deltasync.live.staging import DeviceStaging, HostStaging, Staged, Staging
 from deltasync.tensors import Patch, Region, TensorSpec, fingerprint, region_size, weight_bytes

@@ -69,6 +69,8 @@ class Shadow:
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
         self._before: dict[str, int] | None = None
+        self._moving: str | None = None  # the tensor whose bits may be neither the old nor the new ones
+        self._lost: str | None = None  # the tensor that `retreat` could not restore
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, int]:
@@ -152,7 +154,13 @@ class Shadow:
 
         Raises:
             ModelMismatchError: the stream holds other tensors, or other ranges of them.
+            CorruptDataError: an earlier one was interrupted where it could not be undone.
         """
+        if self._lost is not None:
+            raise CorruptDataError(
+                f"An interrupt came while {self._lost} was taken, and its published bits are not known any more. "
+                "Nothing was published; open another publisher with resume=True."
+            )
         self._before, self._taken = dict(self.fingerprints), {}
         seen: dict[str, TensorSpec] = {}
         self.with_nan = []
@@ -160,6 +168,7 @@ class Shadow:
             spec, start = seen[name], self.ranges[name][0]
             place = fingerprint.tensor_key(name), self.bits[name]
             with self.lock:
+                self._moving = name
                 if at_K is None:
                     index = index_dtype(spec.element_count)
                     index_K, step_K, gained, nan = kernels.cpu.advance(*place, data, nan_bounds(spec), start, index)
@@ -167,9 +176,11 @@ class Shadow:
                 else:
                     patch = Patch.steps(spec, at_K, data, start)
                     gained, nan = kernels.cpu.add(*place, at_K, data, nan_bounds(spec), start)
+                if patch.changed:
+                    self._taken[name] = patch  # errors until here leave the bits as they were; an interrupt may not
+                self._moving = None
                 if not patch.changed:
                     continue
-                self._taken[name] = patch  # what raised until here did not touch the bits
                 for snapshot in self._snapshots:
                     snapshot.note(patch)
             if nan:
@@ -199,13 +210,17 @@ class Shadow:
         yield from self._copies.rest()
 
     def retreat(self) -> None:
-        """Undo the last `advance`, whether it raised or not."""
+        """Undo the last `advance`, whether it raised or not. What an interrupt left half-way is noted in `_lost`."""
+        moving, self._moving = self._moving, None
         with self.lock:
             for name, patch in self._taken.items():
                 assert patch.index_K is not None
                 self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
                 for snapshot in self._snapshots:
                     snapshot.note(Patch(name, patch.index_K, np.negative(patch.data), absolute=False))
+        if moving is not None and self._before is not None:
+            place = fingerprint.tensor_key(moving), self.bits[moving], self.ranges[moving][0]
+            self._lost = moving if kernels.cpu.fingerprint(*place) != self._before[moving] else None
         if self._before is not None:
             self.fingerprints, self._before = self._before, None
         self._taken = {}

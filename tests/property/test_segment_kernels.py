@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltasync.errors import CommitError, StageError
 from deltasync.kernels import reference, segment_kernels, table, torch_ops
 from deltasync.kernels.table import Entry, Table
 from deltasync.live import Segment
@@ -183,9 +184,10 @@ def test_a_swap_whose_launch_fails_has_exchanged_nothing(
     kernels.prepare(of)
     number = iter(range(100))
 
-    def failing(original: Any) -> Any:
+    def failing(original: Any, from_then_on: bool = False) -> Any:
         def launch(*arguments: Any, **options: Any) -> Any:
-            if next(number) == fails:
+            at = next(number)
+            if at == fails or (from_then_on and at > fails):
                 raise RuntimeError("no launch")
             return original(*arguments, **options)
 
@@ -197,11 +199,14 @@ def test_a_swap_whose_launch_fails_has_exchanged_nothing(
         with pytest.raises(RuntimeError, match="no launch"):
             kernels.swap(of)
     assert not any(live.any() for live in lives)
+    number = iter(range(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing(getattr(owner, name), from_then_on=True))
+        with pytest.raises(CommitError if fails or kernels is torch_ops else RuntimeError):  # nothing to undo: as above
+            kernels.swap(of)
 
 
 def test_a_segment_that_overlaps_itself_is_refused() -> None:
-    from deltasync.errors import StageError
-
     live = torch.zeros(9, dtype=torch.int16)
     with pytest.raises(StageError, match="overlaps"):
         Segment(live.as_strided((2, 3), (2, 1)), (3, 1), 0).layout()

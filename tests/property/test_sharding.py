@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync import codec
-from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
 from deltasync.kernels import cpu
 from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
 from deltasync.publish.stream import TensorRange, range_of
@@ -170,3 +170,25 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
     shadow.retreat()
     assert shadow.fingerprints == before
     assert not any(bits.any() for bits in shadow.bits.values())
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_an_interrupt_that_cannot_be_undone_ends_publishing(touched: bool) -> None:
+    whole, specs = {"w": (0, 8)}, {"w": TensorSpec("w", "int16", (8,))}
+    old, new = ({"w": np.full(8, value, np.uint16)} for value in (0, 1))
+    shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
+    advance = cpu.advance
+
+    def interrupted(*arguments: Any) -> Any:
+        if touched:
+            advance(*arguments)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(cpu, "advance", interrupted), pytest.raises(KeyboardInterrupt):
+        shadow.advance(stream(specs, new, whole), "keep", 0)
+    shadow.retreat()
+    if touched:
+        with pytest.raises(CorruptDataError, match="An interrupt came while w was taken"):
+            shadow.advance(stream(specs, new, whole), "keep", 0)
+    else:
+        assert shadow.advance(stream(specs, new, whole), "keep", 0)["w"].changed == 8
