@@ -55,7 +55,7 @@ class DeviceDiff(Protocol):
         """Compare a tensor with its shadow, now or in `finish`; both must stay until then. See `gpu_diff.Diff.add`."""
 
     def finish(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Wait for the device. Return for each tensor that changed `reference.diff` of its shadow before and after."""
+        """Wait for the device. Return, by name of each changed tensor, `reference.diff` of its shadow before and after."""
 
     def drop(self) -> None:
         """Forget the tensors that were added and not finished. Their shadows may hold a mixture of old and new bits."""

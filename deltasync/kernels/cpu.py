@@ -283,7 +283,7 @@ def limit_threads(count: int) -> None:
 
 @functools.cache
 def threading_layer() -> str:
-    """Return numba's threading layer: `omp`, `tbb`, or `workqueue`, which kills a process whose threads use it at once."""
+    """Return numba's threading layer: `omp`, `tbb`, or `workqueue`, which ends the process if two threads use it."""
     _launch()
     return str(_threading_layer())
 

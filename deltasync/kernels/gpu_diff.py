@@ -171,7 +171,7 @@ class _Launched:
     host: torch.Tensor
 
     def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return how many changes there are up to the end of each row, int64[T]; index_K and step_K of those that fit."""
+        """Return how many changes end with each row, int64[T]; copies of index_K and step_K of those that fit."""
         ends, index_bytes, step_bytes = groups.layout(self.block_count, self.capacity, self.rows[0].shadow.element_size())
         last_T = self.host[:ends].view(torch.int32).numpy()[self.end_T - 1].astype(np.int64)
         taken = min(int(last_T[-1]), self.capacity)
@@ -290,7 +290,7 @@ class Diff:
         self._launched.append(_Launched(rows, aligned, end_T, blocks, capacity, host))
 
     def _tables(self, rows: Sequence[_Row], end_T: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy to the device, at once, the table of the rows, int64[T, 4], flat, and the row of each block, int32[B]."""
+        """Copy to the device, in one copy, the table of the rows, int64[T, 4], flat, and the row of each block, int32[B]."""
         blocks_T = np.diff(end_T, prepend=0)
         table = np.array([(row.shadow.data_ptr(), row.new.data_ptr(), 0, row.shadow.numel()) for row in rows], np.int64)
         table[:, 2] = end_T - blocks_T

@@ -1,7 +1,7 @@
 """Prepare, swap, fingerprint and compare in torch operations, for devices that have no kernels of their own.
 
 torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as unsigned arithmetic in `reference`.
-Only shifts need a mask. Of fingerprints only sums leave the device.
+Only shifts need a mask. Only the sums of fingerprints leave the device.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ class Diff:
         self._found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add(self, name: str, shadow_N: torch.Tensor, new_N: torch.Tensor, expected: int) -> None:
-        """Compare a tensor with its shadow, which is mutated: it then holds the new bits. `expected` is ignored."""
+        """Compare a tensor with its shadow, which is mutated: it then holds the new bits.
+
+        `expected` is ignored. torch rounds float32 to bfloat16, so NaN may get other bits than by `gpu_diff`.
+        """
         if new_N.dtype == torch.float32:
             new_N = new_N.to(torch.bfloat16).view(torch.int16)
         index_K = torch.nonzero(shadow_N != new_N).reshape(-1)
