@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numba import carray, get_num_threads, njit, prange, set_num_threads
@@ -30,6 +30,7 @@ _SWAP_CHUNK = 1 << 14
 
 # `_diff` collects the changes of `_ROW` elements in a row, so that offsets fit uint16, and fills up to `_ROWS` rows a call.
 _ROW, _ROWS = 1 << 16, 64
+_JOINED = 1 << 16  # changes that `_join` copies in one thread
 _PIECE = 8 << 20  # bytes that `_room` allocates at once and cuts up
 
 
@@ -37,7 +38,7 @@ class _Kept(threading.local):
     """State of a thread. It keeps the memory of `_scratch` and `_room`, because new memory is slow when first written."""
 
     def __init__(self) -> None:
-        self.rows: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
+        self.rows: dict[np.dtype, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.left = np.empty(0, np.uint8)
         self.others = 0  # see `beside`
 
@@ -100,77 +101,80 @@ def _fingerprint_runs(key, start_R, bits_RL):
     return total
 
 
-@kernel
-def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
-    """Find the changes from element `first` on, and write those of each `_ROW` elements into one row.
+@njit(inline="always")
+def _find(old_N, new_N, base, last, offset_P, step_P):
+    """Write the changes from element `base` to `last` into a row; return how many there are.
 
     The first two changes of 64 elements are written without a branch; if there is no change, the next one overwrites what
     was written. At 1 % density a branch would be mispredicted every second time.
     """
     one, last_lane = np.uint64(1), np.uint64(63)
+    found = 0
+    i = base
+    while i + 64 <= last:
+        changed = differing_lanes(old_N, new_N, i)
+        for _ in range(2):
+            at = i + np.int64(trailing_zeros(changed) & last_lane)
+            offset_P[found] = at - base
+            step_P[found] = new_N[at] - old_N[at]
+            found += changed != 0
+            changed &= changed - one
+        while changed:
+            at = i + np.int64(trailing_zeros(changed))
+            offset_P[found] = at - base
+            step_P[found] = new_N[at] - old_N[at]
+            found += 1
+            changed &= changed - one
+        i += 64
+    while i < last:
+        if old_N[i] != new_N[i]:
+            offset_P[found] = i - base
+            step_P[found] = new_N[i] - old_N[i]
+            found += 1
+        i += 1
+    return found
+
+
+@kernel
+def _diff(old_N, new_N, first, offset_RP, step_RP, count_R):
+    """Find the changes from element `first` on, and write those of each `_ROW` elements into one row."""
     for r in prange(count_R.size):
         base = first + r * _ROW
-        last = min(base + _ROW, old_N.size)
-        found = 0
-        i = base
-        while i + 64 <= last:
-            changed = differing_lanes(old_N, new_N, i)
-            for _ in range(2):
-                at = i + np.int64(trailing_zeros(changed) & last_lane)
-                offset_RP[r, found] = at - base
-                step_RP[r, found] = new_N[at] - old_N[at]
-                found += changed != 0
-                changed &= changed - one
-            while changed:
-                at = i + np.int64(trailing_zeros(changed))
-                offset_RP[r, found] = at - base
-                step_RP[r, found] = new_N[at] - old_N[at]
-                found += 1
-                changed &= changed - one
-            i += 64
-        while i < last:
-            if old_N[i] != new_N[i]:
-                offset_RP[r, found] = i - base
-                step_RP[r, found] = new_N[i] - old_N[i]
-                found += 1
-            i += 1
+        count_R[r] = _find(old_N, new_N, base, min(base + _ROW, old_N.size), offset_RP[r], step_RP[r])
+
+
+@kernel
+def _advance(key, start, bits_N, new_N, first, all_bits, mask, largest, offset_RP, step_RP, value_RP, count_R):
+    """As `_diff`; also add the steps to `bits_N`, while it is in the cache. `value_RP` is scratch."""
+    added, above = np.uint64(0), np.int64(0)
+    for r in prange(count_R.size):
+        base = first + r * _ROW
+        found = _find(bits_N, new_N, base, min(base + _ROW, bits_N.size), offset_RP[r], step_RP[r])
+        offset_C, step_C, value_C = offset_RP[r, :found], step_RP[r, :found], value_RP[r, :found]
+        for k in range(found):
+            at = np.uint64(base) + np.uint64(offset_C[k])
+            value_C[k] = bits_N[at] + step_C[k]
+            bits_N[at] = value_C[k]
+        # A separate loop, which the compiler vectorizes.
+        part, part_above, index = np.uint64(0), np.int64(0), start + np.uint64(base)
+        for k in range(offset_C.size):
+            new, at = np.uint64(value_C[k]), index + np.uint64(offset_C[k])
+            part += _cell(key, at, new) - _cell(key, at, (new - np.uint64(step_C[k])) & all_bits)
+            part_above += (new & mask) > largest
         count_R[r] = found
+        added += part
+        above += part_above
+    return added, above
 
 
 @kernel
 def _join(first, offset_RP, step_RP, start_R, index_K, step_K):
     for r in prange(start_R.size - 1):
-        base, low = first + r * _ROW, start_R[r]
-        for k in range(start_R[r + 1] - low):
-            index_K[low + k] = base + np.int64(offset_RP[r, k])
-            step_K[low + k] = step_RP[r, k]
-
-
-@kernel
-def _join_adding(key, first, offset_RP, step_RP, start_R, start, all_bits, mask, largest, bits_N, index_K, step_K):
-    """As `_join`, with indices from `start` on; also add the steps to `bits_N`. The step rows then hold the new bits."""
-    added, above = np.uint64(0), np.int64(0)
-    for r in prange(start_R.size - 1):
-        base, low, high = np.uint64(first + r * _ROW), start_R[r], start_R[r + 1]
+        base, low, high = first + r * _ROW, start_R[r], start_R[r + 1]
         index_C, step_C = index_K[low:high], step_K[low:high]
-        offset_C, new_C = offset_RP[r, : high - low], step_RP[r, : high - low]
         for k in range(index_C.size):
-            if k + _AHEAD < index_C.size:
-                prefetch(bits_N, base + np.uint64(offset_C[k + _AHEAD]))
-            at = base + np.uint64(offset_C[k])
-            index_C[k] = start + at
-            step_C[k] = new_C[k]
-            new_C[k] += bits_N[at]
-            bits_N[at] = new_C[k]
-        # A separate loop, which the compiler vectorizes.
-        part, part_above = np.uint64(0), np.int64(0)
-        for k in range(index_C.size):
-            new = np.uint64(new_C[k])
-            part += _cell(key, index_C[k], new) - _cell(key, index_C[k], (new - np.uint64(step_C[k])) & all_bits)
-            part_above += (new & mask) > largest
-        added += part
-        above += part_above
-    return added, above
+            index_C[k] = base + np.int64(offset_RP[r, k])
+            step_C[k] = step_RP[r, k]
 
 
 @kernel
@@ -344,10 +348,11 @@ def fingerprint_runs(key: int, start_R: np.ndarray, bits_RL: np.ndarray) -> int:
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As `reference.diff`."""
     index, pieces = index_dtype(old_N.size), list[Steps]()
+    offset_RP, step_RP, _ = _scratch(old_N.dtype)
     with threads(old_N.size // (2 * _ROW)):
-        for first, *rows, start_R in _rows(old_N, new_N):
-            pieces.append((np.empty(start_R[-1], index), np.empty(start_R[-1], old_N.dtype)))
-            _join(first, *rows, start_R, *pieces[-1])
+        for first, count_R in _batches(old_N.size):
+            _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
+            pieces.append(_piece(first, count_R, index, old_N.dtype, np.empty))
     return _joined(pieces, index, old_N.dtype)
 
 
@@ -369,20 +374,23 @@ def advance(
     """
     mask, largest = np.array(bounds, np.uint64)
     all_bits = np.uint64((1 << 8 * bits_N.itemsize) - 1)
-    added, above, pieces = 0, 0, list[Steps]()
+    at = np.uint64(key), np.uint64(start), bits_N, new_N
+    added, above, pieces, count_R = 0, 0, list[Steps](), np.empty(0, np.int64)
+    rows = _scratch(bits_N.dtype)
+    first = 0
     try:
         with threads(bits_N.size // (2 * _ROW)):
-            for first, *rows, start_R in _rows(bits_N, new_N):
-                piece = _room(start_R[-1], index), _room(start_R[-1], bits_N.dtype)
-                found = _join_adding(
-                    np.uint64(key), first, *rows, start_R, np.uint64(start), all_bits, mask, largest, bits_N, *piece
-                )
-                pieces.append(piece)
+            for first, count_R in _batches(bits_N.size):
+                found = _advance(*at, first, all_bits, mask, largest, *rows, count_R)
+                pieces.append(_piece(start + first, count_R, index, bits_N.dtype, _room))
+                count_R = count_R[:0]
                 added, above = added + int(found[0]), above + found[1]
         return *_joined(pieces, index, bits_N.dtype), added % (1 << 64), above > 0
     except BaseException:
         for index_K, step_K in pieces:
             bits_N[index_K - start] -= step_K
+        for r, count in enumerate(count_R):
+            bits_N[first + r * _ROW + rows[0][r, :count].astype(np.int64)] -= rows[1][r, :count]
         raise
 
 
@@ -390,13 +398,22 @@ Steps = tuple[np.ndarray, np.ndarray]
 """Flat indices, in ascending order, and steps."""
 
 
-def _rows(old_N: np.ndarray, new_N: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield what `_diff` finds, up to `_ROWS` rows at a time: first element, offsets, steps, and each row's first change."""
-    offset_RP, step_RP = _scratch(old_N.dtype)
-    for first in range(0, old_N.size, _ROWS * _ROW):
-        count_R = np.empty(min(_ROWS, -(-(old_N.size - first) // _ROW)), np.int64)
-        _diff(old_N, new_N, first, offset_RP, step_RP, count_R)
-        yield first, offset_RP, step_RP, np.concatenate(([0], np.cumsum(count_R)))
+def _batches(size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first element of each batch of up to `_ROWS` rows, and room for the number of changes of each row."""
+    for first in range(0, size, _ROWS * _ROW):
+        yield first, np.zeros(min(_ROWS, -(-(size - first) // _ROW)), np.int64)
+
+
+def _piece(
+    first: int, count_R: np.ndarray, index: np.dtype, bits: np.dtype, empty: Callable[[int, np.dtype], np.ndarray]
+) -> Steps:
+    """Join the rows of a batch whose first element is number `first`; `empty` makes the arrays."""
+    offset_RP, step_RP, _ = _scratch(bits)
+    start_R = np.concatenate(([0], np.cumsum(count_R)))
+    index_K, step_K = empty(start_R[-1], index), empty(start_R[-1], bits)
+    with threads(int(start_R[-1]) // _JOINED):
+        _join(first, offset_RP, step_RP, start_R, index_K, step_K)
+    return index_K, step_K
 
 
 def _room(count: int, dtype: np.dtype) -> np.ndarray:
@@ -419,13 +436,13 @@ def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
     return index_K, step_K
 
 
-def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the thread's rows for `_diff` and `_add`: offsets, and bit patterns of this dtype."""
     if dtype not in _kept.rows:
         # 64 more than `_ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
         # would compete for the same cache lines.
         shape = (_ROWS, _ROW + 64)
-        _kept.rows[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype)
+        _kept.rows[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype), np.empty(shape, dtype)
     return _kept.rows[dtype]
 
 
@@ -446,7 +463,7 @@ def add(
         What this adds to the tensor's fingerprint, modulo 2**64, and whether a new masked bit pattern exceeds the bound.
     """
     mask, largest = np.array(bounds, np.uint64)
-    _, room_RP = _scratch(bits_N.dtype)
+    _, _, room_RP = _scratch(bits_N.dtype)
     with threads(step_K.size // _SCATTER_CHUNK):
         added, above = _add(_from(key, start), bits_N, index_K, step_K, mask, largest, room_RP)
     return int(added), above > 0
