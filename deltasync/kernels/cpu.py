@@ -292,7 +292,7 @@ def threading_layer() -> str:
     return str(_threading_layer())
 
 
-_alone = threading.Lock()  # held while kernels run, with a layer that two threads may not use at once
+_alone = threading.RLock()  # held while kernels run, with a layer that two threads may not use at once
 
 
 @contextlib.contextmanager
@@ -437,7 +437,7 @@ def _joined(pieces: Sequence[Steps], index: np.dtype, bits: np.dtype) -> Steps:
 
 
 def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the thread's rows for `_diff` and `_add`: offsets, and bit patterns of this dtype."""
+    """Return the thread's rows for `_diff`, `_advance` and `_add`: offsets, and twice bit patterns of this dtype."""
     if dtype not in _kept.rows:
         # 64 more than `_ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
         # would compete for the same cache lines.

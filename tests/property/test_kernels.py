@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -140,11 +143,12 @@ def test_to_advance_is_to_diff_and_add(key: int, pair: tuple[np.ndarray, np.ndar
     np.testing.assert_array_equal(old_N, new_N)
 
 
-def test_what_cannot_be_advanced_keeps_its_bits() -> None:
+@pytest.mark.parametrize("fails", ["_joined", "_piece"])
+def test_what_cannot_be_advanced_keeps_its_bits(fails: str) -> None:
     random = np.random.default_rng(0)
     old_N = random.integers(0, 1 << 16, (1 << 23) + 5, np.uint16)
     before_N, new_N = old_N.copy(), ~old_N
-    with mock.patch.object(cpu, "_joined", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(cpu, fails, side_effect=MemoryError), pytest.raises(MemoryError):
         cpu.advance(5, old_N, new_N, (0, 0), 7, np.dtype(np.int32))
     np.testing.assert_array_equal(old_N, before_N)
 
@@ -198,3 +202,16 @@ def test_a_swap_of_many_writes_of_every_size_reaches_all_of_them() -> None:
     for write, wanted in zip(writes, expected, strict=True):
         for array, right in zip(write, wanted, strict=True):
             np.testing.assert_array_equal(array, right)
+
+
+def test_kernels_run_where_two_threads_may_not_use_them_at_once() -> None:
+    code = """
+import numpy as np
+from deltasync.kernels import cpu
+old_N, new_N = np.zeros(1 << 18, np.uint16), np.ones(1 << 18, np.uint16)
+print(cpu.threading_layer(), cpu.diff(old_N, new_N)[0].size)
+print(cpu.advance(5, old_N, new_N, (0, 0), 0, np.dtype(np.int32))[0].size, (old_N == new_N).all())
+"""
+    environ = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["workqueue", "262144", "262144", "True"]
