@@ -69,7 +69,7 @@ class Shadow:
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
         self._before: dict[str, int] | None = None
-        self._moving: str | None = None  # the tensor whose bits may be neither the old nor the new ones
+        self._last: str | None = None  # the tensor taken last, whose bits an interrupt may have left neither old nor new
         self._lost: str | None = None  # the tensor that `retreat` could not restore
 
     @functools.cached_property
@@ -168,7 +168,7 @@ class Shadow:
             spec, start = seen[name], self.ranges[name][0]
             place = fingerprint.tensor_key(name), self.bits[name]
             with self.lock:
-                self._moving = name
+                self._last = name
                 if at_K is None:
                     index = index_dtype(spec.element_count)
                     index_K, step_K, gained, nan = kernels.cpu.advance(*place, data, nan_bounds(spec), start, index)
@@ -176,11 +176,9 @@ class Shadow:
                 else:
                     patch = Patch.steps(spec, at_K, data, start)
                     gained, nan = kernels.cpu.add(*place, at_K, data, nan_bounds(spec), start)
-                if patch.changed:
-                    self._taken[name] = patch  # errors until here leave the bits as they were; an interrupt may not
-                self._moving = None
                 if not patch.changed:
                     continue
+                self._taken[name] = patch  # errors until here leave the bits as they were; an interrupt may not
                 for snapshot in self._snapshots:
                     snapshot.note(patch)
             if nan:
@@ -211,17 +209,16 @@ class Shadow:
 
     def retreat(self) -> None:
         """Undo the last `advance`, whether it raised or not. What an interrupt left half-way is noted in `_lost`."""
-        moving, self._moving = self._moving, None
         with self.lock:
             for name, patch in self._taken.items():
                 assert patch.index_K is not None
                 self.bits[name][patch.index_K - self.ranges[name][0]] -= patch.data
                 for snapshot in self._snapshots:
                     snapshot.note(Patch(name, patch.index_K, np.negative(patch.data), absolute=False))
-        if moving is not None and self._before is not None:
-            place = fingerprint.tensor_key(moving), self.bits[moving], self.ranges[moving][0]
-            self._lost = moving if kernels.cpu.fingerprint(*place) != self._before[moving] else None
         if self._before is not None:
+            if (last := self._last) is not None:
+                found = kernels.cpu.fingerprint(fingerprint.tensor_key(last), self.bits[last], self.ranges[last][0])
+                self._lost = last if found != self._before[last] else None
             self.fingerprints, self._before = self._before, None
         self._taken = {}
         self._copies.clear()

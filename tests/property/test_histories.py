@@ -18,6 +18,7 @@ from deltasync.replicas import Replica
 from deltasync.stores import open_store
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made, made, trained
+from tests.conftest import assert_same_bits
 
 _LOG = (keys.VERSIONS, keys.PARTS, keys.FOLDS, keys.ANCHORS)
 
@@ -143,8 +144,10 @@ class Histories(RuleBasedStateMachine):
         """They are those of the digest; those of some version if a flipped bit left a record that says the same of them."""
         if replica.digest is not None:
             known = self.channel.bits
-            published = [known[replica.digest]] if replica.digest in known else known.values()
-            assert _bytes(replica.state_dict()) in [_bytes(model) for model in published]
+            if replica.digest in known:
+                assert_same_bits(replica.state_dict(), known[replica.digest])
+            else:
+                assert _bytes(replica.state_dict()) in map(_bytes, known.values())
 
     def teardown(self) -> None:
         """However it went: once there is a version in a new epoch with an anchor, everybody gets there."""
