@@ -26,7 +26,7 @@ from deltasync.channel.documents import (
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu, cpu_diff
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
@@ -175,7 +175,7 @@ class Made:
         """Payloads with some of the changed tensors each, and how many elements each changes."""
         changed = []
         for name, spec in ((name, self.specs[name]) for name in after):
-            index_K, step_K = cpu.diff(bits_of(before[name]), bits_of(after[name]))
+            index_K, step_K = cpu_diff.diff(bits_of(before[name]), bits_of(after[name]))
             if index_K.size:
                 changed.append((spec, index_K.astype(np.int32), step_K, bits_of(after[name]), self.fingerprint(name, after)))
         encoded = []

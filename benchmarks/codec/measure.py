@@ -24,7 +24,7 @@ from benchmarks.codec.peers import PEERS, Peer
 from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
 from deltasync.config import CODECS
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu_diff
 from deltasync.tensors import TensorSpec, weight_elements
 
 _TIMED_DELTAS = 4  # first deltas of a sample that are timed; sizes are of all
@@ -82,7 +82,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     def encode(old: Bits, new: Bits) -> bytes:
         encoder = chosen.encoder(weight_elements(specs.values()))
         for tensor, spec in specs.items():
-            index_K, step_K = cpu.diff(old[tensor], new[tensor])
+            index_K, step_K = cpu_diff.diff(old[tensor], new[tensor])
             if index_K.size:
                 encoder.add(spec, index_K, step_K, new[tensor], _FINGERPRINT)
         return encoder.finish(2, 1).to_bytes()
@@ -94,7 +94,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
             if patch.absolute or patch.index_K is None:
                 patch.apply(live[patch.name])
             else:  # in place and with the fingerprint, as a joining replica does; the peers keep no old values either
-                cpu.add(0, live[patch.name], patch.index_K, patch.data, (0, 0))
+                cpu_diff.add(0, live[patch.name], patch.index_K, patch.data, (0, 0))
 
     return encode, apply
 

@@ -18,7 +18,7 @@ from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu, cpu_diff
 from deltasync.tensors import Patch, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, cast
 
@@ -139,7 +139,7 @@ def compare(
         start, stop = ranges[name]
         held = bits_N[start:stop]
         parts[name] = cpu.fingerprint(fingerprint.tensor_key(name), held, start)
-        at_K, step_K = cpu.diff(held, bits[name])
+        at_K, step_K = cpu_diff.diff(held, bits[name])
         if at_K.size:
             changes[name] = Patch.steps(specs[name], at_K, step_K, start)
     return parts, changes

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -196,12 +197,14 @@ def open_payload(data: bytes) -> Payload:
             arrays={name: array for name, array in load_tensors(data).items() if name != RECORD},
             metadata=metadata,
         )
-        rows = payload.fingerprints
-        counts_ok = all(isinstance(row["changed"], int) and row["changed"] > 0 for row in payload.patches.values())
+        complete = all(
+            type(row["changed"]) is int and row["changed"] > 0 and re.fullmatch("[0-9a-f]{16}", row["fingerprint"])
+            for row in payload.patches.values()
+        )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"Payload header cannot be read: {error!r}.") from error
-    if not counts_ok or len(rows) != len(payload.patches):
-        raise CorruptDataError("Payload header has a patch without changed elements.")
+    if not complete:
+        raise CorruptDataError("Payload header has a patch without changed elements, or without a fingerprint.")
     return payload
 
 

@@ -169,7 +169,7 @@ def _rows_entry(row_BF: np.ndarray) -> tuple[torch.Tensor, dict[str, str]]:
     """Return the entry `.blocks`, and its metadata."""
     more_BF = np.diff(row_BF, axis=0, prepend=np.zeros_like(row_BF[:1]))
     found = dense.compress(np.ascontiguousarray(((more_BF << 1) ^ (more_BF >> 31)).T).view(np.uint32).reshape(-1))
-    if found is None:
+    if found is None or len(row_BF) > _MOST_ROWS:
         return torch.from_numpy(row_BF), {}
     return found[1], {"block_planes": json.dumps(found[0])}
 
@@ -334,7 +334,7 @@ class _Streams:
                 grid = Grid.cut(spec, start, stop, (down, across))
                 if grid is not None:
                     return _Cut(start, stop, 0, grid.count, grid)
-        raise CorruptDataError(f"Payload cannot cut {spec.name!r}, of shape {spec.shape}, into tiles {row['tiles']!r}.")
+        raise CorruptDataError(f"Payload cannot cut {spec.name!r}, of shape {spec.shape}, into tiles {row['tiles']!r:.40}.")
 
     def _range(self, spec: TensorSpec, row: Mapping[str, Any]) -> tuple[int, int]:
         """Return which elements of the tensor are cut into blocks: the first one, and the one after the last."""
@@ -343,7 +343,7 @@ class _Streams:
         match row["range"]:
             case [int(start), int(stop)] if 0 <= start <= stop <= spec.element_count and "blocks" not in row:
                 return start, stop
-        raise CorruptDataError(f"Payload has the range {row['range']!r} of {spec.name!r}, of {spec.element_count} elements.")
+        raise CorruptDataError(f"Payload has the range {row['range']!r:.40} of {spec.name!r}, of {spec.element_count}.")
 
     def _span(self, spec: TensorSpec, row: Mapping[str, Any], element_count: int) -> tuple[int, int]:
         """Return which blocks of these elements the payload has: the first one, and the one after the last."""
@@ -351,11 +351,11 @@ class _Streams:
         match row.get("blocks", [0, count]):
             case [int(first), int(last)] if 0 <= first <= last <= count:
                 return first, last
-        raise CorruptDataError(f"Payload has blocks {row['blocks']!r} of {spec.name!r}, which has {count} blocks.")
+        raise CorruptDataError(f"Payload has blocks {row['blocks']!r:.40} of {spec.name!r}, which has {count} blocks.")
 
     def _tables_of(self, group: object) -> Model:
         if not isinstance(group, int) or not 0 <= group < len(self._groups):
-            raise CorruptDataError(f"Payload has no tables of group {group!r}.")
+            raise CorruptDataError(f"Payload has no tables of group {group!r:.40}.")
         if self._group is None or self._group[0] != group:
             self._group = group, self._read(Cursor(self._tables, self._groups[group]))
         return self._group[1]

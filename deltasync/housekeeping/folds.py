@@ -19,7 +19,7 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
 from deltasync.housekeeping.walk import Progress, quiet
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
 from deltasync.replicas import Replica
 from deltasync.tensors import fingerprint, weight_elements
@@ -75,7 +75,7 @@ def write_fold(
     changed = 0
     for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
         new_N = bits_of(tensor)
-        index_K, step_K = cpu.diff(old[name], new_N)
+        index_K, step_K = cpu_diff.diff(old[name], new_N)
         if index_K.size:
             encoder.add(reader.specs[name], index_K, step_K, new_N, fingerprint.to_hex(replica.fingerprints[name]))
             changed += index_K.size

@@ -1,7 +1,8 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
-`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu` is numba,
-compiled once per machine (the cache lies beside the module), and releases the GIL. `gpu_segments` and `gpu_diff` are Triton.
+`reference` is plain numpy and defines the results; property tests compare all other modules with it. `cpu` and `cpu_diff`
+are numba, compiled once per machine (the cache lies beside the module), and release the GIL. `gpu_segments` and `gpu_diff`
+are Triton.
 `torch_ops` serves all other devices.
 """
 
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
     import torch
 
     from deltasync.kernels import cpu as cpu
+    from deltasync.kernels import cpu_diff as cpu_diff
     from deltasync.kernels.table import Table
 
 
 def __getattr__(name: str) -> object:
-    """Import `cpu` when it is first used as `kernels.cpu`: what runs on a GPU alone needs no numba."""
-    if name != "cpu":
+    """Import a module with numba when it is first used as `kernels.cpu`: what runs on a GPU alone needs no numba."""
+    if name not in ("cpu", "cpu_diff"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.cpu")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 class SegmentKernels(Protocol):
@@ -88,6 +90,7 @@ __all__ = [
     "coder",
     "counts",
     "cpu",
+    "cpu_diff",
     "device_diff",
     "rans",
     "segment_kernels",

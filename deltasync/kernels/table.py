@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from deltasync.errors import StageError
 from deltasync.tensors.fingerprint import MASK
 
 DEST, KEY, OFFSET, DIMS, AT, VALUE, ABSOLUTE, LAYOUT = range(8)
@@ -185,7 +186,8 @@ def _lines(entries: Sequence[Entry], addresses: Sequence[int]) -> np.ndarray:
     """Return the lines of these entries, int64[S, COLUMNS]. `addresses` are those of their positions and values, in turn."""
     lines = np.zeros((len(entries), COLUMNS), np.int64)
     for number, entry in enumerate(entries):
-        assert len(entry.layout) <= _MOST_DIMS
+        if len(entry.layout) > _MOST_DIMS:
+            raise StageError(f"A live tensor has {len(entry.layout)} dimensions, which is more than {_MOST_DIMS}.")
         key = entry.key - (1 << 64) if entry.key >> 63 else entry.key
         places = addresses[2 * number : 2 * number + 2] or (0, 0)
         dims = itertools.chain.from_iterable(entry.layout)

@@ -176,7 +176,7 @@ class LiveMemory:
                 part = kernels.cpu.take(key, patch.data, bits_N)
             else:
                 step_K = patch.data - bits_N[patch.index_K] if patch.absolute else patch.data
-                part += kernels.cpu.add(key, bits_N, patch.index_K, step_K, (0, 0))[0]
+                part += kernels.cpu_diff.add(key, bits_N, patch.index_K, step_K, (0, 0))[0]
             self.parts[patch.name] = (part & fingerprint.MASK,)
         return wanted
 

@@ -105,7 +105,7 @@ class HostStaging:
         whole = signed_view(patch.data)
         source = segment.source(whole).contiguous()
         new_N, old_N = (unsigned(view.reshape(-1)) for view in (source, segment.live.contiguous()))
-        at, _ = kernels.cpu.diff(old_N, new_N)
+        at, _ = kernels.cpu_diff.diff(old_N, new_N)
         if at.size <= new_N.size // _FEW:
             self._elements(target, *_places(segment, at), new_N[at], absolute=True)
             return

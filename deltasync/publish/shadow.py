@@ -125,7 +125,10 @@ class Shadow:
             StoreError, ChainError, FormatError, ApplyError: they cannot be read.
         """
         specs = reader.specs
-        bits = {name: np.zeros(stop - start, specs[name].bits_dtype) for name, (start, stop) in ranges.items()}
+        bits = {
+            name: bits_of(torch.zeros(stop - start, dtype=getattr(torch, specs[name].dtype)))
+            for name, (start, stop) in ranges.items()
+        }
         segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
         memory = LiveMemory(specs, segments)
         memory.audit()
@@ -171,11 +174,11 @@ class Shadow:
                 self._last = name
                 if at_K is None:
                     index = index_dtype(spec.element_count)
-                    index_K, step_K, gained, nan = kernels.cpu.advance(*place, data, nan_bounds(spec), start, index)
+                    index_K, step_K, gained, nan = kernels.cpu_diff.advance(*place, data, nan_bounds(spec), start, index)
                     patch = Patch(name, index_K, step_K, absolute=False)
                 else:
                     patch = Patch.steps(spec, at_K, data, start)
-                    gained, nan = kernels.cpu.add(*place, at_K, data, nan_bounds(spec), start)
+                    gained, nan = kernels.cpu_diff.add(*place, at_K, data, nan_bounds(spec), start)
                 if not patch.changed:
                     continue
                 self._taken[name] = patch  # errors until here leave the bits as they were; an interrupt may not

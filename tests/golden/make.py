@@ -29,7 +29,7 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Delta, Reference, Version
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu_diff
 from deltasync.stores.object import ObstoreStore
 from deltasync.tensors import ITEM_BYTES, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
@@ -277,7 +277,7 @@ def ranks(folder: Path) -> None:
         old, new = (bits_of(state["w"]) for state in states)
         payloads: list[Encoded] = []
         for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, new.size)):
-            index_K, step_K = cpu.diff(old[start:stop], new[start:stop])
+            index_K, step_K = cpu_diff.diff(old[start:stop], new[start:stop])
             encoder = codec.get(codec_name).encoder()
             at_K = index_K.astype(np.int32) + np.int32(start)
             encoder.add(channel.specs["w"], at_K, step_K, new[start:stop], channel.fingerprint("w", states[1]), start)

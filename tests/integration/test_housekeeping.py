@@ -37,7 +37,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.housekeeping import Keep, folds
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu, cpu_diff
 from deltasync.replicas import Replica
 from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors import fingerprint
@@ -420,7 +420,7 @@ def _wrong_fold(store: Store) -> None:
     """A fold whose digests are right and whose bits are not: it leaves a change out."""
     reader = _reader(store)
     old, new = (bits_of(STATES[version - 1]["w"]) for version in (2, 6))
-    index_K, step_K = cpu.diff(old, new)
+    index_K, step_K = cpu_diff.diff(old, new)
     encoder = codec.get("packed").encoder()
     encoder.add(reader.specs["w"], index_K[1:], step_K[1:], new, f"{cpu.fingerprint(fingerprint.tensor_key('w'), new):016x}")
     two, six = reader.numbered(2).version, reader.numbered(6)

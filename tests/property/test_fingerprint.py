@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deltasync.kernels import cpu, reference
+from deltasync.kernels import cpu, cpu_diff, reference
 from deltasync.tensors.fingerprint import MASK, tensor_key, to_hex
 from tests import strategies as our
 
@@ -24,10 +24,10 @@ def test_parts_add_up_to_the_whole(key: int, pair: tuple[np.ndarray, np.ndarray]
 @given(keys, our.bit_pairs())
 def test_updating_with_what_changed_gives_the_full_fingerprint(key: int, pair: tuple[np.ndarray, np.ndarray]) -> None:
     old_N, new_N = pair
-    index_K, step_K = cpu.diff(old_N, new_N)
+    index_K, step_K = cpu_diff.diff(old_N, new_N)
     before = cpu.fingerprint(key, old_N)
     live_N = old_N.copy()
-    added, _ = cpu.add(key, live_N, index_K, step_K, (0, 0))
+    added, _ = cpu_diff.add(key, live_N, index_K, step_K, (0, 0))
     assert (before + added) & MASK == cpu.fingerprint(key, live_N) == cpu.fingerprint(key, new_N)
 
 
@@ -37,12 +37,12 @@ def test_a_wrong_old_value_under_a_step_changes_the_outcome(
 ) -> None:
     # The published chain: fingerprint before, and after. A replica whose bits rotted in between updates incrementally.
     old_N, new_N = pair
-    index_K, step_K = cpu.diff(old_N, new_N)
+    index_K, step_K = cpu_diff.diff(old_N, new_N)
     assume(index_K.size > 0)
     rotten_N = old_N.copy()
     at = int(index_K[data.draw(st.integers(0, index_K.size - 1))])
     rotten_N[at] ^= old_N.dtype.type(1 << data.draw(st.integers(0, 8 * old_N.itemsize - 1)))
-    added, _ = cpu.add(key, rotten_N, index_K, step_K, (0, 0))
+    added, _ = cpu_diff.add(key, rotten_N, index_K, step_K, (0, 0))
     assert (cpu.fingerprint(key, old_N) + added) & MASK != cpu.fingerprint(key, new_N)
 
 

@@ -170,6 +170,12 @@ def test_elements_past_every_limit_of_int32(kernels: ModuleType) -> None:
     assert dest[torch.from_numpy(at_K)].tolist() == [1, 2, 3, 4, 5]
 
 
+def test_more_dimensions_than_a_line_has_room_for_are_refused() -> None:
+    entry = Entry(0, torch.zeros(1 << 10, dtype=torch.int8, device=DEVICE), 0, ((2, 1, 1),) * 9)
+    with pytest.raises(StageError, match="has 9 dimensions, which"):
+        Table([entry], Room(), "test")
+
+
 @with_kernels
 @pytest.mark.parametrize("fails", range(3))
 def test_a_swap_whose_launch_fails_has_exchanged_nothing(

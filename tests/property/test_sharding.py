@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deltasync import codec
 from deltasync.errors import ConfigError, CorruptDataError, ModelMismatchError
-from deltasync.kernels import cpu
+from deltasync.kernels import cpu_diff
 from deltasync.publish.shadow import Shadow, Snapshot, check_coverage
 from deltasync.publish.stream import TensorRange, range_of
 from deltasync.ranks.peers import Range
@@ -157,7 +157,7 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
     whole = {name: (0, 8) for name in "ab"}
     specs = {name: TensorSpec(name, "int16", (8,)) for name in whole}
     shadow = Shadow.of(stream(specs, {name: np.zeros(8, np.uint16) for name in whole}, whole), "keep", 0)
-    before, advance, calls = dict(shadow.fingerprints), cpu.advance, []
+    before, advance, calls = dict(shadow.fingerprints), cpu_diff.advance, []
 
     def advance_once(*arguments: Any) -> Any:
         if calls:
@@ -165,7 +165,7 @@ def test_an_update_that_cannot_begin_leaves_the_bits() -> None:
         calls.append(arguments)
         return advance(*arguments)
 
-    with mock.patch.object(cpu, "advance", advance_once), pytest.raises(MemoryError):
+    with mock.patch.object(cpu_diff, "advance", advance_once), pytest.raises(MemoryError):
         shadow.advance(stream(specs, {name: np.ones(8, np.uint16) for name in whole}, whole), "keep", 0)
     shadow.retreat()
     assert shadow.fingerprints == before
@@ -177,14 +177,14 @@ def test_an_interrupt_that_cannot_be_undone_ends_publishing(touched: bool) -> No
     whole, specs = {"w": (0, 8)}, {"w": TensorSpec("w", "int16", (8,))}
     old, new = ({"w": np.full(8, value, np.uint16)} for value in (0, 1))
     shadow = Shadow.of(stream(specs, old, whole), "keep", 0)
-    advance = cpu.advance
+    advance = cpu_diff.advance
 
     def interrupted(*arguments: Any) -> Any:
         if touched:
             advance(*arguments)
         raise KeyboardInterrupt
 
-    with mock.patch.object(cpu, "advance", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(cpu_diff, "advance", interrupted), pytest.raises(KeyboardInterrupt):
         shadow.advance(stream(specs, new, whole), "keep", 0)
     shadow.retreat()
     if touched:

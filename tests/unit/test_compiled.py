@@ -88,11 +88,15 @@ def test_the_first_delta_finds_its_kernels_compiled() -> None:
 import sys
 import torch
 from deltasync import Publisher
-from deltasync.kernels import coder, counts, cpu
+from deltasync.kernels import coder, counts, cpu, cpu_diff
 
 def compiled():
-    kernels = {f"{module.__name__}.{name}": each for module in (coder, counts, cpu) for name, each in vars(module).items()}
-    return {(name, each.signatures.__repr__()) for name, each in kernels.items() if hasattr(each, "signatures")}
+    return {
+        (module.__name__, name, repr(each.signatures))
+        for module in (coder, counts, cpu, cpu_diff)
+        for name, each in vars(module).items()
+        if hasattr(each, "signatures")
+    }
 
 weights = {"w": torch.linspace(-1, 1, 1 << 17).reshape(256, 512).bfloat16(), "b": torch.ones(99, dtype=torch.bfloat16)}
 with Publisher("memory://" + sys.argv[1], codec=sys.argv[1], dtype="keep") as publisher:

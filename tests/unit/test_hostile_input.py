@@ -245,6 +245,29 @@ def test_a_payload_with_more_tables_than_patches_is_corrupt(channel: Made, caplo
     _refused(channel, "more tables", caplog)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"changed": True}, "without changed elements, or without a fingerprint"),
+        ({"changed": 0}, "without changed elements, or without a fingerprint"),
+        ({"fingerprint": "0x1_0"}, "without changed elements, or without a fingerprint"),
+        ({"fingerprint": 7}, "header cannot be read"),
+        ({"group": "x" * 10_000}, "no tables of group 'x{39}\\."),
+        ({"blocks": ["x" * 10_000]}, "has blocks \\['x{38} of"),
+    ],
+)
+def test_a_row_of_the_table_of_patches_that_says_nonsense_is_corrupt(fields: dict[str, Any], expected: str) -> None:
+    rows = {"w": {"changed": 1, "fingerprint": "0" * 16, "group": 0} | fields}
+    arrays = {
+        ".words": torch.zeros(2, dtype=torch.int32),
+        ".blocks": torch.tensor([[1, 2]], dtype=torch.int32),
+        ".tables": torch.zeros(0, dtype=torch.uint8),
+    }
+    data = Encoded(arrays, _payload_metadata(rows, block_elements="800")).to_bytes()
+    with pytest.raises(CorruptDataError, match=expected):
+        list(codec.get("packed").decode(codec.open_payload(data), {"w": TensorSpec("w", "bfloat16", (20, 40))}))
+
+
 def _payload_metadata(rows: dict[str, Any], block_elements: str = "", name: str = "packed") -> dict[str, str]:
     return {
         "format": FORMAT,

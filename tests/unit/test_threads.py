@@ -41,6 +41,34 @@ def test_torch_keeps_its_threads_and_starts_none_inside_of_others() -> None:
     assert done.stdout.split() == ["omp", "1", "0"]
 
 
+TENSORS_OF_ALL_SIZES = """
+import os
+
+import numpy as np
+
+from deltasync.kernels import cpu
+
+seen, made = set(), []
+for _ in range(3):
+    for tasks in (16, 4, 1, 7):
+        cpu.fingerprint(1, np.zeros(tasks << 18, np.uint16))
+        now = set(os.listdir("/proc/self/task"))
+        made.append(len(now - seen))
+        seen |= now
+print(cpu.threading_layer(), sum(made[1:]))
+"""
+
+
+def test_no_thread_is_made_again_for_a_larger_tensor() -> None:
+    """libgomp ends the threads that a smaller team does not need."""
+    pytest.importorskip("numba.np.ufunc.omppool", exc_type=ImportError)
+    environ = {**os.environ, "NUMBA_THREADING_LAYER": "omp", "NUMBA_NUM_THREADS": "16", "OMP_NUM_THREADS": "16"}
+    command = [sys.executable, "-c", TENSORS_OF_ALL_SIZES]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["omp", "0"]
+
+
 def test_cores_are_left_to_other_threads_while_they_are_at_work() -> None:
     def used(tasks: int) -> int:
         with cpu.threads(tasks):
