@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from deltasync.demo import task as counting
 from deltasync.demo.task import Task
 from deltasync.errors import ConfigError
 
-WARMUP_STEPS = 200
+WARMUP_STEPS = 120  # 0.21 nats per answer token; 200 steps give the same, 80 give 0.29
 WARMUP_BATCH_SIZE = 32
 WARMUP_LEARNING_RATE = 2e-3
 
@@ -143,6 +144,11 @@ def build_checkpoint(
     tokenizer = lesson.build_tokenizer()
     model = build_model(tokenizer)
     loss_nats = warm_up(model, tokenizer, seed, say, lesson)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save_checkpoint(out, model, tokenizer)
     return model.num_parameters(), loss_nats
+
+
+def save_checkpoint(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a bfloat16 checkpoint with tokenizer, for transformers and for vLLM."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)

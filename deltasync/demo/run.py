@@ -53,12 +53,14 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     port = port or free_port()
     check_port(HOST, port)
     out = _fresh(out)
-    environment = _build_model(out / "model", seed, task, say)
     url, channel = f"http://{HOST}:{port}", f"file://{out / 'channel'}"
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
+        say("building a tiny Qwen3")
+        warm_up, environment = _build_model(out, seed, task)
         server = stack.enter_context(_server(environ, out, channel, port))
-        say(f"starting vLLM on port {port}; it knows only the channel {channel} (log: {out / 'server.log'})")
+        say(f"starting vLLM on port {port}, untrained; it knows only the channel {channel} (log: {out / 'server.log'})")
+        warm_up(say)
         train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
@@ -147,21 +149,37 @@ def _fresh(out: Path) -> Path:
     return out
 
 
-def _build_model(model: Path, seed: int, task: str, say: Say) -> str | None:
-    """Build the checkpoint; return the module of the task's environment, if it has one."""
-    from deltasync.demo.model import build_checkpoint, load_task
+def _build_model(out: Path, seed: int, task: str) -> tuple[Callable[[Say], None], str | None]:
+    """Write an untrained checkpoint, `untrained`, that the server starts from.
 
-    environment = load_task(task).environment
-    say("building a tiny Qwen3 and warming it up by supervised learning")
-    parameter_count, loss = build_checkpoint(model, seed, say, task)
-    say(f"model ready: {parameter_count:,} parameters, warm-up loss {loss:.3f}")
-    return environment
+    Returns:
+        A function that warms the model up and writes the checkpoint `model`, from which the trainer starts; and the module
+        of the task's environment, if it has one.
+    """
+    import torch
+
+    from deltasync.demo.model import build_model, load_task, save_checkpoint, warm_up
+
+    lesson = load_task(task)
+    torch.manual_seed(seed)
+    torch.set_num_threads(len(_cores()[1]))  # the server has the other cores
+    tokenizer = lesson.build_tokenizer()
+    model = build_model(tokenizer)
+    save_checkpoint(out / "untrained", model, tokenizer)
+
+    def warmed_up(say: Say) -> None:
+        say("meanwhile, warming the model up by supervised learning")
+        loss = warm_up(model, tokenizer, seed, say, lesson)
+        save_checkpoint(out / "model", model, tokenizer)
+        say(f"model ready: {model.num_parameters():,} parameters, warm-up loss {loss:.3f}")
+
+    return warmed_up, lesson.environment
 
 
 def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Child:
-    command = [sys.executable, "-m", "deltasync", "serve", f"{out}/model", "--channel", channel, "--host", HOST]
+    command = [sys.executable, "-m", "deltasync", "serve", f"{out}/untrained", "--channel", channel, "--host", HOST]
     command += ["--port", str(port), "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
-    command += ["--disable-uvicorn-access-log"]
+    command += ["--disable-uvicorn-access-log", "--served-model-name", f"{out}/model"]  # as the trainer will call it
     env = {
         **environ,
         "DELTASYNC_DIGEST_ROUTE": "1",
