@@ -16,6 +16,7 @@ from deltasync.tensors.bits import bits_of
 from tests.interpreter import RUNS
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start would compile deltasync anew, each of them
 for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
     del os.environ[_variable]
 

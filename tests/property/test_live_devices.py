@@ -129,7 +129,7 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
 
 
 @pytest.mark.parametrize("kernels", KERNELS[-1:])
-@pytest.mark.parametrize("segment_count", [339, 18_819])
+@pytest.mark.parametrize("segment_count", [339, pytest.param(18_819, marks=pytest.mark.slow)])
 def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: ModuleType) -> None:
     if INTERPRETED:
         segment_count //= 30  # the interpreter takes milliseconds per program
