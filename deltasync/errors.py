@@ -48,6 +48,16 @@ UNREADABLE_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for JSON that is malformed, not UTF-8, or nested too deeply."""
 
 
+def describe(*kinds: Any) -> None:
+    """Have msgspec look at these types now. The modules that define them call this while they are imported.
+
+    msgspec looks at a class when it first decodes one, and lets other threads see what is not finished: a second thread that
+    decodes one meanwhile ends the process (msgspec 0.22, a null pointer in `convert`).
+    """
+    for kind in kinds:
+        msgspec.json.Decoder(kind)
+
+
 class DeltaSyncError(Exception):
     """Root of all errors raised by deltasync.
 

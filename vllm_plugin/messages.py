@@ -19,6 +19,7 @@ from deltasync.errors import (
     FingerprintMismatchError,
     SleepingError,
     StageError,
+    describe,
     error_of,
 )
 from deltasync.live import Parts
@@ -210,6 +211,9 @@ class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     pin: str
     timeout_s: HeldSeconds = 60.0
+
+
+describe(Failure, Audit, Work, CommitReply, Live, Status, WeightUpdate, Sync, PinTo)
 
 
 def body_of(data: bytes, kind: type[_T]) -> _T:

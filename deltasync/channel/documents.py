@@ -8,14 +8,14 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 
 from deltasync.channel import keys
 from deltasync.channel.keys import Slot
 from deltasync.codec.base import FORMAT
-from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError, describe
 from deltasync.stores.base import check_key
 from deltasync.tensors import ITEM_BYTES, TensorSpec
 
@@ -261,6 +261,7 @@ class Channel:
 
 
 Document = Channel | Record | Head | Opening
+describe(*get_args(Document))
 _Document = TypeVar("_Document", bound=Document)
 
 

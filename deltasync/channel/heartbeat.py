@@ -29,6 +29,7 @@ from deltasync.errors import (
     FormatError,
     ObjectMissingError,
     TransientStoreError,
+    describe,
 )
 from deltasync.stores.base import ObjectInfo, Store
 
@@ -82,6 +83,9 @@ class Heartbeat:
         if self.version is None or self.epoch is None or self.sha256 is None:
             return None
         return Version(self.version, self.epoch, self.sha256)
+
+
+describe(Heartbeat)
 
 
 def write(store: Store, heartbeat: Heartbeat) -> None:

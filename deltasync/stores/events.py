@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from huggingface_hub import get_session
 
-from deltasync.errors import get_logger
+from deltasync.errors import describe, get_logger
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.xet import request_headers
 
@@ -49,6 +49,9 @@ class _Change(msgspec.Struct, rename="camel"):
 class _Event(msgspec.Struct):
     cursor: str | int | None = None
     changes: list[_Change] = []
+
+
+describe(_Event)
 
 
 class EventWatch:

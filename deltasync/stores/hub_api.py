@@ -18,7 +18,7 @@ import msgspec
 from huggingface_hub import HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from deltasync.errors import UNREADABLE_JSON, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import UNREADABLE_JSON, ObjectMissingError, StoreError, TransientStoreError, describe
 from deltasync.stores.base import ObjectInfo
 from deltasync.stores.retries import may_pass
 from deltasync.stores.xet import Token, one_line, request_headers
@@ -57,6 +57,9 @@ class Entry(msgspec.Struct, rename="camel"):
     xet_hash: str | None = None
     uploaded_at: datetime.datetime | None = None
     mtime: datetime.datetime | None = None
+
+
+describe(_BatchReply, Entry, Token)
 
 
 class BucketApi:

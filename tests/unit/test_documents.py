@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -378,3 +380,33 @@ def test_bounds_follow_from_the_table() -> None:
     payloads = 32 * 7 + 2 * 4096 + 64 * names + (1 << 20)
     assert record.most_payload_bytes(specs) == payloads
     assert record.most_bytes(keys.fold(3, 7, EPOCH), specs) == most + payloads
+
+
+def test_threads_may_decode_the_first_document_of_a_process() -> None:
+    """msgspec shows other threads a class that it still looks at, and decoding by that ends the process."""
+    script = """
+import dataclasses, sys, threading
+import msgspec
+from deltasync.channel import documents, heartbeat
+
+kinds = {each for each in vars(documents).values() if dataclasses.is_dataclass(each) and each.__module__ == documents.__name__}
+print(*sorted(kind.__name__ for kind in {*kinds, heartbeat.Heartbeat} if "__msgspec_cache__" not in vars(kind)))
+
+sys.setswitchinterval(1e-6)
+begun = threading.Barrier(8)
+
+def decode():
+    begun.wait()
+    try:
+        msgspec.convert({"format": "none"}, documents.Record)
+    except msgspec.ValidationError:
+        pass
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
