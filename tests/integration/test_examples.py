@@ -43,6 +43,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert_same_bits(replica.state_dict(), {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()})
 
 
+@pytest.mark.slow
 def test_fsdp2(tmp_path: Path) -> None:
     save_model(tmp_path)
     url = f"file://{tmp_path}/channel"

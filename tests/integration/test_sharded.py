@@ -49,7 +49,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, two: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> tuple[int, Path]:
     return request.param, request.getfixturevalue("two" if request.param == 2 else "four")
 
@@ -201,6 +201,7 @@ def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
     assert 0 < delta["moved_bytes"] < 3_000
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_run(two: Path, four: Path, tmp_path: Path) -> None:
     rows = told(four / "resumed", 4)
     states = expected(two / "train-packed") | expected(four / "resumed")

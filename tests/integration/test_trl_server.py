@@ -176,7 +176,7 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
 @pytest.mark.parametrize(
     ("example", "processes"),
     [
-        ("grpo.py", 1),
+        pytest.param("grpo.py", 1, marks=pytest.mark.slow),
         pytest.param("grpo.py", 2, marks=pytest.mark.slow),
         pytest.param("async_grpo.py", 1, marks=pytest.mark.slow),
     ],

@@ -37,7 +37,9 @@ def _halves(fleet: Fleet, asked: dict[str, Any]) -> tuple[list[int], list[tuple[
     return [5 + asked["seed"] % 20] * 8, [(1, 4), (live, 4)]
 
 
-@pytest.mark.parametrize(("max_token_lag", "oldest"), [(None, [0, 1, 2]), (0, [0, 1, 1])])
+@pytest.mark.parametrize(
+    ("max_token_lag", "oldest"), [pytest.param(None, [0, 1, 2], marks=pytest.mark.slow), (0, [0, 1, 1])]
+)
 def test_lag_is_that_of_the_tokens_when_they_are_trained(
     max_token_lag: int | None, oldest: list[int], checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -389,7 +389,7 @@ import dataclasses, sys, threading
 import msgspec
 from deltasync.channel import documents, heartbeat
 
-kinds = {each for each in vars(documents).values() if dataclasses.is_dataclass(each) and each.__module__ == documents.__name__}
+kinds = {kind for kind in vars(documents).values() if dataclasses.is_dataclass(kind) and "documents" in kind.__module__}
 print(*sorted(kind.__name__ for kind in {*kinds, heartbeat.Heartbeat} if "__msgspec_cache__" not in vars(kind)))
 
 sys.setswitchinterval(1e-6)
