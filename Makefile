@@ -45,9 +45,9 @@ demo-hosts: setup
 	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps)
 	$(BIN)/python -m tests.hosts --out demo-hosts-out $(HOSTS)
 
-# Two workers; tests/conftest.py says which tests stay together. Some need a browser, a router or a firewall, and are skipped
+# Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router or a firewall, and are skipped
 # without; the reasons of all skips stand at the end.
-WORKERS ?= 2
+WORKERS ?= 3
 test: setup programs
 	$(BIN)/pytest -n $(WORKERS)
 
@@ -91,7 +91,7 @@ test-radosgw: setup
 # Another version of vLLM that has a build for CPUs, in an environment of its own: the tests of what a replica does.
 VLLM ?= 0.31.0
 test-vllm: .venv-vllm-$(VLLM)/.ready
-	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm.py tests/integration/one_server \
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/one_server \
 	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
 	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
 

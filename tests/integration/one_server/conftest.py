@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltasync import Publisher
-from deltasync.channel import signing
+from deltasync.channel import heartbeat, signing
 from tests.integration.vllm_server import Server, save_model, serving
 
 
@@ -19,13 +19,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def server(folder: Path) -> Iterator[Server]:
-    """A server that wants a token and signatures, serves version 1, and never sees a rollback."""
+def started(folder: Path) -> Iterator[Server]:
+    """A server that wants a token and signatures, before anything is published."""
     signing.new_key(folder / "key", "this test")
     environ = {"DELTASYNC_HTTP_TOKEN": "token-of-this-test", "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
     with (
         serving(save_model(folder), "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ) as server,
         Publisher(server.channel, signing_key=folder / "key") as server.publisher,
     ):
-        server.assert_serves(server.publish())
         yield server
+    assert server.publisher is not None and server.publisher.run_id is not None
+    (beat,) = heartbeat.read_all(server.store, server.publisher.run_id)
+    assert (beat.state, beat.error) == ("stopped", None), "it ended in order"
+
+
+@pytest.fixture(scope="package")
+def server(started: Server) -> Server:
+    """The server once it serves a version."""
+    started.assert_serves(started.publish())
+    return started

@@ -1,11 +1,10 @@
-"""A real vLLM server on the CPU that follows a directory. One server for the module: it takes half a minute to start."""
+"""A real vLLM server on the CPU that follows a directory, from before there is a channel."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,36 +18,21 @@ from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
 from deltasync.replicas.course import LOOK_S
 from tests.faults import flipped
-from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, save_model, serving, start
+from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, start
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    with serving(checkpoint) as server:
-        yield server
-    assert server.publisher is not None and server.publisher.run_id is not None
-    (beat,) = heartbeat.read_all(server.store, server.publisher.run_id)
-    assert (beat.state, beat.error) == ("stopped", None), "it ended in order"
-
-
-def test_a_replica_started_before_the_first_anchor_waits_and_says_so(server: Server) -> None:
-    status = server.wait(lambda status: "Waiting for the first version" in (status["error"] or ""))
+def test_a_replica_started_before_the_first_anchor_waits_and_says_so(started: Server) -> None:
+    status = started.wait(lambda status: "Waiting for the first version" in (status["error"] or ""))
     assert status["state"] == "waiting"
     assert status["version"] is None
-    assert len(complete(server.url, 5)) == 5
+    assert len(complete(started.url, 5)) == 5
 
 
-def test_weights_that_are_the_anchor_already_are_recognised_without_loading_it(server: Server) -> None:
-    version = server.publish()
-    server.assert_serves(version)
-    assert server.status()["commits"] == []
+def test_weights_that_are_the_anchor_already_are_recognised_without_loading_it(started: Server) -> None:
+    started.assert_serves(started.publish())
+    assert started.status()["commits"] == []
 
 
 def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(server: Server) -> None:
@@ -77,7 +61,7 @@ def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(se
     assert not any(commit["anchor"] for commit in commits)
     assert sum(commit["running_requests"] for commit in commits) >= 6
     assert sum(commit["tokens_during_sync"] for commit in commits) > 0
-    assert get_json(f"{server.url}/weight_info")["weight_version"] == str(version)
+    assert server.json("/weight_info")["weight_version"] == str(version)
 
 
 def test_a_heartbeat_tells_the_served_version(server: Server) -> None:
@@ -109,7 +93,7 @@ def test_a_damaged_record_leaves_the_old_version_served_until_it_is_repaired(ser
     status = server.wait(lambda status: status["error"] is not None)
     assert "has another body than its document says" in status["error"]
     assert (status["state"], status["version"]) == ("serving", version)
-    assert get_json(f"{server.url}/deltasync/digest")["sha256"] == digests(before)
+    assert server.json("/deltasync/digest")["sha256"] == digests(before)
     assert len(complete(server.url, 5)) == 5
     repair()
     server.assert_serves(version + 1)
@@ -129,29 +113,16 @@ def test_a_head_that_names_nothing_leads_nowhere(server: Server) -> None:
     server.assert_serves(server.publish())
 
 
-def test_bits_that_are_not_the_published_ones_are_rolled_back_and_the_next_anchor_heals(server: Server) -> None:
-    # A record that promises a fingerprint which its own delta does not give: the only fault that reaches the weights.
-    before = {name: tensor.clone() for name, tensor in server.weights.items()}
-    version = server.status()["version"]
-    server.step()
-    status = server.publish_wrong_bits()
-    assert status["version"] == version
-    assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
-    assert len(complete(server.url, 5)) == 5
-    server.publish_anchor()
-    assert server.status()["commits"][-1]["anchor"]
-
-
 @pytest.mark.slow
-def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(folder: Path, tmp_path: Path) -> None:
     channel = f"file://{tmp_path}/other"
-    weights = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
     weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(128, 192)
     with Publisher(channel) as publisher:
         publisher.publish(weights.items())
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with start(checkpoint, channel, port, tmp_path / "server.log") as child:
+    with start(folder / "model", channel, port, tmp_path / "server.log") as child:
         child.wait_until(lambda: get_json(f"{url}/deltasync/status"), 2 * PATIENCE_S, "to start")
         other = Server(url, channel, weights)
         status = other.wait(lambda status: status["state"] == "failed")
