@@ -45,8 +45,8 @@ demo-hosts: setup
 	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps)
 	$(BIN)/python -m tests.hosts --out demo-hosts-out $(HOSTS)
 
-# Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router or a firewall, and are skipped
-# without; the reasons of all skips stand at the end.
+# Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router
+# or a firewall, and are skipped without; the reasons of all skips stand at the end.
 WORKERS ?= 3
 test: setup programs
 	$(BIN)/pytest -n $(WORKERS)
