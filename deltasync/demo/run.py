@@ -57,7 +57,7 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
         say("building a tiny Qwen3")
-        warm_up, environment = _build_model(out, seed, task)
+        warm_up, environment = _build_model(out, url, seed, task)
         server = stack.enter_context(_server(environ, out, channel, port))
         say(f"starting vLLM on port {port}, untrained; it knows only the channel {channel} (log: {out / 'server.log'})")
         warm_up(say)
@@ -149,7 +149,7 @@ def _fresh(out: Path) -> Path:
     return out
 
 
-def _build_model(out: Path, seed: int, task: str) -> tuple[Callable[[Say], None], str | None]:
+def _build_model(out: Path, url: str, seed: int, task: str) -> tuple[Callable[[Say], None], str | None]:
     """Write an untrained checkpoint, `untrained`, that the server starts from.
 
     Returns:
@@ -162,14 +162,20 @@ def _build_model(out: Path, seed: int, task: str) -> tuple[Callable[[Say], None]
 
     lesson = load_task(task)
     torch.manual_seed(seed)
-    torch.set_num_threads(len(_cores()[1]))  # the server has the other cores
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(_cores()[1]))  # the server has the other cores while it starts
     tokenizer = lesson.build_tokenizer()
     model = build_model(tokenizer)
     save_checkpoint(out / "untrained", model, tokenizer)
 
     def warmed_up(say: Say) -> None:
+        def say_more(line: str) -> None:
+            if get_json(f"{url}/deltasync/status") is not None:
+                torch.set_num_threads(threads)
+            say(line)
+
         say("meanwhile, warming the model up by supervised learning")
-        loss = warm_up(model, tokenizer, seed, say, lesson)
+        loss = warm_up(model, tokenizer, seed, say_more, lesson)
         save_checkpoint(out / "model", model, tokenizer)
         say(f"model ready: {model.num_parameters():,} parameters, warm-up loss {loss:.3f}")
 

@@ -34,9 +34,11 @@ wait
 TREE_SIZE = 11  # with bash
 
 PARENT = f"""
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from deltasync.demo.processes import Child
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 
 def start():
     child = Child("The tree", ["bash", "-c", sys.argv[1]], os.environ, Path(sys.argv[2]), stop_s={STOP_S})
