@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.test_cli import run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.trl]
+pytestmark = [pytest.mark.vllm, pytest.mark.trl, pytest.mark.slow]  # CI runs `make demo`
 
 
 def test_the_demo_proves_its_bits(tmp_path: Path) -> None:
