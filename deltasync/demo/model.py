@@ -139,13 +139,18 @@ def build_checkpoint(
     Returns:
         The number of parameters, and the loss at the end of the warm-up.
     """
-    torch.manual_seed(seed)
-    lesson = load_task(task)
-    tokenizer = lesson.build_tokenizer()
-    model = build_model(tokenizer)
+    lesson, tokenizer, model = begin(seed, task)
     loss_nats = warm_up(model, tokenizer, seed, say, lesson)
     save_checkpoint(out, model, tokenizer)
     return model.num_parameters(), loss_nats
+
+
+def begin(seed: int, task: str) -> tuple[Task, PreTrainedTokenizerFast, Qwen3ForCausalLM]:
+    """Return a task, its tokenizer and an untrained model. Sets torch's global seed."""
+    torch.manual_seed(seed)
+    lesson = load_task(task)
+    tokenizer = lesson.build_tokenizer()
+    return lesson, tokenizer, build_model(tokenizer)
 
 
 def save_checkpoint(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from deltasync.demo import report
 from deltasync.demo.processes import Child, get_json
-from deltasync.demo.task import TOKEN_VARIABLE
+from deltasync.demo.task import TOKEN_VARIABLE, Task
 from deltasync.deploy.serving import check_port, require_vllm
 from deltasync.errors import ConfigError, DeltaSyncError
 
@@ -50,6 +50,8 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     began_s = time.monotonic()
     environ = {**os.environ, **_OFFLINE}  # copied before TRL is imported, which quietens vLLM through the environment
     _require_packages()
+    from deltasync.demo.model import begin, save_checkpoint
+
     port = port or free_port()
     check_port(HOST, port)
     out = _fresh(out)
@@ -57,16 +59,17 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
         say("building a tiny Qwen3")
-        warm_up, environment = _build_model(out, url, seed, task)
+        lesson, tokenizer, model = begin(seed, task)
+        save_checkpoint(out / "untrained", model, tokenizer)
         server = stack.enter_context(_server(environ, out, channel, port))
         say(f"starting vLLM on port {port}, untrained; it knows only the channel {channel} (log: {out / 'server.log'})")
-        warm_up(say)
+        _warm_up(out, url, seed, say, lesson, tokenizer, model)
         train = [sys.executable, "-m", "deltasync.demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
-        if environment is not None:
+        if lesson.environment is not None:
             environ |= {TOKEN_VARIABLE: secrets.token_urlsafe(16)}
-            train += ["--environment-url", _start_environment(stack, environment, environ, out)]
+            train += ["--environment-url", _start_environment(stack, lesson.environment, environ, out)]
             say(f"the environment is up at {train[-1]} (log: {out / 'environment.log'})")
         env = {**environ, "OMP_NUM_THREADS": "1", "DELTASYNC_CODEC": codec}
         trainer = stack.enter_context(Child("The trainer", train, env, out / "trainer.log", _cores()[1]))
@@ -149,37 +152,24 @@ def _fresh(out: Path) -> Path:
     return out
 
 
-def _build_model(out: Path, url: str, seed: int, task: str) -> tuple[Callable[[Say], None], str | None]:
-    """Write an untrained checkpoint, `untrained`, that the server starts from.
-
-    Returns:
-        A function that warms the model up and writes the checkpoint `model`, from which the trainer starts; and the module
-        of the task's environment, if it has one.
-    """
+def _warm_up(out: Path, url: str, seed: int, say: Say, lesson: Task, tokenizer: Any, model: Any) -> None:
+    """Warm the model up while the server starts; write the checkpoint `model`, from which the trainer starts."""
     import torch
 
-    from deltasync.demo.model import build_model, load_task, save_checkpoint, warm_up
+    from deltasync.demo.model import save_checkpoint, warm_up
 
-    lesson = load_task(task)
-    torch.manual_seed(seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(_cores()[1]))  # the server has the other cores while it starts
-    tokenizer = lesson.build_tokenizer()
-    model = build_model(tokenizer)
-    save_checkpoint(out / "untrained", model, tokenizer)
+    torch.set_num_threads(len(_cores()[1]))  # the server has the other cores until it is up
 
-    def warmed_up(say: Say) -> None:
-        def say_more(line: str) -> None:
-            if get_json(f"{url}/deltasync/status") is not None:
-                torch.set_num_threads(threads)
-            say(line)
+    def say_more(line: str) -> None:
+        if get_json(f"{url}/deltasync/status") is not None:
+            torch.set_num_threads(threads)
+        say(line)
 
-        say("meanwhile, warming the model up by supervised learning")
-        loss = warm_up(model, tokenizer, seed, say_more, lesson)
-        save_checkpoint(out / "model", model, tokenizer)
-        say(f"model ready: {model.num_parameters():,} parameters, warm-up loss {loss:.3f}")
-
-    return warmed_up, lesson.environment
+    say("meanwhile, warming the model up by supervised learning")
+    loss = warm_up(model, tokenizer, seed, say_more, lesson)
+    save_checkpoint(out / "model", model, tokenizer)
+    say(f"model ready: {model.num_parameters():,} parameters, warm-up loss {loss:.3f}")
 
 
 def _server(environ: dict[str, str], out: Path, channel: str, port: int) -> Child:

@@ -173,13 +173,10 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
     assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "processes"),
-    [
-        pytest.param("grpo.py", 1, marks=pytest.mark.slow),
-        pytest.param("grpo.py", 2, marks=pytest.mark.slow),
-        pytest.param("async_grpo.py", 1, marks=pytest.mark.slow),
-    ],
+    [("grpo.py", 1), ("grpo.py", 2), ("async_grpo.py", 1)],
     ids=["grpo", "grpo-ddp", "async-grpo"],
 )
 def test_examples(server: Server, tmp_path: Path, example: str, processes: int) -> None:
