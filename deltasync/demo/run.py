@@ -8,7 +8,7 @@ completions. A task may have a fourth process, an environment, which the trainer
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import secrets
@@ -48,10 +48,8 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
         DeltaSyncError: the server or the trainer ended; quotes the last line of its log.
     """
     began_s = time.monotonic()
-    environ = {**os.environ, **_OFFLINE}  # copied before TRL is imported, which quietens vLLM through the environment
+    environ = {**os.environ, **_OFFLINE}
     _require_packages()
-    from deltasync.demo.model import begin, save_checkpoint
-
     port = port or free_port()
     check_port(HOST, port)
     out = _fresh(out)
@@ -59,6 +57,8 @@ def run(out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, ta
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(Talker(say))
         say("building a tiny Qwen3")
+        from deltasync.demo.model import begin, save_checkpoint  # takes seconds
+
         lesson, tokenizer, model = begin(seed, task)
         save_checkpoint(out / "untrained", model, tokenizer)
         server = stack.enter_context(_server(environ, out, channel, port))
@@ -124,10 +124,8 @@ class Talker:
 def _require_packages() -> None:
     require_vllm()
     for module, extra in (("trl", "trl"), ("aiohttp", "trl"), ("matplotlib", "demo")):
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            raise ConfigError(f"The demo needs {module}. Run: pip install 'deltasync[{extra}]'.") from None
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"The demo needs {module}. Run: pip install 'deltasync[{extra}]'.")
 
 
 def free_port() -> int:

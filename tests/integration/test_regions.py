@@ -11,7 +11,7 @@ from deltasync.housekeeping import Relay
 from deltasync.stores import open_store
 from tests.channels import trained, weights
 from tests.conftest import assert_same_bits
-from tests.http_faults import s3_error
+from tests.http_faults import late, s3_error
 from tests.servers import s3, services
 from tests.servers.services import Service
 
@@ -23,6 +23,7 @@ _ANSWER_BYTES = 1_200  # headers of a request and of its reply
 
 def test_the_long_line_carries_each_version_once(s3_service: Service, tmp_path: Path) -> None:
     source, near = s3_service.url, f"file://{tmp_path}/near"
+    s3_service.proxy.strike(late(0.02), times=1 << 30)  # a long line: a busy machine may answer later than one at hand
     model = weights()
     with Publisher(s3_service.direct) as publisher:
         publisher.publish(model).wait(60)
