@@ -32,17 +32,20 @@ if "LONG_TESTS" not in os.environ:
 if not RUNS:
     _LEFT_OUT["gpu"] = "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
 
-_STARTS_VLLM = re.compile(r"/test_(vllm\w*|trl_server)\.py\b")
+_TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|salt|compose|wordle_player)\.py\b")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they wait."""
+    """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they wait.
+
+    The same one takes all that import vLLM or TRL, which takes ten seconds each.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vLLM" if _STARTS_VLLM.search(nodeid) else str(super()._split_scope(nodeid))
+            return "vLLM and TRL" if _TOGETHER.search(nodeid) else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False  # modules are taken in the order of collection
     return Scheduler(config, log)
@@ -54,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _STARTS_VLLM.search(item.nodeid) is None)
+        items.sort(key=lambda item: _TOGETHER.search(item.nodeid) is None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
