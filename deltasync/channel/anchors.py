@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
 from deltasync.channel import keys
-from deltasync.channel.documents import COMPRESSED
+from deltasync.channel.documents import COMPRESSED, Fingerprint
 from deltasync.codec import dense
 from deltasync.codec.base import FORMAT, body, layout, read_metadata, views
 from deltasync.errors import ConfigError, CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 
+_Table = TypeVar("_Table")
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
@@ -131,7 +133,7 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
     Raises:
         CorruptDataError: the file cannot be read, or has a tensor that is not as in `specs`.
     """
-    digests, planes, entries = fingerprints(data), _table(data, _PLANES, "{}"), views(data)
+    digests, planes, entries = fingerprints(data), _table(data, _PLANES, dict[str, list[int]], "{}"), views(data)
     if unknown := planes.keys() - entries.keys():
         raise CorruptDataError(f"The anchor's weight file names planes of {unknown.pop()!r}, which it does not hold.")
     for name, (dtype, shape, byte_B) in entries.items():
@@ -149,18 +151,12 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
 
 def fingerprints(data: bytes | memoryview) -> dict[str, int]:
     """The fingerprints in the metadata of a weight file."""
-    try:
-        return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS).items()}
-    except (ValueError, TypeError) as error:
-        raise CorruptDataError(f"The anchor's weight file names no fingerprints: {error!r}.") from error
+    return {name: int(digest, 16) for name, digest in _table(data, _FINGERPRINTS, dict[str, Fingerprint]).items()}
 
 
-def _table(data: bytes | memoryview, key: str, default: str = "null") -> dict[str, Any]:
+def _table(data: bytes | memoryview, key: str, kind: type[_Table], default: str = "null") -> _Table:
     """The JSON object under `key` in the metadata of a weight file."""
     try:
-        table = json.loads(read_metadata(data).get(key, default))
-        if not isinstance(table, dict):
-            raise ValueError("it is not an object")
-    except (ValueError, RecursionError) as error:
-        raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error!r}.") from error
-    return table
+        return msgspec.json.decode(read_metadata(data).get(key, default), type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error}") from error

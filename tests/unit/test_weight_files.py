@@ -172,7 +172,15 @@ def test_fingerprints_survive_the_metadata() -> None:
 
 
 @pytest.mark.parametrize(
-    "metadata", [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":{"deltasync.fingerprints":"[]"}}', b"x"]
+    "metadata",
+    [
+        b"{}",
+        b'{"__metadata__":{}}',
+        b'{"__metadata__":{"deltasync.fingerprints":"[]"}}',
+        b'{"__metadata__":{"deltasync.fingerprints":"{\\"a\\":\\"0x00000000000001\\"}"}}',
+        b'{"__metadata__":{"deltasync.fingerprints":"\\ud800"}}',
+        b"x",
+    ],
 )
 def test_weights_without_fingerprints_are_corrupt(metadata: bytes) -> None:
     with pytest.raises(CorruptDataError):
