@@ -159,4 +159,4 @@ def _table(data: bytes | memoryview, key: str, kind: type[_Table], default: str 
     try:
         return msgspec.json.decode(read_metadata(data).get(key, default), type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error}") from error
+        raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error}.") from error

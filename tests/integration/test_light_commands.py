@@ -1,4 +1,4 @@
-"""What only reads documents loads neither torch nor numba, so that it answers at once."""
+"""What only reads documents, and what is refused, loads neither torch nor numba, so that it answers at once."""
 
 from __future__ import annotations
 
@@ -58,4 +58,12 @@ def test_a_page(channel: str, tmp_path: Path) -> None:
     words = ["dashboard", channel, "--out", str(tmp_path / "page.html")]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+
+
+def test_a_demo_that_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    words = ["demo", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and "choose another directory" in done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"
