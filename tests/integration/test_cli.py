@@ -124,11 +124,3 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
             assert done.returncode == 3
             assert f"Port {port}" in done.stderr
             assert "Traceback" not in done.stderr
-
-
-def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    done = run("demo", "--out", str(tmp_path))
-    assert done.returncode == 3
-    assert "choose another directory" in done.stderr
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
