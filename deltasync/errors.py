@@ -44,8 +44,8 @@ from urllib.parse import unquote
 
 import msgspec
 
-UNREADABLE_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for JSON that is malformed, not UTF-8, or nested too deeply."""
+UNREADABLE_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""What msgspec raises for JSON, bytes or text, that is malformed, no valid Unicode, or nested too deeply."""
 
 
 def describe(*kinds: Any) -> None:

@@ -19,7 +19,7 @@ from deltasync.channel import keys
 from deltasync.channel.documents import COMPRESSED, Fingerprint
 from deltasync.codec import dense
 from deltasync.codec.base import FORMAT, body, layout, read_metadata, views
-from deltasync.errors import ConfigError, CorruptDataError
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 
@@ -158,5 +158,5 @@ def _table(data: bytes | memoryview, key: str, kind: type[_Table], default: str 
     """The JSON object under `key` in the metadata of a weight file."""
     try:
         return msgspec.json.decode(read_metadata(data).get(key, default), type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE_JSON as error:
         raise CorruptDataError(f"The anchor's weight file has no table {key!r}: {error}.") from error
