@@ -85,6 +85,8 @@ USES = (
     # load/layers.py: on CPUs, weights stay where they can be patched
     Use("vllm._custom_ops", "_supports_onednn"),
     Use("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
+    Use("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
+    Use("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CPU_MLA"),
     # adapters.py: runtime LoRA
     Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.load_lora_adapter", ("request",)),
     Use("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.unload_lora_adapter", ("request",)),

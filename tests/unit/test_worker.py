@@ -302,6 +302,25 @@ class TestMirror:
             mirror.prove()
         assert torch.equal(layers[1].weight, found)
 
+    def test_a_reload_that_fails_leaves_no_trace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As vLLM's does where the attention has freed a weight to keep it packed for AMX."""
+        layer = torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
+        tensors = {"weight": layer.weight.detach().clone()}
+        layer.weight = freed = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+        mirror = Mirror(SimpleNamespace(), {"weight": {layer}}, tensors)
+
+        def reload(_: Any) -> float:
+            layer.weight = torch.nn.Parameter(tensors["weight"].clone(), requires_grad=False)
+            freed.data.copy_(layer.weight)
+            return 0.0
+
+        monkeypatch.setattr(mirror, "reload", reload)
+        for _ in range(2):
+            with pytest.raises(ModelMismatchError, match="having it load them again fails"):
+                mirror.prove()
+            assert layer.weight is freed
+            assert freed.numel() == 0
+
     def test_layers_that_share_a_tensor_are_proven_together(self) -> None:
         a, b, c = (torch.nn.Identity() for _ in range(3))
         groups = _together({"1": {a}, "2": {b}, "3": {a, c}, "4": {c}})

@@ -66,27 +66,33 @@ class Mirror:
 
     def _prove(self, layers: Set[torch.nn.Module], names: Set[str]) -> None:
         before = {layer: {name: _on_host(tensor) for name, tensor in layer.state_dict().items()} for layer in layers}
+        held = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
+        problem = cause = None
         try:
             self._negate(names)
             try:
                 self.reload(names)
             finally:
                 self._negate(names)
-            idle = sorted(type(layer).__name__ for layer in layers if not _differences(layer, before[layer]))
+            if idle := sorted(type(layer).__name__ for layer in layers if not _differences(layer, before[layer])):
+                problem = f"does not change {idle[0]}"
             self.reload(names)
-            wrong = sorted(
+            if wrong := sorted(
                 f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])
-            )
+            ):
+                problem = problem or f"gives another {', '.join(wrong[:5])}"
+        except RuntimeError as error:  # as torch raises it
+            problem, cause = f"fails ({error})", error
         finally:
             for layer, tensors in before.items():
+                layer._parameters, layer._buffers = held[layer]  # a reload that failed may have left others
                 for name in _differences(layer, tensors):
                     layer.state_dict()[name].copy_(tensors[name])
-        if idle or wrong:
-            what = f"does not change {idle[0]}" if idle else f"gives another {', '.join(wrong[:5])}"
+        if problem is not None:
             raise ModelMismatchError(
                 f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint, and having it load them "
-                f"again {what}, so this model cannot be updated."
-            )
+                f"again {problem}, so this model cannot be updated."
+            ) from cause
 
     def _negate(self, names: Set[str]) -> None:
         for name in names:

@@ -68,9 +68,10 @@ def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | Non
 
 
 def keep_weights_addressable() -> None:
-    """Make vLLM's CPU linear layers use the weights as loaded. Call before the model is loaded; does nothing on GPUs.
+    """Make vLLM's layers on CPUs use weights as loaded. Call before a model is configured; does nothing on GPUs.
 
-    By default vLLM repacks them for oneDNN or SGL kernels and frees the original, so no address holds a checkpoint element.
+    By default vLLM repacks them for oneDNN or SGL kernels, and those of latent attention for AMX, and frees the original, so
+    no address holds a checkpoint element.
     """
     from vllm.platforms import current_platform
 
@@ -78,14 +79,25 @@ def keep_weights_addressable() -> None:
         return
     import vllm._custom_ops
     from vllm.model_executor.layers import utils
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     @functools.wraps(utils.check_cpu_sgl_kernel)
     def check_cpu_sgl_kernel(*_: object) -> bool:
         return False
 
+    configure = CpuPlatform.check_and_update_config
+
+    @functools.wraps(configure)
+    def check_and_update_config(vllm_config: Any) -> None:
+        if vllm_config.attention_config.backend is None and getattr(vllm_config.model_config, "use_mla", False):
+            vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+        configure(vllm_config)
+
     vllm._custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
-    logger.info("deltasync keeps CPU linear weights unpacked so that they can be patched in place")
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+    logger.info("deltasync keeps weights on CPUs unpacked so that they can be patched in place")
 
 
 def prepare_reload(layer: Any) -> None:
