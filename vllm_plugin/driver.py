@@ -89,7 +89,8 @@ class Driver:
         self._state = "waiting"
         self._error: str | None = "Waiting for the first look at the channel."
         self._opened = False
-        self._served_s = self._audited_s = self._asked_s = 0.0
+        self._served_s = self._audited_s = 0.0
+        self._sure_s = -math.inf  # when the workers last knew their bits
         self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look now
@@ -282,12 +283,15 @@ class Driver:
         return False
 
     async def _settled(self) -> bool:
-        """Whether the workers know which bits they hold. Idle ones are asked every `_SURE_S` only."""
-        now_s, is_idle = time.monotonic(), self._state == "serving" and not self._scout.is_asked and not self.pauses.used
-        if is_idle and now_s - self._asked_s < _SURE_S:
+        """Whether the workers know which bits they hold: asked after what may change that, and else every `_SURE_S`."""
+        now_s, is_idle = time.monotonic(), self._state != "sleeping" and not self._scout.is_asked and not self.pauses.used
+        if is_idle and now_s - self._sure_s < _SURE_S:
             return True
-        self._asked_s, self.pauses.used = now_s, False
-        return await self._workers.settled()
+        self._sure_s, self.pauses.used = -math.inf, False
+        settled = await self._workers.settled()
+        if settled:
+            self._sure_s = now_s
+        return settled
 
     async def _open(self) -> None:
         """Learn what the workers hold, prove it, and identify the version."""
@@ -340,7 +344,7 @@ class Driver:
 
     async def _stage(self, way: Sequence[Stored]) -> bool:
         """Have the workers stage a way. Returns False if one does not know its bits, which the next look settles."""
-        self._state = "staging"
+        self._state, self._sure_s = "staging", -math.inf
         replies = await self._workers.stage(way)
         failures = [reply.failure for reply in replies if reply.failure is not None]
         if not failures:

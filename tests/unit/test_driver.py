@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from deltasync import open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError
+from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
 from deltasync.replicas.pin import Pin
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Engine, Trainer, following, serving, until, value
@@ -255,6 +256,10 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         engine.worker._deltasync_replica.wake_up()
         assert ("audit", False) in await looks()
         assert await looks() == []
+        with monkeypatch.context() as patch:
+            patch.setattr(driver._scout, "next", AsyncMock(side_effect=StoreError("The store does not answer.")))
+            assert await looks() == []
+            assert driver.status().state == "failed"
         monkeypatch.setattr("vllm_plugin.driver._SURE_S", 0.0)
         assert await looks() == [("settled",)] * 3
 

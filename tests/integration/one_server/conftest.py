@@ -15,7 +15,9 @@ from tests.integration.vllm_server import Server, save_model, serving
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the model, the channel, the signing key and the server's log."""
-    return tmp_path_factory.mktemp("vllm")
+    folder = tmp_path_factory.mktemp("vllm")
+    save_model(folder)
+    return folder
 
 
 @pytest.fixture(scope="package")
@@ -24,7 +26,7 @@ def started(folder: Path) -> Iterator[Server]:
     signing.new_key(folder / "key", "this test")
     environ = {"DELTASYNC_HTTP_TOKEN": "token-of-this-test", "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
     with (
-        serving(save_model(folder), "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ) as server,
+        serving(folder / "model", "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ) as server,
         Publisher(server.channel, signing_key=folder / "key") as server.publisher,
     ):
         yield server
