@@ -408,7 +408,6 @@ def test_training_goes_on_without_its_store_and_all_bits_are_right_afterwards(
         trainer.train()
     during = [record for record in sync.history if 3 < record.step <= 12]
     assert len(during) <= 2  # one that was on its way, and one that waited
-    assert max(record.coalesced for record in sync.history) > 1
     assert sync.history[-1].step == 15
     for record in sync.history:
         assert_same_bits(published_bits(url, record.version), recorder.bits[record.step])
