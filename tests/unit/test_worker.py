@@ -211,23 +211,31 @@ class TestDerivedCopies:
     def test_a_copy_that_is_made_elsewhere_is_refused_and_left_as_it_was(self) -> None:
         model = WithSinks(in_place=False)
         held, before = model.attention.impl.sinks, model.attention.impl.sinks.clone()
-        with pytest.raises(ModelMismatchError, match=r"copy of a weight in Impl\.sinks and does not make it anew in place"):
+        with pytest.raises(
+            ModelMismatchError, match=r"made from a weight in Impl\.sinks and does not make it anew in place"
+        ):
             derived.find(model)
         assert model.attention.impl.sinks is held
         assert torch.equal(held, before)
 
     def test_a_copy_without_anybody_who_makes_it_anew_is_refused(self) -> None:
-        model = Model()
-        model.cached = model.plain.float().clone()
-        with pytest.raises(ModelMismatchError, match=r"Model\.cached"):
-            derived.find(model)
+        models = Model(), Model(), Model()
+        copy = models[0].plain.float().clone()
+        models[0].cached = copy
+        models[1].register_buffer("cached", copy, persistent=False)
+        models[2].cached = (torch.ones(3), copy)
+        for model in models:
+            with pytest.raises(ModelMismatchError, match=r"Model\.cached"):
+                derived.find(model)
 
-    @pytest.mark.parametrize("name", derived.NAMES)
-    def test_a_copy_in_another_order_is_known_by_its_name(self, name: str) -> None:
-        model = Model()
-        setattr(model, name, model.plain.data.clone().T.contiguous())
-        with pytest.raises(ModelMismatchError, match=name):
-            derived.find(model)
+    @pytest.mark.parametrize("name", sorted(derived.NAMES))
+    def test_what_was_made_in_another_form_is_known_by_its_name(self, name: str) -> None:
+        for register in (False, True):
+            model = Model()
+            made = model.plain.data.sum(dim=1)
+            model.register_buffer(name, made) if register else setattr(model, name, made)
+            with pytest.raises(ModelMismatchError, match=name):
+                derived.find(model)
 
     def test_views_of_parameters_and_scales_are_no_copies(self) -> None:
         model = Model()
@@ -236,6 +244,8 @@ class TestDerivedCopies:
         model.plain.data.fill_(1.0)
         model.workspace = torch.zeros(48, dtype=torch.uint8)
         model.kv_cache = torch.empty(1 << 40, device="meta")  # nobody looks at what lies in it
+        model.register_buffer("loaded", torch.randn(8, 6).to(torch.bfloat16))
+        model.experts.data.copy_(model.loaded)
         assert derived.find(model) == []
 
     def test_commits_and_what_undoes_them_refresh_it(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +278,10 @@ class TestDerivedCopies:
             ("v1/attention/backends/flashinfer.py", r"def process_weights_after_loading\(self, act_dtype"),
             ("model_executor/layers/attention/attention.py", r"self\.impl\.process_weights_after_loading\(act_dtype\)"),
             ("model_executor/layers/attention/mla_attention.py", r"W_UK_T_dcp_qrep"),
+            ("v1/attention/backends/mla/amx_mla.py", r"self\._w_uk_packed = torch\.ops"),
+            ("models/deepseek_v4/cpu/cpu_sparse.py", r"self\._wo_a_packed = torch\.ops"),
+            ("models/deepseek_v4/nvidia/model.py", r"layer\.hc_attn_fn_broadcast = broadcast"),
+            ("models/dots3_note/nvidia/vision.py", r'register_buffer\(\s*"_fused_w13_fp8"'),
         ],
     )
     def test_vllm_has_them_where_these_tests_say(self, path: str, pattern: str) -> None:

@@ -1,4 +1,4 @@
-"""Copies of weights that vLLM keeps beside its parameters, in attributes of its layers.
+"""Copies of weights, and other tensors made from them, that vLLM keeps beside its parameters in attributes of its layers.
 
 FlashInfer, for example, keeps a float32 copy of the attention sinks. A commit that writes the parameter does not change the
 copy, so the layer has to make it again, in place, because captured CUDA graphs hold its address.
@@ -14,8 +14,18 @@ import torch
 
 from deltasync.errors import ModelMismatchError
 
-NAMES = frozenset({"W_UK_T_dcp_qrep"})
-"""Attributes that are copies in another order, which their values do not show."""
+NAMES = frozenset(
+    (
+        "W_UK_T_dcp_qrep",  # latent attention shared over context-parallel ranks: another order
+        "_w_uk_packed",  # latent attention on CPUs with AMX
+        "_wo_a_packed",  # DeepSeek V4 on CPUs
+        "hc_attn_fn_broadcast",  # DeepSeek V4: a sum
+        "_fused_w13_fp8",  # the vision tower of dots3: quantized
+        "decode_conv1d_weight",  # Kimi K3 on AMD's accelerators, vLLM 0.33: another order
+        "mono942",  # DeepSeek V4.1 on AMD's accelerators, vLLM 0.33: packed
+    )
+)
+"""Attributes made from weights in a form that their values do not show: reordered, packed, quantized or summed."""
 
 _HEAD = 1024  # elements that are compared first
 
@@ -42,26 +52,26 @@ def find(model: torch.nn.Module) -> list[DerivedCopy]:
     """
     parameters = list(model.parameters())
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
-    registered = {_storage(tensor) for tensor in (*parameters, *model.buffers())}
+    registered = {_storage(tensor) for tensor in (*parameters, *_loaded_buffers(model))}
     by_size: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
         by_size.setdefault((parameter.numel(), parameter.device), []).append(parameter.data)
     copies = []
     for holder, name, tensor in _attributes(model):
-        if _storage(tensor) in registered or not _is_copy(name, tensor, by_size):
+        if name not in NAMES and (_storage(tensor) in registered or not _is_copy(tensor, by_size)):
             continue
         copy = DerivedCopy(holder, name, dtype)
         if not _refreshes(copy, tensor):
             raise ModelMismatchError(
-                f"vLLM keeps a copy of a weight in {copy} and does not make it anew in place, so this model cannot be "
-                "updated."
+                f"vLLM keeps what it made from a weight in {copy} and does not make it anew in place, so this model cannot "
+                "be updated."
             )
         copies.append(copy)
     return copies
 
 
 def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Yield tensors in attributes of modules, and of objects that those hold, such as an attention's `impl`."""
+    """Yield tensors in attributes and buffers of modules, and of objects that those hold, such as an attention's `impl`."""
     seen: set[int] = set()
     for module in model.modules():
         plain = [value for value in vars(module).values() if _is_plain(value)]
@@ -69,9 +79,18 @@ def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor
             if id(holder) in seen:
                 continue
             seen.add(id(holder))
-            for name, value in vars(holder).items():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    yield holder, name, value
+            for name, value in (*vars(holder).items(), *vars(holder).get("_buffers", {}).items()):
+                for each in value if isinstance(value, tuple) else (value,):
+                    if isinstance(each, torch.Tensor) and (each.is_floating_point() or name in NAMES):
+                        yield holder, name, each
+
+
+def _loaded_buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers that checkpoints have; vLLM fills the others by itself."""
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield tensor
 
 
 def _is_plain(value: object) -> bool:
@@ -81,9 +100,7 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _is_copy(name: str, tensor: torch.Tensor, by_size: dict[tuple[int, torch.device], list[torch.Tensor]]) -> bool:
-    if name in NAMES:
-        return True
+def _is_copy(tensor: torch.Tensor, by_size: dict[tuple[int, torch.device], list[torch.Tensor]]) -> bool:
     sources = by_size.get((tensor.numel(), tensor.device), ())
     if not sources or tensor.numel() < 2:  # most have no source, such as the KV cache, which is too large to compare
         return False
