@@ -373,6 +373,7 @@ class Driver:
             raise
         finally:
             self._metrics.pause.observe(self.pauses.last_s)
+        self._sure_s = time.monotonic()
         self._committed(way, done, generated_tokens() - tokens_before, running, self.pauses.last_s)
         self._report("serving", None)
 

@@ -256,6 +256,9 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         engine.worker._deltasync_replica.wake_up()
         assert ("audit", False) in await looks()
         assert await looks() == []
+        trainer.publish()
+        called = await looks()
+        assert ("commit", True) in called and ("settled",) not in called  # a commit has told
         with monkeypatch.context() as patch:
             patch.setattr(driver._scout, "next", AsyncMock(side_effect=StoreError("The store does not answer.")))
             assert await looks() == []

@@ -218,6 +218,17 @@ class TestDerivedCopies:
         assert model.attention.impl.sinks is held
         assert torch.equal(held, before)
 
+    def test_a_buffer_that_is_made_elsewhere_is_refused_and_left_as_it_was(self) -> None:
+        model = WithSinks(in_place=True)
+        attention = model.attention
+        attention.register_buffer("sinks", model.sinks.detach().float(), persistent=False)
+        held, before = attention.sinks, attention.sinks.clone()
+        attention.process_weights_after_loading = lambda _: setattr(attention, "sinks", model.sinks.detach().float())
+        with pytest.raises(ModelMismatchError, match=r"Attention\.sinks"):
+            derived.find(model)
+        assert attention.sinks is held
+        assert torch.equal(held, before)
+
     def test_a_copy_without_anybody_who_makes_it_anew_is_refused(self) -> None:
         models = Model(), Model(), Model()
         copy = models[0].plain.float().clone()

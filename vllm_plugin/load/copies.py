@@ -52,16 +52,17 @@ def find(model: torch.nn.Module) -> list[DerivedCopy]:
     """
     parameters = list(model.parameters())
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
-    registered = {_storage(tensor) for tensor in (*parameters, *_loaded_buffers(model))}
+    loaded = {_storage(tensor) for tensor in model.state_dict().values()}  # vLLM fills other buffers by itself
     by_size: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
         by_size.setdefault((parameter.numel(), parameter.device), []).append(parameter.data)
     copies = []
     for holder, name, tensor in _attributes(model):
-        if name not in NAMES and (_storage(tensor) in registered or not _is_copy(tensor, by_size)):
+        is_known = name in NAMES
+        if not is_known and (_storage(tensor) in loaded or not _is_copy(tensor, by_size)):
             continue
         copy = DerivedCopy(holder, name, dtype)
-        if not _refreshes(copy, tensor):
+        if is_known or not _refreshes(copy, tensor):
             raise ModelMismatchError(
                 f"vLLM keeps what it made from a weight in {copy} and does not make it anew in place, so this model cannot "
                 "be updated."
@@ -79,18 +80,17 @@ def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor
             if id(holder) in seen:
                 continue
             seen.add(id(holder))
-            for name, value in (*vars(holder).items(), *vars(holder).get("_buffers", {}).items()):
-                for each in value if isinstance(value, tuple) else (value,):
-                    if isinstance(each, torch.Tensor) and (each.is_floating_point() or name in NAMES):
-                        yield holder, name, each
+            for name, value in (*vars(holder).items(), *_buffers(holder).items()):
+                tensors = value if isinstance(value, tuple) else (value,)
+                yield from ((holder, name, each) for each in tensors if _may_be_made(name, each))
 
 
-def _loaded_buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers that checkpoints have; vLLM fills the others by itself."""
-    for module in model.modules():
-        for name, tensor in module._buffers.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield tensor
+def _buffers(holder: Any) -> dict[str, torch.Tensor | None]:
+    return holder._buffers if isinstance(holder, torch.nn.Module) else {}
+
+
+def _may_be_made(name: str, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or name in NAMES)
 
 
 def _is_plain(value: object) -> bool:
@@ -117,9 +117,9 @@ def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
     """Whether the holder makes a copy again in place. Its value is restored."""
-    if not callable(getattr(copy.holder, "process_weights_after_loading", None)) or copy.name in NAMES:
+    if not callable(getattr(copy.holder, "process_weights_after_loading", None)):
         return False
-    attributes, before = dict(vars(copy.holder)), tensor.clone()
+    attributes, buffers, before = dict(vars(copy.holder)), dict(_buffers(copy.holder)), tensor.clone()
     try:
         with torch.no_grad():
             tensor.neg_().sub_(1)
@@ -129,6 +129,7 @@ def _refreshes(copy: DerivedCopy, tensor: torch.Tensor) -> bool:
         return False
     finally:
         vars(copy.holder).update(attributes)
+        _buffers(copy.holder).update(buffers)
         with torch.no_grad():
             tensor.copy_(before)
 
