@@ -11,7 +11,7 @@ from deltasync.kernels import rans
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.counts import bucket, tasks, top_of, zigzag
 from deltasync.kernels.cpu import threads
-from deltasync.kernels.intrinsics import LANES, WINDOW, lanes_time, prefetch
+from deltasync.kernels.intrinsics import FEW_LANES, LANES, WINDOW, lanes_time, lanes_until, prefetch
 from deltasync.kernels.rans import Blocks, Context, Tables
 
 _STATE_MIN = np.uint64(rans.STATE_MIN)
@@ -32,6 +32,9 @@ _AHEAD = 8  # prefetch distance, in runs of a tile; hardware does not predict wh
 _LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
 _LANES = np.uint64(LANES)
+_FEW_LANES = np.uint64(FEW_LANES)
+_MOST_WANTED = np.int64(1 << 30)
+_STRETCH = np.uint64(4 * LANES)
 
 
 @intrinsic
@@ -190,9 +193,11 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
     while True:
         end_run = np.uint64(run)
         while i < end_run:
-            end_lanes = min(i + _LANES, end_run)
-            time = lanes_time(old_N, i, end_lanes - i, shift, mask, first, hazard_W)
-            if time < 0 or begin + time >= wanted:
+            count = min(end_run - i, _FEW_LANES)
+            limit = min(wanted - begin, _MOST_WANTED)
+            total, number, time, hazard = lanes_until(old_N, i, count, shift, mask, first, hazard_W, limit)
+            if total < 0:
+                end_lanes = i + count
                 while i < end_lanes:
                     hazard = hazard_C[(old_N[i] >> shift) & mask]
                     if begin + hazard >= wanted:
@@ -201,9 +206,13 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
                     i += _U1
                 if i < end_lanes:
                     break
-            else:
+            elif total >= limit:
                 begin += time
-                i = end_lanes
+                i += np.uint64(number)
+                break
+            else:
+                begin += total
+                i += count
         if i < end_run or run >= last:
             break
         run += stride
@@ -232,6 +241,7 @@ def _times(
         # For each block: its next change, and the time since the one before.
         next_A, time_A = bound_B[b0 : b0 + across].copy(), np.zeros(across, np.int64)
         wait_B[b0 : b0 + across] = 0
+        time_L = np.empty(_STRETCH // _LANES, np.int64)
         offset = np.int64(0)
         while base_B[b0] + offset < end_B[b0]:
             for a in range(across):
@@ -241,15 +251,27 @@ def _times(
                 i = np.uint64(base_B[b] + offset)
                 run = np.uint64(min(end_B[b], base_B[b] + offset + width))
                 while i < run and k < end_k:
-                    end = min(np.uint64(index_K[k]), run)
-                    while i < end:
-                        time += _time(new_N, i, min(end - i, _LANES), shift, mask, hazard_C, first, hazard_W)
-                        i = min(i + _LANES, end)
-                    if end < run:
-                        class_K[k] = ((new_N[end] - step_K[k]) >> shift) & mask
-                        time_K[k] = time
-                        wait_B[b] += time >> _TIME_END_BITS
-                        time, k, i = np.int64(0), k + 1, end + _U1
+                    end = min(i + _STRETCH, run)
+                    # How long it is from the beginning of this stretch to each 64th of its elements.
+                    at, total = i, np.int64(0)
+                    for lane in range(_STRETCH // _LANES):
+                        time_L[lane] = total
+                        if at >= end:
+                            break
+                        total += _time(new_N, at, min(end - at, _LANES), shift, mask, hazard_C, first, hazard_W)
+                        at += _LANES
+                    while k < end_k and np.uint64(index_K[k]) < end:
+                        at = np.uint64(index_K[k])
+                        inside = (at - i) % _LANES
+                        moment = time_L[(at - i) // _LANES]
+                        moment += _time(new_N, at - inside, inside, shift, mask, hazard_C, first, hazard_W)
+                        time_K[k] = time + moment
+                        class_K[k] = ((new_N[at] - step_K[k]) >> shift) & mask
+                        wait_B[b] += time_K[k] >> _TIME_END_BITS
+                        time = -moment - hazard_C[(new_N[at] >> shift) & mask]
+                        k += 1
+                    time += total
+                    i = end
                 next_A[a], time_A[a] = k, time
             offset += stride
 
