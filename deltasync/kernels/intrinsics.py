@@ -51,7 +51,7 @@ def differing_lanes(_context, _left, _right, _at):
     return types.uint64(_left, _right, types.int64), generate
 
 
-LANES, FEW_LANES = 64, 16
+LANES = 64
 """Elements that `lanes_time` and `lanes_until` look up at once."""
 
 WINDOW = 32
@@ -130,35 +130,32 @@ def lanes_time(_context, bits, at, count, shift, mask, first, hazard_W):
 
 @intrinsic
 def lanes_until(_context, bits, at, count, shift, mask, first, hazard_W, wanted):
-    """Find the first of `count` elements, at most `FEW_LANES`, by whose end the time `wanted` has passed.
+    """Find the first of `count` elements, at most `LANES`, by whose end the time `wanted` has passed, which has by the end of all.
 
-    Its number, the time before it, and its hazard; `FEW_LANES`, the time of all, and 0 if it is none of them; -1, 0 and 0 where
-    `lanes_time` returns -1. `wanted` is at most 2**30.
+    Returns its number, the time before it, and its hazard; -1 and anything where `lanes_time` returns -1.
     """
-    lanes, flags = FEW_LANES, ir.IntType(FEW_LANES)
+    flags = ir.IntType(LANES)
 
     def generate(context, builder, signature, arguments):
         if not _has_avx512(context):
-            return context.make_tuple(builder, signature.return_type, [_I64(-1), _I64(0), _I64(0), _I64(0)])
-        hazard, known = _hazards(context, builder, signature, arguments, lanes)
-        passed, zeros = hazard, _vector([0] * lanes)
+            return context.make_tuple(builder, signature.return_type, [_I64(-1), _I64(0), _I64(0)])
+        hazard, known = _hazards(context, builder, signature, arguments, LANES)
+        passed, zeros = hazard, _vector([0] * LANES)
         step = 1
-        while step < lanes:
-            earlier = builder.shuffle_vector(zeros, passed, _vector([max(lanes + n - step, lanes - 1) for n in range(lanes)]))
-            passed = builder.add(passed, earlier)
+        while step < LANES:
+            earlier = [max(LANES + n - step, LANES - 1) for n in range(LANES)]
+            passed = builder.add(passed, builder.shuffle_vector(zeros, passed, _vector(earlier)))
             step *= 2
-        limit = _all_lanes(builder, builder.trunc(arguments[7], _I32), lanes)
-        before = builder.zext(builder.bitcast(builder.icmp_unsigned("<", passed, limit), flags), _I32)
-        number = builder.cttz(builder.not_(before), ir.IntType(1)(1))
-        lane = builder.and_(number, _I32(lanes - 1))
-        of_lane = builder.extract_element(hazard, lane)
-        time = builder.sub(builder.extract_element(passed, lane), of_lane)
-        total = builder.select(known, builder.extract_element(passed, _I32(lanes - 1)), _I32(-1))
-        found = [builder.sext(each, _I64) for each in (total, number, time, of_lane)]
+        wanted = _all_lanes(builder, builder.trunc(arguments[7], _I32), LANES)
+        before = builder.bitcast(builder.icmp_unsigned("<", passed, wanted), flags)
+        number = builder.and_(builder.cttz(builder.not_(before), ir.IntType(1)(0)), _I64(LANES - 1))
+        of_lane = builder.extract_element(hazard, number)
+        time = builder.sub(builder.extract_element(passed, number), of_lane)
+        found = builder.select(known, number, _I64(-1)), builder.zext(time, _I64), builder.zext(of_lane, _I64)
         return context.make_tuple(builder, signature.return_type, found)
 
     arguments = bits, types.int64, types.int64, bits.dtype, bits.dtype, types.int64, hazard_W, types.int64
-    return types.UniTuple(types.int64, 4)(*arguments), generate
+    return types.UniTuple(types.int64, 3)(*arguments), generate
 
 
 if config.DISABLE_JIT:  # the kernels run as Python, for fuzzing
@@ -172,4 +169,4 @@ if config.DISABLE_JIT:  # the kernels run as Python, for fuzzing
 
     def lanes_until(bits, at, count, shift, mask, first, hazard_W, wanted):
         """Return -1: the caller then searches by itself."""
-        return -1, 0, 0, 0
+        return -1, 0, 0
