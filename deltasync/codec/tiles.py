@@ -108,7 +108,7 @@ class Grid:
         """Return the tiles as blocks, in flat indices of the tensor; `bound_B` is as in `Blocks`."""
         (base_G, width), (_, rows, columns) = self._bands(), self.tile
         base_B = (base_G[:, None] + np.arange(self.counts[2]) * columns).reshape(-1)
-        return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width, self.counts[2])
+        return Blocks(base_B, base_B + ((rows - 1) * width + columns), bound_B, columns, width)
 
     def by_tiles(self, index_K: np.ndarray, step_K: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sort ascending changes of the range by tile; return them and the first one of each tile (`Blocks.bound_B`)."""

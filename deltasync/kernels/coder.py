@@ -11,7 +11,7 @@ from deltasync.kernels import rans
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.counts import bucket, tasks, top_of, zigzag
 from deltasync.kernels.cpu import threads
-from deltasync.kernels.intrinsics import LANES, WINDOW, lanes_time, lanes_until, prefetch
+from deltasync.kernels.intrinsics import WINDOW, lanes_time, prefetch
 from deltasync.kernels.rans import Blocks, Context, Tables
 
 _STATE_MIN = np.uint64(rans.STATE_MIN)
@@ -28,12 +28,11 @@ _LAST_SLOT = int(_TIME_START[-1])
 _LOOKUP_BITS = rans.TIME_BITS - 8
 _SEGMENT_AT = (np.searchsorted(_TIME_START, np.arange(256) << _LOOKUP_BITS, side="right") - 1).astype(np.int64)
 _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 64))
-_NEVER = np.int64(1 << 62)
 _AHEAD = 8  # prefetch distance, in runs of a tile; hardware does not predict where they lie
 _LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
-_LANES = np.uint64(LANES)
-_SEARCHED = 8  # groups of `LANES` elements that are looked at together
+_FEW, _MANY = 16, 64  # elements whose hazards are looked up at once, by decoding and by encoding
+_FEW_LANES, _MANY_LANES = np.uint64(_FEW), np.uint64(_MANY)
 
 
 @intrinsic
@@ -166,8 +165,8 @@ def _push_moment(out, at, x, time, hazard):
 
 @njit(forceinline=True)
 def _time(bits_N, i, count, shift, mask, hazard_C, first, hazard_W):
-    """Sum the hazards of `count` elements from `i` on; `count` is at most `LANES`."""
-    time = lanes_time(bits_N, i, count, shift, mask, first, hazard_W)
+    """Sum the hazards of `count` elements from `i` on; `count` is at most `_MANY`."""
+    time = lanes_time(bits_N, i, count, _MANY, shift, mask, first, hazard_W)
     if time < 0:
         time = np.int64(0)
         for at in range(i, i + np.uint64(count)):  # unsigned, so that numba omits checks for negative ones
@@ -175,79 +174,49 @@ def _time(bits_N, i, count, shift, mask, hazard_C, first, hazard_W):
     return time
 
 
-@njit(forceinline=True)
-def _lanes(base, end, width):
-    """Return how many groups of up to `LANES` elements a run has."""
-    return (min(width, end - base) + LANES - 1) // LANES
-
-
-@njit(forceinline=True)
-def _begins(bits_N, base, end, width, stride, shift, mask, hazard_C, first, hazard_W):
-    """Return when each group of up to `LANES` elements of a block begins, and then `_SEARCHED` times that are never reached.
-
-    Time is counted from the beginning of the block. Groups do not go beyond the end of a run.
-    """
-    lanes = _lanes(base, end, width)
-    begin_L = np.empty((end - base + stride - 1) // stride * lanes + _SEARCHED, np.int64)
-    at, time = 0, np.int64(0)
-    for start in range(base, end, stride):
-        if start + stride < end:
-            for ahead in range(start + _AHEAD * stride, start + _AHEAD * stride + width, _LINE // bits_N.itemsize):
-                prefetch(bits_N, ahead)
-        i, run = np.uint64(start), np.uint64(min(end, start + width))
-        for _ in range(lanes):
-            begin_L[np.uint64(at)] = time
-            time += _time(bits_N, i, min(run - i, _LANES), shift, mask, hazard_C, first, hazard_W)
-            i += _LANES
-            at += 1
-    begin_L[at:] = _NEVER
-    begin_L[at] = time
-    return begin_L
-
-
-@njit(forceinline=True)
-def _pull_moment(
-    words, at, end, x, group, time, base, last, width, stride, lanes, begin_L, old_N, shift, mask, hazard_C, first, hazard_W
-):
-    """Decode which element changes next after `time`, in which group from `group` on, and when it has passed; `last` if malformed."""
+@njit(inline="always")
+def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shift, mask, hazard_C, first, hazard_W):
+    """Decode which element from `index` on changes next, and the end of its run; `last` if the stream is malformed."""
+    begin = np.int64(0)
     slot = x & (_TIME_SLOTS - _U1)
-    begin = time
     while slot >= np.uint64(_LAST_SLOT) and at <= end:
         x = (_TIME_SLOTS - np.uint64(_LAST_SLOT)) * (x >> _TIME_BITS) + slot - np.uint64(_LAST_SLOT)
         at, x = _pull(words, at, x)
-        begin += _TIME_END
+        begin -= _TIME_END
         slot = x & (_TIME_SLOTS - _U1)
     if at > end:
-        return at, x, last, group, time
-    wanted = begin + _time_after(np.int64(slot))
-    more = _SEARCHED
-    while more == _SEARCHED:
-        more = 0
-        for ahead in range(1, _SEARCHED + 1):
-            more += begin_L[np.uint64(group + ahead)] < wanted
-        group += more
-    if begin_L[np.uint64(group + 1)] == _NEVER:
-        return at, x, last, group, time
-    row = group // lanes
-    i = np.uint64(base + row * stride + (group - row * lanes) * LANES)
-    count = min(_LANES, np.uint64(min(base + row * stride + width, last)) - i)
-    moment = begin_L[np.uint64(group)]
-    number, passed, hazard = lanes_until(old_N, i, count, shift, mask, first, hazard_W, wanted - moment)
-    if number < 0:
-        number, passed = np.int64(0), np.int64(0)
-        while True:
-            hazard = hazard_C[(old_N[i + np.uint64(number)] >> shift) & mask]
-            if moment + passed + hazard >= wanted:
-                break
-            passed += hazard
-            number += 1
-    moment += passed
-    if moment < begin:
-        return at, x, last, group, time
-    start = _time_slot(moment - begin)
-    x = np.uint64(_time_slot(moment - begin + hazard) - start) * (x >> _TIME_BITS) + slot - np.uint64(start)
+        return at, x, last, run
+    wanted = _time_after(np.int64(slot))
+    hazard, i = np.int64(0), np.uint64(index)
+    while True:
+        end_run = np.uint64(run)
+        while i < end_run:
+            end_lanes = min(i + _FEW_LANES, end_run)
+            time = lanes_time(old_N, i, end_lanes - i, _FEW, shift, mask, first, hazard_W)
+            if time < 0 or begin + time >= wanted:
+                while i < end_lanes:
+                    hazard = hazard_C[(old_N[i] >> shift) & mask]
+                    if begin + hazard >= wanted:
+                        break
+                    begin += hazard
+                    i += _U1
+                if i < end_lanes:
+                    break
+            else:
+                begin += time
+                i = end_lanes
+        if i < end_run or run >= last:
+            break
+        run += stride
+        i = np.uint64(run - width)
+        for ahead in range(run - width + _AHEAD * stride, run + _AHEAD * stride, _LINE // old_N.itemsize):
+            prefetch(old_N, ahead)
+    if begin < 0:
+        return at, x, last, run
+    start = _time_slot(begin)
+    x = np.uint64(_time_slot(begin + hazard) - start) * (x >> _TIME_BITS) + slot - np.uint64(start)
     at, x = _pull(words, at, x)
-    return at, x, np.int64(i) + number, group, moment + hazard
+    return at, x, np.int64(i), run
 
 
 @kernel
@@ -256,24 +225,38 @@ def _times(base_B, end_B, bound_B, width, stride, new_N, index_K, step_K, shift,
     hazard_BC, first, hazard_BW = hazards
     row_part = 1.0 / stride  # as in `counts._regroup`
     for b in prange(base_B.size):
-        base, end, hazard_C, hazard_W = base_B[b], end_B[b], hazard_BC[b], hazard_BW[b]
-        lanes = _lanes(base, end, width)
-        begin_L = _begins(new_N, base, end, width, stride, shift, mask, hazard_C, first, hazard_W)
-        before, wait = np.int64(0), np.int64(0)
-        index_C, step_C = index_K[bound_B[b] : bound_B[b + 1]], step_K[bound_B[b] : bound_B[b + 1]]
-        class_C, time_C = class_K[bound_B[b] : bound_B[b + 1]], time_K[bound_B[b] : bound_B[b + 1]]
+        wait_B[b] = 0
+        low, high = bound_B[b], bound_B[b + 1]
+        if low == high:
+            continue
+        base, hazard_C, hazard_W = base_B[b], hazard_BC[b], hazard_BW[b]
+        end = np.int64(index_K[high - 1])
+        # When each group of up to `_MANY` elements of a run begins, counted from the beginning of the block.
+        groups = (min(width, end_B[b] - base) + _MANY - 1) // _MANY
+        begin_G = np.empty(((end - base) // stride + 1) * groups, np.int64)
+        g, time = np.uint64(0), np.int64(0)
+        for start in range(base, end + 1, stride):
+            if stride < end_B[b] - base:
+                for ahead in range(start + _AHEAD * stride, start + _AHEAD * stride + width, _LINE // new_N.itemsize):
+                    prefetch(new_N, ahead)
+            i, run = np.uint64(start), np.uint64(min(start + width, end_B[b]))
+            for _ in range(groups):
+                begin_G[g] = time
+                time += _time(new_N, i, min(run - i, _MANY_LANES), shift, mask, hazard_C, first, hazard_W)
+                i, g = i + _MANY_LANES, g + _U1
+        index_C, step_C, class_C, time_C = index_K[low:high], step_K[low:high], class_K[low:high], time_K[low:high]
+        last = np.int64(0)  # when the change before was over
         for k in range(index_C.size):
             i, offset = np.uint64(index_C[k]), np.int64(index_C[k]) - base
             row = np.int64((offset + 0.5) * row_part)
             column = np.uint64(offset - row * stride)
-            inside = column % _LANES
-            moment = begin_L[np.uint64(row * lanes) + column // _LANES]
-            moment += _time(new_N, i - inside, inside, shift, mask, hazard_C, first, hazard_W)
-            time_C[k] = moment - before
+            inside = column % _MANY_LANES
+            time = begin_G[np.uint64(row * groups) + column // _MANY_LANES]
+            time += _time(new_N, i - inside, inside, shift, mask, hazard_C, first, hazard_W)
             class_C[k] = ((new_N[i] - step_C[k]) >> shift) & mask
-            wait += (moment - before) >> _TIME_END_BITS
-            before = moment + hazard_C[(new_N[i] >> shift) & mask]
-        wait_B[b] = wait
+            time_C[k] = time - last
+            wait_B[b] += time_C[k] >> _TIME_END_BITS
+            last = time + hazard_C[(new_N[i] >> shift) & mask]
 
 
 @njit(inline="always")
@@ -376,14 +359,12 @@ def _decode_moments(
     old_N, shift, mask, (hazard_BC, first, hazard_BW), table_C = old
     for b in prange(base_B.size):
         at, x, k = _open(words, word_B, bound_B, b)
-        base, last, end, end_k = base_B[b], end_B[b], word_B[b + 1], bound_B[b + 1]
+        index, last, end, end_k = base_B[b] - 1, end_B[b], word_B[b + 1], bound_B[b + 1]
         hazard_C, hazard_W = hazard_BC[b], hazard_BW[b]
-        lanes = _lanes(base, last, width)
-        begin_L = _begins(old_N, base, last, width, stride, shift, mask, hazard_C, first, hazard_W)
-        group, time = np.int64(0), np.int64(0)
+        run = min(last, base_B[b] + width)
         while k < end_k:
-            at, x, index, group, time = _pull_moment(
-                words, at, end, x, group, time, base, last, width, stride, lanes, begin_L, old_N, shift, mask, hazard_C, first, hazard_W
+            at, x, index, run = _pull_moment(
+                words, at, end, x, index + 1, run, last, width, stride, old_N, shift, mask, hazard_C, first, hazard_W
             )
             if index >= last:
                 break
@@ -391,8 +372,8 @@ def _decode_moments(
             at, x, step = _pull_number(words, at, x, symbol_TL[table], freq_TS[table], start_TS[table])
             if step > limit:
                 break
-            index_K[np.uint64(k)] = index
-            step_K[np.uint64(k)] = _unzigzag(step)
+            index_K[k] = index
+            step_K[k] = _unzigzag(step)
             k += 1
         good_B[b] = k == end_k and at == end and x == _STATE_MIN
 
@@ -432,7 +413,7 @@ def encode(
         class_K, time_K = np.empty(index_K.size, np.uint8), np.empty(index_K.size, np.int64)
         new_N, classes, hazard_BC, table_C = context
         with threads(base_B.size):
-            _times(*blocks[:5], new_N, index_K, step_K, *classes, _hazards(context, blocks), class_K, time_K, wait_B)
+            _times(*blocks, new_N, index_K, step_K, *classes, _hazards(context, blocks), class_K, time_K, wait_B)
         times = hazard_BC, table_C, class_K, time_K
     # Words fill a block's room from its end. `room_B` is 0, then where each room ends. Even the rarest symbols fit.
     words_per_change = -(-(2 * rans.TABLE_BITS + 30 + 8 * step_K.itemsize) // 32)
@@ -477,5 +458,5 @@ def decode(
     else:
         old = context.bits_N, *context.classes, _hazards(context, blocks), context.table_C
         with threads(blocks.base_B.size):
-            _decode_moments(words, word_B, *blocks[:5], *tables[:2], tables.symbol_TL, limit, old, index_K, step_K, good_B)
+            _decode_moments(words, word_B, *blocks, *tables[:2], tables.symbol_TL, limit, old, index_K, step_K, good_B)
     return bool(good_B.all())

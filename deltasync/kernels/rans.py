@@ -57,7 +57,6 @@ class Blocks(NamedTuple):
         base_B, end_B: First element of each block, and one past its last.
         bound_B: Number of the first change of each block, and the number of all changes; shape B + 1.
         width, stride: The elements of a block are runs of `width`, one every `stride` elements; by default they are one run.
-        across: Number of blocks that lie side by side: their runs alternate in memory.
     """
 
     base_B: np.ndarray
@@ -65,7 +64,6 @@ class Blocks(NamedTuple):
     bound_B: np.ndarray
     width: int = 1 << 62
     stride: int = 1 << 62
-    across: int = 1
 
     @property
     def size_B(self) -> np.ndarray:
