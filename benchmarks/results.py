@@ -14,6 +14,7 @@ figure in a sentence between `<!-- result: NAME -->` and `<!-- / -->`.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -21,7 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import common
+from benchmarks.codec import published
 from deltasync.config import CODECS
 
 RESULTS = common.ROOT / "docs" / "results"
@@ -44,6 +48,8 @@ _README = {
     "context": "**`context`**",
 }
 """Encodings in the README's table, and their names there."""
+
+_SPANS = {"one step": 1, "fold of 8": 8, "fold of 32": 32}
 
 _FLOORS = {"copy_s": "a copy", "disk_s": "writing to the disk", "sha256_s": "sha256"}
 
@@ -88,9 +94,15 @@ def _source(*names: str, notes: bool = True) -> Iterator[str]:
 # --- the codecs ---------------------------------------------------------------------------------------------------------
 
 
-def _codec_sizes(names: Sequence[str]) -> Iterator[str]:
-    samples = [sample for name in names for sample in load(name)["result"]["samples"] if sample["label"] != "replaced"]
+def _codec_sizes(name: str) -> Iterator[str]:
+    samples = [sample for sample in load(name)["result"]["samples"] if sample["label"] != "replaced"]
     samples.sort(key=lambda sample: sample["source"] == "finetune")
+    yield from _sizes(samples)
+    yield from _source(name, notes=False)
+
+
+def _sizes(samples: Sequence[dict[str, Any]], last: Iterable[Row] = ()) -> Iterator[str]:
+    """Yield bits by encoding and bound, a column for each sample."""
     heads = [_sample_name(sample) for sample in samples]
     rows: list[Row] = []
     for encoding in sorted(samples[0]["encodings"], key=lambda each: -each["bits_per_changed"]):
@@ -101,15 +113,15 @@ def _codec_sizes(names: Sequence[str]) -> Iterator[str]:
     for context in _BOUNDS:
         bits = (f"{_bound(sample, context):.2f}" for sample in samples)
         rows.append((f"*bound, given {'nothing' if context == 'none' else context}*", "", *bits))
-    yield from _table(("encoding", "as in", *heads), rows, words=2)
-    yield from _source(*names, notes=False)
+    yield from _table(("encoding", "as in", *heads), [*rows, *last], words=2)
 
 
 def _sample_name(sample: dict[str, Any]) -> str:
     changed = f"{sample['changed_fraction']:.2%}"
     if sample["source"] == "simulation":
         return changed
-    return f"{'fine-tuning, ' + sample['label'] if sample['source'] == 'finetune' else 'demo'}, {changed}"
+    names = {"finetune": f"fine-tuning, {sample['label']}", "masters": sample["label"].replace(" 1.07%", ""), "demo": "demo"}
+    return f"{names[sample['source']]}, {changed}"
 
 
 def _encoding(sample: dict[str, Any], name: str) -> dict[str, Any]:
@@ -122,16 +134,74 @@ def _bound(sample: dict[str, Any], context: str) -> float:
     return found
 
 
-def _one_percent() -> dict[str, Any]:
-    """Return the simulated sample that is nearest to 1 % changed."""
-    samples = load("codec")["result"]["samples"]
-    found: dict[str, Any] = min(samples, key=lambda sample: abs(sample["changed_fraction"] - 0.0107))
+def _master(label: str) -> dict[str, Any]:
+    """Return a sample of `benchmarks.codec --data masters`."""
+    found: dict[str, Any] = next(each for each in load("codec_masters")["result"]["samples"] if each["label"] == label)
     return found
+
+
+def _one_percent() -> dict[str, Any]:
+    """Return the sample that is nearest to RL: one step of a master that started on bf16 values."""
+    return _master("bf16 start 1.07%, one step")
+
+
+def codec_masters() -> Iterator[str]:
+    """Yield sizes of one step and of folds, by master, and the bytes of a fold by those of its steps."""
+    samples = [
+        (_master(f"{master} 1.07%, {span}"), _master(f"{master} 1.07%, one step"), steps)
+        for master in ("fp32", "bf16 start", "bf16")
+        for span, steps in _SPANS.items()
+    ]
+    rows = []
+    for name in ("packed", "context"):
+        pairs = [(_encoding(sample, name), _encoding(step, name), steps) for sample, step, steps in samples]
+        shares = (each["payload_bytes"] / one["payload_bytes"] / steps for each, one, steps in pairs)
+        rows.append((f"bytes of `{name}`, of those of single steps", "", *(f"{share:.0%}" for share in shares)))
+    yield from _sizes([sample for sample, _, _ in samples], rows)
+    yield from _source("codec_masters")
+
+
+def _bits_at(master: str, span: str, encoding: str, changed_fraction: float) -> float:
+    """Return an encoding's bits at a density, interpolated in its logarithm between the samples of a master."""
+    samples = load("codec")["result"]["samples"] if master == "fp32" else load("codec_masters")["result"]["samples"]
+    found = [each for each in samples if master == "fp32" or re.fullmatch(rf"{master} \S+%, {span}", each["label"])]
+    found.sort(key=lambda each: each["changed_fraction"])
+    densities = [math.log(each["changed_fraction"]) for each in found]
+    bits = [_encoding(each, encoding)["bits_per_changed"] for each in found]
+    return float(np.interp(math.log(changed_fraction), densities, bits))
+
+
+def codec_pulse() -> Iterator[str]:
+    """Yield the bytes of PULSE's runs, from their fractions and the simulation of bf16 weights."""
+    rows: list[Row] = []
+    for run, parameters, fractions in published.PULSE_RUNS:
+        cells = []
+        for span, changed in zip(_SPANS, fractions, strict=True):
+            bits = (_bits_at("bf16", span, name, changed) for name in ("COO u8/u16 + bf16, zstd", "packed", "context"))
+            cells += [f"{changed:.2%}", " / ".join(_three_digits(parameters * changed * each / 8e6) for each in bits)]
+        rows.append((run, *cells))
+    columns = [head for span in _SPANS for head in (f"{span} changes", "MB: COO / `packed` / `context`")]
+    yield from _table(("model, learning rate", *columns), rows, words=1)
+    yield from _source("codec_masters")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def codec_reported() -> Iterator[str]:
+    """Yield what peers' own code needed, beside our implementation of it."""
+    rows: list[Row] = []
+    for whose, changed, reported, known, encoding, master in published.PEER_BITS:
+        ours = _bits_at(master, "one step", encoding, changed or 0.0107)
+        rows.append((whose, f"{changed:.2%}" if changed else "not said", reported, f"{ours:.2f}", master, known))
+    columns = ("system, model", "changed", "bits, theirs", "bits, here", "simulation", "how theirs is known")
+    yield from _table(columns, rows)
 
 
 def codec_speed() -> Iterator[str]:
     """Yield rates and memory at 1 % changed."""
-    sample, rows = _one_percent(), []
+    sample, rows = min(load("codec")["result"]["samples"], key=lambda each: abs(each["changed_fraction"] - 0.0107)), []
     for each in sample["encodings"]:
         peak = each["encode_peak_extra_bytes"]
         rates = (f"{each['encode_gb_s']:.1f}", f"{each['encode_of_memcpy']:.0%}", f"{each['apply_changed_per_s'] / 1e6:.0f}")
@@ -164,7 +234,7 @@ def saved() -> Iterator[str]:
 
 
 def codec_readme() -> Iterator[str]:
-    """Yield one line of sizes at 1 % changed."""
+    """Yield one line of sizes of one step."""
     sample = _one_percent()
     found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
     bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
@@ -173,7 +243,7 @@ def codec_readme() -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield f"|{' ---: |' * len(heads)}"
     yield f"| {' | '.join(bits)} |"
-    yield from _source("codec", notes=False)
+    yield from _source("codec_masters", notes=False)
 
 
 # --- vLLM, training, recovery -------------------------------------------------------------------------------------------
@@ -405,8 +475,11 @@ def scale_computed() -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "codec-sizes": lambda: _codec_sizes(["codec"]),
-    "codec-real": lambda: _codec_sizes(["codec_real"]),
+    "codec-sizes": lambda: _codec_sizes("codec"),
+    "codec-masters": codec_masters,
+    "codec-pulse": codec_pulse,
+    "codec-reported": codec_reported,
+    "codec-real": lambda: _codec_sizes("codec_real"),
     "codec-speed": codec_speed,
     "saved": saved,
     "codec-readme": codec_readme,

@@ -22,10 +22,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
         "--data",
-        choices=("simulation", "replaced", "demo", "finetune", "all"),
+        choices=("simulation", "masters", "replaced", "demo", "finetune", "all"),
         default="simulation",
-        help="simulated deltas, a simulated matrix replaced by another, the deltas of a demo's channel, those of a "
-        "fine-tuning run made here (takes a minute), or all of these",
+        help="simulated deltas, simulated steps and folds of three kinds of masters (takes some minutes), a simulated "
+        "matrix replaced by another, the deltas of a demo's channel, those of a fine-tuning run made here (takes a minute), "
+        "or all of these",
     )
     parser.add_argument(
         "--changed", type=float, action="append", help="changed fraction of the simulation; may be given several times"
@@ -50,6 +51,8 @@ def samples(source: str, fractions: Sequence[float], elements: int, channel: str
     """Yield the deltas of a source."""
     if source in ("simulation", "all"):
         yield from (data.simulation(fraction, elements) for fraction in fractions)
+    if source in ("masters", "all"):
+        yield from data.masters(elements)
     if source in ("replaced", "all"):
         yield data.replaced(elements)
     if source in ("demo", "all"):

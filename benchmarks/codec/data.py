@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 
 COLUMNS = 4096  # columns of the simulated matrix
 
+MASTER_RUNS: tuple[tuple[simulate.Master, float], ...] = (
+    *(("fp32", 0.0107), ("bf16 start", 0.0107), ("bf16", 0.0107)),
+    *(("bf16", 0.0012), ("bf16", 0.04)),  # the fractions that PULSE measured lie between
+)
+"""Master, and the fraction that one step changes."""
+
+MIDDLE_STEP = 100  # the middle of each fold, so that a fold of 8 compares with 8 times this step
+FOLDS = (1, 8, 32)  # steps
+
 TUNING_STEPS = 12
 TUNING_DELTAS = 2  # last deltas that are measured: Adam's moments have settled by then
 TUNING_RUNS = ((1e-6, False), (3e-6, False), (1e-5, False), (3e-6, True))
@@ -51,7 +60,7 @@ class Sample:
     """Deltas that are measured together.
 
     Attributes:
-        source: `simulation`, `demo` or `finetune`.
+        source: `simulation`, `masters`, `demo` or `finetune`.
         label: Which deltas of the source.
         specs: The tensors, all bfloat16.
         deltas: The deltas; each has all tensors and changes something.
@@ -84,13 +93,31 @@ class Sample:
 
 def simulation(changed_fraction: float, element_count: int) -> Sample:
     """Return one delta of one matrix of about `element_count` elements; if they make more than one row, whole rows."""
+    spec = _matrix(element_count)
+    change = simulate.delta_with_history(changed_fraction, spec.element_count)
+    return _simulated("simulation", f"{changed_fraction:.2%}", spec, change)
+
+
+def masters(element_count: int) -> Iterator[Sample]:
+    """Yield one step and folds of 8 and 32 steps for each of `MASTER_RUNS`, on a matrix like that of `simulation`."""
+    spec = _matrix(element_count)
+    first = [MIDDLE_STEP - 1 - steps // 2 for steps in FOLDS]
+    spans = [(version, version + steps) for version, steps in zip(first, FOLDS, strict=True)]
+    for master, changed_fraction in MASTER_RUNS:
+        found = simulate.changes(changed_fraction, spec.element_count, 0, master, spans)
+        for steps, change in zip(FOLDS, found, strict=True):
+            span = "one step" if steps == 1 else f"fold of {steps}"
+            yield _simulated("masters", f"{master} {changed_fraction:.2%}, {span}", spec, change)
+
+
+def _matrix(element_count: int) -> TensorSpec:
     columns = min(COLUMNS, element_count)
-    rows = element_count // columns
-    old_N, new_N, history_N = simulate.delta_with_history(changed_fraction, rows * columns)
-    spec = TensorSpec("w", "bfloat16", (rows, columns))
-    return Sample(
-        "simulation", f"{changed_fraction:.2%}", {"w": spec}, [Delta({"w": old_N}, {"w": new_N}, {"w": history_N})]
-    )
+    return TensorSpec("w", "bfloat16", (element_count // columns, columns))
+
+
+def _simulated(source: str, label: str, spec: TensorSpec, change: simulate.Change) -> Sample:
+    old_N, new_N, history_N = change
+    return Sample(source, label, {spec.name: spec}, [Delta({"w": old_N}, {"w": new_N}, {"w": history_N})])
 
 
 def replaced(element_count: int) -> Sample:

@@ -81,7 +81,7 @@ def plot(result: dict[str, Any], target: Path) -> None:
             [f"{s['source']}\n{s['label'].replace(', ', chr(10))}\n{s['changed_fraction']:.2%}" for s in real], fontsize=8
         )
         axis.set_xlim(-0.6, len(real) - 0.4)
-        axis.set_title("real deltas", fontsize=10)
+        axis.set_title("other deltas", fontsize=10)
     for axis in panels:
         axis.set_yscale("log")
         axis.set_yticks(_TICKS)

@@ -102,6 +102,28 @@ def test_the_simulation_changes_as_much_as_asked_and_has_the_published_bound() -
     assert found["exponent, changed before"].total_bits == pytest.approx(6.71, abs=0.1)
 
 
+@pytest.mark.parametrize(("master", "least", "most"), [("fp32", 4.5, 8), ("bf16 start", 4, 7), ("bf16", 1.5, 2)])
+def test_a_fold_of_eight_changes_as_much_as_its_master_does(master: simulate.Master, least: float, most: float) -> None:
+    step, fold = simulate.changes(0.01, 1 << 18, 0, master, [(12, 13), (9, 17)])
+    one, eight = (float((old_N != new_N).mean()) for old_N, new_N, _ in (step, fold))
+    assert one == pytest.approx(0.01, rel=0.1)
+    assert least < eight / one < most
+
+
+def test_spans_are_of_one_run() -> None:
+    first, second, both = simulate.changes(0.01, 1000, 0, "bf16 start", [(12, 13), (13, 14), (12, 14)])
+    np.testing.assert_array_equal(first[1], second[0])
+    np.testing.assert_array_equal(both[1], second[1])
+    np.testing.assert_array_equal(second[2], simulate.update_history(first[2], *first[:2]))
+
+
+def test_masters_yield_a_step_and_its_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MASTER_RUNS", (("bf16", 0.01),))
+    step, eight, many = data.masters(1 << 16)
+    assert step.label == "bf16 1.00%, one step" and many.label == "bf16 1.00%, fold of 32"
+    assert step.changed < eight.changed < many.changed
+
+
 def test_the_simulation_is_determined_by_its_seed() -> None:
     first, second = simulate.delta(0.01, 1000, seed=3), simulate.delta(0.01, 1000, seed=3)
     np.testing.assert_array_equal(first[1], second[1])
