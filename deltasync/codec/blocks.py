@@ -146,11 +146,12 @@ def _model_of(change: Change) -> type[Model]:
 
 def _encode(model: Model, change: Change, fields: int) -> tuple[np.ndarray, np.ndarray]:
     """Return words, uint32[W], and rows of `.blocks`, int32[B, F]; columns that the model does not use are 0."""
-    level_BF = model.levels(change)
-    context = model.context(change.spec, change.new, level_BF)
+    context = model.for_encoding(change)
     words, count_B = coder.encode(change.blocks, change.index_K, change.step_K, model.tables, context)
     row_BF = np.zeros((count_B.size, fields), np.int32)
-    row_BF[:, 0], row_BF[:, 1], row_BF[:, 2 : 2 + level_BF.shape[1]] = np.diff(change.blocks.bound_B), count_B, level_BF
+    row_BF[:, 0], row_BF[:, 1] = np.diff(change.blocks.bound_B), count_B
+    if context is not None:
+        row_BF[:, 2] = context.level_B
     return words, row_BF
 
 
@@ -301,7 +302,7 @@ class _Streams:
             blocks = blocks._replace(base_B=blocks.base_B[at_B], end_B=blocks.end_B[at_B], bound_B=_bounds(row_BF[:, 0]))
             word_B = _bounds(row_BF[:, 1])
         old_N = self._old(spec.name) if model.needs_old and self._old is not None else None
-        context = model.context(spec, old_N, row_BF[:, 2:])
+        context = model.for_decoding(spec, old_N, row_BF)
         index_K = np.empty(blocks.bound_B[-1], index_dtype(spec.element_count))
         step_K = np.empty(index_K.size, spec.bits_dtype)
         if not coder.decode(blocks, words, word_B, model.tables, context, index_K, step_K):

@@ -25,6 +25,7 @@ bytes:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import ClassVar, Self
 
@@ -34,7 +35,7 @@ from deltasync.codec import tables
 from deltasync.codec.base import Change
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import counts
-from deltasync.kernels.rans import HAZARD, LEVELS, Classes, Context, Tables
+from deltasync.kernels.rans import HAZARD, LEVELS, Classes, Context, Tables, hazards
 from deltasync.tensors import TensorSpec
 
 _CLASSES = {
@@ -59,10 +60,12 @@ def classes_of(spec: TensorSpec) -> Classes:
 
 
 def _class_counts(change: Change) -> np.ndarray:
-    """Estimate the elements of each class in each block, float64[B, C], by the new values, which hardly differ."""
-    period = _SAMPLE_RUN * max(1, min(change.new.size // _SAMPLE_COUNT, _SAMPLE_PERIOD))
-    count_BC = counts.count_classes(change.blocks, change.new, classes_of(change.spec), _SAMPLE_RUN, period)
-    return count_BC * (change.blocks.size_B / np.maximum(count_BC.sum(axis=1), 1))[:, None]
+    """Estimate the elements of each class, float64[C], by the new values, which hardly differ."""
+    sampled = min(change.new.size // _SAMPLE_COUNT, _SAMPLE_PERIOD)
+    # An odd period does not meet the same columns in every row.
+    period = _SAMPLE_RUN * sampled + 1 if sampled > 1 else _SAMPLE_RUN
+    count_C = counts.count_classes(change.new, classes_of(change.spec), _SAMPLE_RUN, period)
+    return count_C * (change.new.size / count_C.sum())
 
 
 class ContextModel:
@@ -73,7 +76,7 @@ class ContextModel:
     block_fields: ClassVar[int] = 3
 
     def __init__(self, level_C: np.ndarray, table_C: np.ndarray, freq_TS: np.ndarray) -> None:
-        self._level_C = level_C
+        self.level_C = level_C
         self.table_C = table_C
         self.tables = Tables.of(freq_TS)
         self._counts: dict[str, np.ndarray] = {}  # for encoding: `_class_counts` by tensor
@@ -90,9 +93,9 @@ class ContextModel:
         step_CS = np.zeros((_CLASS_COUNT, tables.SYMBOLS), np.int64)
         seen = {}
         for change in changes:
-            count_BC = seen[change.spec.name] = _class_counts(change)
-            class_count = count_BC.shape[1]
-            total_C[:class_count] += count_BC.sum(axis=0)
+            count_C = seen[change.spec.name] = _class_counts(change)
+            class_count = count_C.size
+            total_C[:class_count] += count_C
             step_CS[:class_count] += counts.count_steps(change.new, change.index_K, change.step_K, classes_of(change.spec))
         changed_C = step_CS.sum(axis=1)
         # Totals may be samples and count new values, so a class can seem to have fewer elements than changed.
@@ -122,37 +125,33 @@ class ContextModel:
 
     def to_bytes(self) -> bytes:
         """See `PackedModel.to_bytes`."""
-        used = np.flatnonzero((self._level_C > 0) | (self.table_C > 0))
+        used = np.flatnonzero((self.level_C > 0) | (self.table_C > 0))
         first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
         encoded = bytearray([first, last - first])
-        encoded += self._level_C[first : last + 1].astype(np.uint8).tobytes()
+        encoded += self.level_C[first : last + 1].astype(np.uint8).tobytes()
         encoded.append(len(self.tables.freq_TS))
         encoded += self.table_C[first : last + 1].astype(np.uint8).tobytes()
         return bytes(encoded) + b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
-    def levels(self, change: Change) -> np.ndarray:
-        """Return each block's level, int32[B, 1]: its changes against those expected by the classes' levels; 0 if none."""
-        changed_B = np.diff(change.blocks.bound_B)
-        count_BC = self._counts[change.spec.name]
-        expected_B = count_BC @ -np.expm1(HAZARD[self._level_C[: count_BC.shape[1]]] * (-np.log(2) / (1 << 20)))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            level_B = np.rint(8 * np.log2(changed_B / expected_B))
-        return np.where(changed_B > 0, level_B, 0).clip(-LEVELS, LEVELS).astype(np.int32)[:, None]
+    def for_encoding(self, change: Change) -> Context | None:
+        """See `PackedModel.for_encoding`. The level of a block is that of the tensor until the coder finds a better one."""
+        count_C = self._counts[change.spec.name]
+        level_C, changed_B = self.level_C[: count_C.size], np.diff(change.blocks.bound_B)
+        expected = count_C @ -np.expm1(HAZARD[level_C] * (-np.log(2) / (1 << 20)))
+        level = min(max(round(8 * math.log2(change.index_K.size / expected)), -LEVELS), LEVELS)
+        level_B = np.where(changed_B > 0, level, 0).astype(np.int32)
+        rate = change.index_K.size / float(count_C @ hazards(level_C, np.array([level]))[0])
+        return Context(change.new, classes_of(change.spec), self.level_C, level_B, self.table_C, rate)
 
-    def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
-        """See `PackedModel.context`.
+    def for_decoding(self, spec: TensorSpec, old_N: np.ndarray | None, row_BF: np.ndarray) -> Context | None:
+        """See `PackedModel.for_decoding`.
 
         Raises:
-            StageError: `bits_N` is None.
+            StageError: `old_N` is None.
         """
-        if bits_N is None:
+        if old_N is None:
             raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
-        return Context(bits_N, classes_of(spec), self.hazards(level_BF[:, 0]), self.table_C)
-
-    def hazards(self, level_B: np.ndarray) -> np.ndarray:
-        """Return the units of time H(c) of each class in each block, int64[B, 256]."""
-        level_BC = self._level_C[None, :] + level_B[:, None].astype(np.int64)
-        return HAZARD[level_BC.clip(0, LEVELS)]
+        return Context(old_N, classes_of(spec), self.level_C, row_BF[:, 2], self.table_C)
 
 
 def _merge(step_CS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -57,9 +57,10 @@ class PackedModel:
         """Return the bytes that `read` reads."""
         return b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
-    def levels(self, change: Change) -> np.ndarray:
-        """Return the columns of `.blocks` after the first two, int32[B, F - 2]."""
-        return np.empty((change.blocks.base_B.size, 0), np.int32)
+    def for_encoding(self, change: Change) -> Context | None:
+        """Return what the coder needs beside the tables."""
+        return None
 
-    def context(self, spec: TensorSpec, bits_N: np.ndarray | None, level_BF: np.ndarray) -> Context | None:
-        """Return what the coder needs beside the tables. `bits_N` are the old bits for decoding, the new for encoding."""
+    def for_decoding(self, spec: TensorSpec, old_N: np.ndarray | None, row_BF: np.ndarray) -> Context | None:
+        """As `for_encoding`, from the old bits of a tensor and its rows of `.blocks`."""
+        return None

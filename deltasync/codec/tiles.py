@@ -29,8 +29,8 @@ SHARE = 1 << 11
 
 Such tensors are little of the model, and each of eight workers may hold some of the rows: of the gate of a linear attention
 (64 by 2048), for example."""
-FEW = 32
-"""With fewer changes per tile, gaps take less: about 3 bits more for each change, without the about 70 bits of a tile."""
+FEW = 10
+"""With fewer changes per tile, gaps take less: about 7 bits more for each change, without the about 70 bits of a tile."""
 
 MOST_WAYS = 16
 

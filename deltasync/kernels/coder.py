@@ -31,6 +31,8 @@ _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4,
 _AHEAD = 8  # prefetch distance, in runs of a tile; hardware does not predict where they lie
 _LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
+_HAZARD = rans.HAZARD
+_LEVEL_BITS = 10  # least bits that a block's own level must save; it takes some bits itself
 _FEW, _MANY = 16, 64  # elements whose hazards are looked up at once, by decoding and by encoding
 _FEW_LANES, _MANY_LANES = np.uint64(_FEW), np.uint64(_MANY)
 
@@ -219,33 +221,63 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
     return at, x, np.int64(i), run
 
 
+@njit(forceinline=True)
+def _begins(bits_N, base, end, width, stride, shift, mask, hazard_C, first, hazard_W, begin_G):
+    """Find when each group of up to `_MANY` elements of a run begins, and return when the block ends; it begins at 0."""
+    g, time = np.uint64(0), np.int64(0)
+    for start in range(base, end, stride):
+        if stride < end - base:
+            for ahead in range(start + _AHEAD * stride, start + _AHEAD * stride + width, _LINE // bits_N.itemsize):
+                prefetch(bits_N, ahead)
+        i, run = np.uint64(start), np.uint64(min(start + width, end))
+        while i < run:
+            begin_G[g] = time
+            time += _time(bits_N, i, min(run - i, _MANY_LANES), shift, mask, hazard_C, first, hazard_W)
+            i, g = i + _MANY_LANES, g + _U1
+    return time
+
+
+@njit(forceinline=True)
+def _level(count, expected):
+    """Return what to add to the level of a block with `count` changes instead of `expected` ones; 0 if it saves little."""
+    level = np.rint(8 * np.log2(count / expected))
+    ratio = 2 ** (level / 8)
+    saved_bits = (count * np.log(ratio) - (ratio - 1) * expected) / np.log(2)
+    return np.int64(level) if saved_bits > _LEVEL_BITS else np.int64(0)
+
+
 @kernel
-def _times(base_B, end_B, bound_B, width, stride, new_N, index_K, step_K, shift, mask, hazards, class_K, time_K, wait_B):
-    """Find the class of each change's old value, the time since the change before, and how often a block waits."""
-    hazard_BC, first, hazard_BW = hazards
-    row_part = 1.0 / stride  # as in `counts._regroup`
+def _times(
+    base_B, end_B, bound_B, width, stride, new_N, index_K, step_K, shift, mask, level_C, level_B, first, rate,
+    class_K, time_K, hazard_K, wait_B
+):  # fmt: skip
+    """Find class and hazard of each change's old value, the time since the change before, and how often a block waits.
+
+    A block whose changes are more or less than its elements let expect, `rate` for each unit of time, gets another level.
+    """
     for b in prange(base_B.size):
         wait_B[b] = 0
         low, high = bound_B[b], bound_B[b + 1]
         if low == high:
             continue
-        base, hazard_C, hazard_W = base_B[b], hazard_BC[b], hazard_BW[b]
-        end = np.int64(index_K[high - 1])
-        # When each group of up to `_MANY` elements of a run begins, counted from the beginning of the block.
-        groups = (min(width, end_B[b] - base) + _MANY - 1) // _MANY
-        begin_G = np.empty(((end - base) // stride + 1) * groups, np.int64)
-        g, time = np.uint64(0), np.int64(0)
-        for start in range(base, end + 1, stride):
-            if stride < end_B[b] - base:
-                for ahead in range(start + _AHEAD * stride, start + _AHEAD * stride + width, _LINE // new_N.itemsize):
-                    prefetch(new_N, ahead)
-            i, run = np.uint64(start), np.uint64(min(start + width, end_B[b]))
-            for _ in range(groups):
-                begin_G[g] = time
-                time += _time(new_N, i, min(run - i, _MANY_LANES), shift, mask, hazard_C, first, hazard_W)
-                i, g = i + _MANY_LANES, g + _U1
-        index_C, step_C, class_C, time_C = index_K[low:high], step_K[low:high], class_K[low:high], time_K[low:high]
-        last = np.int64(0)  # when the change before was over
+        base, end = base_B[b], end_B[b]
+        groups = (min(width, end - base) + _MANY - 1) // _MANY  # of a run
+        begin_G = np.empty(((end - base - 1) // stride + 1) * groups, np.int64)
+        hazard_C, hazard_W = np.empty(level_C.size, np.int64), np.empty(WINDOW, np.int32)
+        more = np.int64(0)
+        for _ in range(2):
+            level_B[b] = min(max(level_B[b] + more, -rans.LEVELS), rans.LEVELS)
+            for c in range(level_C.size):
+                hazard_C[c] = _HAZARD[min(max(level_C[c] + level_B[b], 0), rans.LEVELS)]
+            for c in range(WINDOW):
+                hazard_W[c] = hazard_C[first + c]
+            time = _begins(new_N, base, end, width, stride, shift, mask, hazard_C, first, hazard_W, begin_G)
+            more = _level(high - low, time * rate)
+            if more == 0:
+                break
+        index_C, step_C, class_C = index_K[low:high], step_K[low:high], class_K[low:high]
+        time_C, hazard_of_C = time_K[low:high], hazard_K[low:high]
+        row_part, last = 1.0 / stride, np.int64(0)  # as in `counts._regroup`; when the change before was over
         for k in range(index_C.size):
             i, offset = np.uint64(index_C[k]), np.int64(index_C[k]) - base
             row = np.int64((offset + 0.5) * row_part)
@@ -254,6 +286,7 @@ def _times(base_B, end_B, bound_B, width, stride, new_N, index_K, step_K, shift,
             time = begin_G[np.uint64(row * groups) + column // _MANY_LANES]
             time += _time(new_N, i - inside, inside, shift, mask, hazard_C, first, hazard_W)
             class_C[k] = ((new_N[i] - step_C[k]) >> shift) & mask
+            hazard_of_C[k] = hazard_C[class_C[k]]
             time_C[k] = time - last
             wait_B[b] += time_C[k] >> _TIME_END_BITS
             last = time + hazard_C[(new_N[i] >> shift) & mask]
@@ -268,10 +301,9 @@ def _push_change(out, at, x, b, k, base_B, bound_B, index_K, step_K, top, freq_T
         before = np.int64(index_K[k - _U1]) if k > np.uint64(bound_B[b]) else base_B[b] - 1
         at, x = _push_number(out, at, x, step, _U1, freq_TS, start_TS, inverse_TS)
         return _push_number(out, at, x, np.uint64(np.int64(index_K[k]) - before - 1), _U0, freq_TS, start_TS, inverse_TS)
-    hazard_BC, table_C, class_K, time_K = times
-    c = class_K[k]
-    at, x = _push_number(out, at, x, step, table_C[c], freq_TS, start_TS, inverse_TS)
-    return _push_moment(out, at, x, time_K[k], hazard_BC[b, c])
+    table_C, class_K, time_K, hazard_K = times
+    at, x = _push_number(out, at, x, step, table_C[class_K[k]], freq_TS, start_TS, inverse_TS)
+    return _push_moment(out, at, x, time_K[k], hazard_K[k])
 
 
 @kernel
@@ -356,11 +388,11 @@ def _decode_gaps(words, word_B, base_B, end_B, bound_B, freq_TS, start_TS, symbo
 def _decode_moments(
     words, word_B, base_B, end_B, bound_B, width, stride, freq_TS, start_TS, symbol_TL, limit, old, index_K, step_K, good_B
 ):
-    old_N, shift, mask, (hazard_BC, first, hazard_BW), table_C = old
+    old_N, shift, mask, (hazard_LC, row_B, first, hazard_LW), table_C = old
     for b in prange(base_B.size):
         at, x, k = _open(words, word_B, bound_B, b)
         index, last, end, end_k = base_B[b] - 1, end_B[b], word_B[b + 1], bound_B[b + 1]
-        hazard_C, hazard_W = hazard_BC[b], hazard_BW[b]
+        hazard_C, hazard_W = hazard_LC[row_B[b]], hazard_LW[row_B[b]]
         run = min(last, base_B[b] + width)
         while k < end_k:
             at, x, index, run = _pull_moment(
@@ -378,17 +410,16 @@ def _decode_moments(
         good_B[b] = k == end_k and at == end and x == _STATE_MIN
 
 
-def _hazards(context: Context, blocks: Blocks) -> tuple[np.ndarray, np.int64, np.ndarray]:
-    """Return the hazards of all classes, the first class of a window, and the hazards of its classes, int32[B, WINDOW].
+def _first_class(context: Context, blocks: Blocks) -> np.int64:
+    """Return the first of the `WINDOW` classes whose hazards are held in registers.
 
-    The window lies around the median class of a few elements, three quarters of it below. There each exponent has about half
+    They lie around the median class of a few elements, three quarters of them below. There each exponent has about half
     as many weights as the one above it; above the median few exponents have any.
     """
-    bits_N, (shift, mask), hazard_BC, _ = context
+    bits_N, (shift, mask), level_C, *_ = context
     sample = bits_N[np.concatenate([blocks.base_B, (blocks.base_B + blocks.end_B) // 2, blocks.end_B - 1])]
     middle = int(np.median((sample >> shift) & mask)) if sample.size else 0
-    first = np.int64(min(max(middle - 3 * WINDOW // 4, 0), hazard_BC.shape[1] - WINDOW))
-    return hazard_BC, first, hazard_BC[:, first : first + WINDOW].astype(np.int32)
+    return np.int64(min(max(middle - 3 * WINDOW // 4, 0), level_C.size - WINDOW))
 
 
 def encode(
@@ -401,7 +432,7 @@ def encode(
         index_K: Flat indices of the changes, block after block.
         step_K: Steps of the changes, unsigned.
         tables: The table of gaps and that of steps; with a context, tables of steps only.
-        context: What `context` needs; None to encode as `packed`.
+        context: What `context` needs; None to encode as `packed`. Levels of blocks that do not suit them are mutated.
 
     Returns:
         The words of all blocks, uint32[W], and how many each block has; a block without changes has none.
@@ -410,11 +441,12 @@ def encode(
     wait_B = np.zeros(base_B.size, np.int64)
     times = None
     if context is not None:
-        class_K, time_K = np.empty(index_K.size, np.uint8), np.empty(index_K.size, np.int64)
-        new_N, classes, hazard_BC, table_C = context
+        class_K, time_K, hazard_K = (np.empty(index_K.size, dtype) for dtype in (np.uint8, np.int64, np.int64))
+        new_N, classes, level_C, level_B, table_C, rate = context
+        clock = *classes, level_C, level_B, _first_class(context, blocks), rate
         with threads(base_B.size):
-            _times(*blocks, new_N, index_K, step_K, *classes, _hazards(context, blocks), class_K, time_K, wait_B)
-        times = hazard_BC, table_C, class_K, time_K
+            _times(*blocks, new_N, index_K, step_K, *clock, class_K, time_K, hazard_K, wait_B)
+        times = table_C, class_K, time_K, hazard_K
     # Words fill a block's room from its end. `room_B` is 0, then where each room ends. Even the rarest symbols fit.
     words_per_change = -(-(2 * rans.TABLE_BITS + 30 + 8 * step_K.itemsize) // 32)
     room_B = np.zeros(bound_B.size, np.int64)
@@ -456,7 +488,11 @@ def decode(
         with threads(tasks(blocks, index_K)):
             _decode_gaps(words, word_B, *blocks[:3], *tables[:2], tables.symbol_TL, limit, index_K, step_K, good_B)
     else:
-        old = context.bits_N, *context.classes, _hazards(context, blocks), context.table_C
+        bits_N, classes, level_C, level_B, table_C, _ = context
+        found_L, row_B = np.unique(level_B, return_inverse=True)
+        hazard_LC, first = rans.hazards(level_C, found_L), _first_class(context, blocks)
+        hazards = hazard_LC, row_B, first, hazard_LC[:, first : first + WINDOW].astype(np.int32)
+        old = bits_N, *classes, hazards, table_C
         with threads(blocks.base_B.size):
             _decode_moments(words, word_B, *blocks, *tables[:2], tables.symbol_TL, limit, old, index_K, step_K, good_B)
     return bool(good_B.all())

@@ -55,16 +55,15 @@ def _count_packed(base_B, bound_B, index_K, step_K, top, count_BS):
 
 
 @kernel
-def _count_classes(base_B, end_B, size_B, width, stride, bits_N, shift, mask, run, period, count_BC):
-    for b in prange(base_B.size):
-        count_C = count_BC[b]
-        for offset in range(0, size_B[b], period):
-            ahead = offset + _SAMPLES_AHEAD * period
-            if ahead < size_B[b]:
-                prefetch(bits_N, base_B[b] + ahead // width * stride + ahead % width)
-            row = base_B[b] + offset // width * stride
-            start = row + offset % width
-            for i in range(np.uint64(start), np.uint64(min(start + run, row + width, end_B[b]))):
+def _count_classes(bits_N, shift, mask, run, period, count_PC):
+    parts = count_PC.shape[0]
+    for p in prange(parts):
+        count_C = count_PC[p]
+        for start in range(p * period, bits_N.size, parts * period):
+            ahead = start + _SAMPLES_AHEAD * parts * period
+            if ahead < bits_N.size:
+                prefetch(bits_N, ahead)
+            for i in range(np.uint64(start), np.uint64(min(start + run, bits_N.size))):
                 count_C[(bits_N[i] >> shift) & mask] += 1
 
 
@@ -124,12 +123,14 @@ def count_packed(blocks: Blocks, index_K: np.ndarray, step_K: np.ndarray) -> np.
     return count_BS.sum(axis=0)
 
 
-def count_classes(blocks: Blocks, bits_N: np.ndarray, classes: Classes, run: int, period: int) -> np.ndarray:
-    """Count in each block the elements of each class, among the first `run` of every `period` elements; int64[B, C]."""
-    count_BC = np.zeros((blocks.base_B.size, int(classes.mask) + 1), np.int64)
-    with threads(blocks.base_B.size):
-        _count_classes(*blocks[:2], blocks.size_B, blocks.width, blocks.stride, bits_N, *classes, run, period, count_BC)
-    return count_BC
+def count_classes(bits_N: np.ndarray, classes: Classes, run: int, period: int) -> np.ndarray:
+    """Count the elements of each class, among the first `run` of every `period` elements; int64[C]."""
+    parts = max(1, min(_PARTS, bits_N.size // period * run // _PART))
+    count_PC = np.zeros((parts, int(classes.mask) + 1), np.int64)
+    with threads(parts):
+        _count_classes(bits_N, *classes, run, period, count_PC)
+    count_C: np.ndarray = count_PC.sum(axis=0)
+    return count_C
 
 
 def count_steps(new_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, classes: Classes) -> np.ndarray:

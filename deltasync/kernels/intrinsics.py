@@ -59,8 +59,8 @@ WINDOW = 32
 def lanes_time(_context, bits, at, count, most, shift, mask, first, hazard_W):
     """Sum the hazards of `count` elements from `at` on. Their classes are (bits >> shift) & mask.
 
-    `most` is a literal, 16, 32 or 64: `count` is at most as much, and the time this takes depends on it. `hazard_W` has the hazards,
-    int32, of the `WINDOW` classes from `first` on. Returns -1 if a class is none of these, or if this CPU has no AVX-512.
+    `count` is at most `most`, a literal: 16, 32 or 64. `hazard_W` has the hazards, int32, of the `WINDOW` classes from
+    `first` on. Returns -1 if a class is none of these, or if this CPU has no AVX-512.
     """
     lanes, i32, i64 = most.literal_value, ir.IntType(32), ir.IntType(64)
 

@@ -50,6 +50,11 @@ TIME_START = np.array(
 HAZARD = np.array([_root(1 << level, 8) for level in range(LEVELS + 1)], np.int64)
 
 
+def hazards(level_C: np.ndarray, level_B: np.ndarray) -> np.ndarray:
+    """Return the units of time H(c) of each class in each block, int64[B, C]."""
+    return HAZARD[(level_C[None, :] + level_B[:, None].astype(np.int64)).clip(0, LEVELS)]
+
+
 class Blocks(NamedTuple):
     """The blocks of a tensor.
 
@@ -117,11 +122,15 @@ class Context(NamedTuple):
     Attributes:
         bits_N: The tensor's old bits for decoding, its new bits for encoding.
         classes: How the class of an element follows from its bits.
-        hazard_BC: Hazard of each class in each block, int64.
+        level_C: Level of each class, int64.
+        level_B: Level of each block, int32, which is added.
         table_C: Step table of each class, int64.
+        rate: For encoding: changes to expect in a unit of time.
     """
 
     bits_N: np.ndarray
     classes: Classes
-    hazard_BC: np.ndarray
+    level_C: np.ndarray
+    level_B: np.ndarray
     table_C: np.ndarray
+    rate: float = 0.0

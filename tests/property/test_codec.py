@@ -18,7 +18,7 @@ from deltasync.codec.context import ContextModel, classes_of
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
 from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
-from deltasync.kernels import reference
+from deltasync.kernels import rans, reference
 from deltasync.tensors import Region, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests import coder_reference
@@ -185,7 +185,7 @@ def test_a_block_decodes_alone_by_the_reference(codec_name: str, model: Model) -
                 context = [ContextModel.read(cursor) for _ in range(row["group"] + 1)][-1]
                 classes = classes_of(spec)
                 class_R = ((old[name][start : start + 100] >> classes.shift) & classes.mask).astype(int)
-                coding = (context.hazards(np.array(level))[0], context.tables.freq_TS[context.table_C])
+                coding = (rans.hazards(context.level_C, np.array(level))[0], context.tables.freq_TS[context.table_C])
                 found = coder_reference.decode_context(stream, count, spec.bits_dtype, class_R, *coding)
                 again = coder_reference.encode_context(class_R, *found, *coding)
             np.testing.assert_array_equal(found[0] + start, index_K[low:high])
