@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from deltasync import codec
 from deltasync.codec import tiles
 from deltasync.codec.base import Payload
+from deltasync.codec.blocks import rows_of
 from deltasync.codec.tiles import Grid
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.live import LiveMemory, Segment
@@ -217,6 +218,20 @@ def test_small_matrices_of_a_large_model_are_for_every_shard(dim: int, monkeypat
             mine = np.flatnonzero(np.unravel_index(patch.index_K, spec.shape)[dim] // (spec.shape[dim] // 8) == rank)
             reached_N[patch.index_K[mine]] += patch.data[mine]
     np.testing.assert_array_equal(reached_N, new_N)
+
+
+def test_a_tile_in_which_more_changes_has_a_level_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", 1 << 12)
+    spec = TensorSpec("w", "bfloat16", (256, 256))
+    (old_N, few_N), (_, many_N) = changed(spec, 0.01), changed(spec, 0.2)
+    new_N = np.where(np.arange(old_N.size) < old_N.size // 4, many_N, few_N)
+    payload = encoded(spec, old_N, new_N)
+    (patch,) = codec.get("context").decode(payload, {"w": spec}, lambda _: old_N)
+    np.testing.assert_array_equal(patch.index_K, np.flatnonzero(old_N != new_N))
+    level_B = rows_of(payload, 16, 3)[:, 2]
+    assert level_B[:4].min() - level_B[4:].max() > 8 * 3, "at least eight times as many"
+    alike = rows_of(encoded(spec, old_N, few_N), 16, 3)[:, 2]
+    assert len(set(alike)) == 1
 
 
 def test_large_matrices_of_a_large_model_have_tiles() -> None:
