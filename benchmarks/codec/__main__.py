@@ -22,11 +22,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
         "--data",
-        choices=("simulation", "masters", "replaced", "demo", "finetune", "all"),
+        choices=("simulation", "masters", "replaced", "demo", "finetune", "real", "all"),
         default="simulation",
         help="simulated deltas, simulated steps and folds of three kinds of masters (takes some minutes), a simulated "
         "matrix replaced by another, the deltas of a demo's channel, those of a fine-tuning run made here (takes a minute), "
-        "or all of these",
+        "these two (real), or all of these",
     )
     parser.add_argument(
         "--changed", type=float, action="append", help="changed fraction of the simulation; may be given several times"
@@ -55,12 +55,12 @@ def samples(source: str, fractions: Sequence[float], elements: int, channel: str
         yield from data.masters(elements)
     if source in ("replaced", "all"):
         yield data.replaced(elements)
-    if source in ("demo", "all"):
+    if source in ("demo", "real", "all"):
         if channel is None:
             common.say("no --channel given, so the demo's deltas are left out")
         else:
             yield data.demo(channel)
-    if source in ("finetune", "all"):
+    if source in ("finetune", "real", "all"):
         yield from data.finetune()
 
 
