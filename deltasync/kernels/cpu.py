@@ -16,7 +16,7 @@ from numba import threading_layer as _threading_layer
 
 from deltasync.kernels import reference
 from deltasync.kernels.compiled import kernel
-from deltasync.kernels.intrinsics import pointer, prefetch
+from deltasync.kernels.intrinsics import pointer, prefetch, prefetch_to_write
 
 _I = reference.INDEX_STEP
 _V = reference.VALUE_STEP
@@ -133,7 +133,7 @@ def _swap(chunk_CF, bits, index):
         part = np.uint64(0)
         for k in range(count):
             if k + AHEAD < count:
-                prefetch(dest, np.uint64(at_K[k + AHEAD]))
+                prefetch_to_write(dest, np.uint64(at_K[k + AHEAD]))
             at = np.uint64(at_K[k])
             old = dest[at]
             dest[at] = value_K[k]

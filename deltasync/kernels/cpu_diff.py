@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,11 +14,12 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.cpu import AHEAD, CHANGES, cell, key_from, threads
-from deltasync.kernels.intrinsics import differing_lanes, prefetch
+from deltasync.kernels.intrinsics import differing_lanes, prefetch, prefetch_to_write
 from deltasync.tensors import index_dtype
 
 # Kernels write the changes of `_ROW` elements into a row, so that offsets fit uint16, and fill up to `_ROWS` rows a call.
-_ROW, _ROWS = 1 << 16, 64
+_ROW, _ROWS = 1 << 16, 256
+_AHEAD_BYTES, _LINE = 1 << 10, 64  # how far ahead memory is asked for, and by how much at a time
 _JOINED = 1 << 16  # changes that `_join` copies in one thread
 _PIECE = 8 << 20  # bytes that `_room` allocates at once and cuts up
 
@@ -41,7 +45,11 @@ def _find(old_N, new_N, base, last, offset_P, step_P):
     one, last_lane = np.uint64(1), np.uint64(63)
     found = 0
     i = base
+    ahead, line = _AHEAD_BYTES // old_N.itemsize, _LINE // old_N.itemsize
     while i + 64 <= last:
+        for at in range(i + ahead, i + ahead + 64, line):
+            prefetch(old_N, at)
+            prefetch(new_N, at)
         changed = differing_lanes(old_N, new_N, i)
         for _ in range(2):
             at = i + np.int64(trailing_zeros(changed) & last_lane)
@@ -120,7 +128,7 @@ def _add(key, bits_N, index_K, step_K, mask, largest, room_RP):
             first, last = chunk * CHANGES, min((chunk + 1) * CHANGES, step_K.size)
             for k in range(first, last):
                 if k + AHEAD < last:
-                    prefetch(bits_N, np.uint64(index_K[k + AHEAD]))
+                    prefetch_to_write(bits_N, np.uint64(index_K[k + AHEAD]))
                 at = np.uint64(index_K[k])
                 old_C[k - first] = bits_N[at]
                 new_C[k - first] = bits_N[at] + step_K[k]
@@ -233,8 +241,16 @@ def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         # 64 more than `_ROW`: room for what is written where nothing changed. Besides, rows that begin a power of two apart
         # would compete for the same cache lines.
         shape = (_ROWS, _ROW + 64)
-        _kept.rows[dtype] = np.empty(shape, np.uint16), np.empty(shape, dtype), np.empty(shape, dtype)
+        _kept.rows[dtype] = _paged(shape, np.dtype(np.uint16)), _paged(shape, dtype), _paged(shape, dtype)
     return _kept.rows[dtype]
+
+
+def _paged(shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+    """Return an array that takes memory page by page as it is written. Where few elements change, little of it is."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def add(

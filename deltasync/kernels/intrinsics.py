@@ -18,18 +18,32 @@ def pointer(_context, address, like):
     return types.CPointer(like.dtype)(types.int64, like), generate
 
 
+def _prefetch(context, builder, signature, arguments, write):
+    data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+    byte = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte.type, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [byte, number(write), number(3), number(1)])
+    return context.get_dummy_value()
+
+
 @intrinsic
 def prefetch(_context, array, at):
-    """Prefetch the cache line of an element, for writing."""
+    """Prefetch the cache line of an element. It may lie behind the array."""
 
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        byte = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte.type, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [byte, number(1), number(3), number(1)])
-        return context.get_dummy_value()
+    def generate(*arguments):
+        return _prefetch(*arguments, write=0)
+
+    return types.void(array, at), generate
+
+
+@intrinsic
+def prefetch_to_write(_context, array, at):
+    """As `prefetch`, for an element that will be written."""
+
+    def generate(*arguments):
+        return _prefetch(*arguments, write=1)
 
     return types.void(array, at), generate
 
@@ -115,6 +129,8 @@ if config.DISABLE_JIT:  # the kernels run as Python, for fuzzing
 
     def prefetch(array, at):
         """Do nothing."""
+
+    prefetch_to_write = prefetch
 
     def lanes_time(bits, at, count, most, shift, mask, first, hazard_W):
         """Return -1: the caller then sums by itself."""
