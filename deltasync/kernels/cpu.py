@@ -26,6 +26,7 @@ _S30, _S27, _S31 = map(np.uint64, (30, 27, 31))
 
 # Elements, and changes, per parallel task: enough to hide the scheduling, few enough for the cores to share one tensor.
 _CHUNK = 1 << 18
+_PIECE = 1 << 9  # elements that are hashed while memory is asked for the next ones: hardware does not look that far ahead
 CHANGES = 1 << 12
 _SWAP_CHUNK = 1 << 14
 
@@ -48,8 +49,13 @@ def _fingerprint(key, bits_N):
     total = np.uint64(0)
     chunks = (bits_N.size + _CHUNK - 1) // _CHUNK
     for chunk in prange(chunks):
-        first = chunk * _CHUNK
-        total += _cells(key, first, bits_N[first : min(first + _CHUNK, bits_N.size)])
+        part = np.uint64(0)
+        end = min((chunk + 1) * _CHUNK, bits_N.size)
+        for first in range(chunk * _CHUNK, end, _PIECE):
+            last = min(first + _PIECE, end)
+            _ask_for(bits_N, last, last + _PIECE)
+            part += _cells(key, first, bits_N[first:last])
+        total += part
     return total
 
 
@@ -61,6 +67,13 @@ def _cells(key, first, bits_C):
     return part
 
 
+@njit(inline="always")
+def _ask_for(bits_N, first, last):
+    """Prefetch elements, also such as lie behind the array."""
+    for at in range(first, last, 64 // bits_N.itemsize):
+        prefetch(bits_N, at)
+
+
 @kernel
 def _take(key, bits_N, out_N):
     """Copy pieces that stay in the cache, and hash each copy: the fingerprint is of what was written."""
@@ -69,8 +82,9 @@ def _take(key, bits_N, out_N):
     for chunk in prange(chunks):
         part = np.uint64(0)
         end = min((chunk + 1) * _CHUNK, bits_N.size)
-        for first in range(chunk * _CHUNK, end, CHANGES):
-            last = min(first + CHANGES, end)
+        for first in range(chunk * _CHUNK, end, _PIECE):
+            last = min(first + _PIECE, end)
+            _ask_for(bits_N, last, last + _PIECE)
             out_C = out_N[first:last]
             out_C[:] = bits_N[first:last]
             part += _cells(key, first, out_C)
