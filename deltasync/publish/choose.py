@@ -81,7 +81,8 @@ class Cost(NamedTuple):
     changed: int
     bytes: int
     encode_s: float
-    prove_s: float  # a replica takes as long to decode it
+    prove_s: float
+    decode_s: float  # what a replica takes: proving without restoring the old bits
 
 
 class Choice:
@@ -123,13 +124,15 @@ class Choice:
     def _served_s(self, codec: str, byte_s: float) -> float:
         """Estimate the seconds per changed element until a replica has decoded it.
 
-        Groups are stored while others are encoded, and fetched while others are stored; only the first and the last wait. A
-        replica is assumed to have the publisher's link and speed.
+        Groups are stored while they are proved and while others are encoded, and fetched while others are stored. Their
+        record is stored once all are stored and proved. A replica is assumed to have the publisher's link and speed.
         """
         costs = self._costs[codec]
         # The least: others were measured while a kernel was being compiled, or the machine was busy.
         encode_s = min(cost.encode_s / cost.changed for cost in costs)
         prove_s = min(cost.prove_s / cost.changed for cost in costs)
+        decode_s = min(cost.decode_s / cost.changed for cost in costs)
         link_s = byte_s * sum(cost.bytes for cost in costs) / sum(cost.changed for cost in costs)
-        shorter_s, longer_s = sorted((encode_s + prove_s, link_s))
-        return longer_s + (shorter_s + link_s) / self.groups + prove_s
+        last = 1 / self.groups  # the share of the last group, and of the first
+        stored_s = max(encode_s * last + link_s, encode_s + prove_s * (1 - last) + link_s * last, encode_s + prove_s)
+        return stored_s + link_s * last + decode_s

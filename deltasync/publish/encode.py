@@ -77,9 +77,10 @@ def _timed_encode(job: Job, codec_name: str, group: Group) -> tuple[Encoded, byt
 
 def _timed_prove(job: Job, codec_name: str, group: Group, data: bytes, encode_s: float, choice: Choice) -> None:
     began_s = time.perf_counter()
-    prove(job, codec_name, group, data)
+    restore_s = prove(job, codec_name, group, data)
+    prove_s = time.perf_counter() - began_s
     changed = sum(patch.changed for patch in group)
-    choice.took(codec_name, Cost(changed, len(data), encode_s, time.perf_counter() - began_s))
+    choice.took(codec_name, Cost(changed, len(data), encode_s, prove_s, prove_s - restore_s))
 
 
 def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
@@ -110,8 +111,11 @@ def compile_ahead(job: Job, codec_names: Iterable[str]) -> None:
         prove(following, codec_name, group, encode(following, codec_name, group, job.version).to_bytes())
 
 
-def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
+def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> float:
     """Decode a payload as a reader does and compare it with what was encoded.
+
+    Returns:
+        The seconds of it that were spent on restoring old bits, which a reader has.
 
     Raises:
         CorruptDataError: they differ.
@@ -128,10 +132,15 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
     )
     name = f"The payload of version {job.version}"
 
+    restore_s = 0.0
+
     def old(name: str) -> np.ndarray:
+        nonlocal restore_s
+        began_s = time.perf_counter()
         bits_N, (start, stop) = np.empty(shadow.specs[name].element_count, shadow.bits[name].dtype), shadow.ranges[name]
         bits_N[start:stop] = shadow.bits[name]  # no block is outside
         bits_N[left[name].index_K] -= left[name].data
+        restore_s += time.perf_counter() - began_s
         return bits_N
 
     for found, digest in payloads.decode(record, [(name, data)], shadow.specs, old):
@@ -140,6 +149,7 @@ def prove(job: Job, codec_name: str, patches: Group, data: bytes) -> None:
             raise CorruptDataError(f"{name} decodes to other bits of {found.name} than were encoded; nothing was published.")
     if left:
         raise CorruptDataError(f"{name} lacks {', '.join(sorted(left)[:5])}; nothing was published.")
+    return restore_s
 
 
 def _same(found: Patch, patch: Patch, shadow: Shadow) -> bool:
