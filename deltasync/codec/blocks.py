@@ -279,13 +279,13 @@ class _Streams:
         # Only the position of each group's tables is kept: parsed, they are much larger than their bytes.
         cursor = Cursor(tables.numpy().tobytes())
         self._groups: list[int] = []
+        self._group: tuple[int, Model] | None = None
         while cursor.at < len(cursor.data):
             if len(self._groups) == len(payload.patches):
                 raise CorruptDataError("Payload has more tables than patches.")
             self._groups.append(cursor.at)
-            self._read(cursor)
+            self._group = len(self._groups) - 1, self._read(cursor)
         self._tables = cursor.data
-        self._group: tuple[int, Model] | None = None
 
     def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], regions: Sequence[Region] | None) -> Patch:
         cut, model = self._cuts[spec.name], self._tables_of(row.get("group"))
