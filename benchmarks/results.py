@@ -140,7 +140,7 @@ def _master(label: str) -> dict[str, Any]:
     return found
 
 
-def _one_percent() -> dict[str, Any]:
+def _nearest_to_rl() -> dict[str, Any]:
     """Return the sample that is nearest to RL: one step of a master that started on bf16 values."""
     return _master("bf16 start 1.07%, one step")
 
@@ -163,7 +163,7 @@ def codec_masters() -> Iterator[str]:
 
 def _bits_at(master: str, span: str, encoding: str, changed_fraction: float) -> float:
     """Return an encoding's bits at a density, interpolated in its logarithm between the samples of a master."""
-    samples = load("codec")["result"]["samples"] if master == "fp32" else load("codec_masters")["result"]["samples"]
+    samples = load("codec" if master == "fp32" else "codec_masters")["result"]["samples"]
     found = [each for each in samples if master == "fp32" or re.fullmatch(rf"{master} \S+%, {span}", each["label"])]
     found.sort(key=lambda each: each["changed_fraction"])
     densities = [math.log(each["changed_fraction"]) for each in found]
@@ -201,7 +201,8 @@ def codec_reported() -> Iterator[str]:
 
 def codec_speed() -> Iterator[str]:
     """Yield rates and memory at 1 % changed."""
-    sample, rows = min(load("codec")["result"]["samples"], key=lambda each: abs(each["changed_fraction"] - 0.0107)), []
+    sample = min(load("codec")["result"]["samples"], key=lambda each: abs(each["changed_fraction"] - 0.0107))
+    rows = []
     for each in sample["encodings"]:
         peak = each["encode_peak_extra_bytes"]
         rates = (f"{each['encode_gb_s']:.1f}", f"{each['encode_of_memcpy']:.0%}", f"{each['apply_changed_per_s'] / 1e6:.0f}")
@@ -219,7 +220,7 @@ def codec_speed() -> Iterator[str]:
 
 def saved() -> Iterator[str]:
     """Yield the bytes of one step of a real model, computed from the measured bits per changed element."""
-    bits = {name: _encoding(_one_percent(), name)["bits_per_changed"] for name in ("int32 + bf16", "packed", "context")}
+    bits = {name: _encoding(_nearest_to_rl(), name)["bits_per_changed"] for name in ("int32 + bf16", "packed", "context")}
     changed = _QWEN3_8B * 0.01
     rows = [
         ("full weights in bf16", f"{2 * _QWEN3_8B / 1e9:.1f} GB"),
@@ -235,7 +236,7 @@ def saved() -> Iterator[str]:
 
 def codec_readme() -> Iterator[str]:
     """Yield one line of sizes of one step."""
-    sample = _one_percent()
+    sample = _nearest_to_rl()
     found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
     bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
     bits.append(f"{_bound(sample, 'exponent'):.2f}")
@@ -506,7 +507,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def _bits(name: str) -> float:
-    found: float = _encoding(_one_percent(), name)["bits_per_changed"]
+    found: float = _encoding(_nearest_to_rl(), name)["bits_per_changed"]
     return found
 
 

@@ -133,7 +133,7 @@ class ContextModel:
         encoded += self.table_C[first : last + 1].astype(np.uint8).tobytes()
         return bytes(encoded) + b"".join(tables.to_bytes(freq_S) for freq_S in self.tables.freq_TS)
 
-    def for_encoding(self, change: Change) -> Context | None:
+    def for_encoding(self, change: Change) -> Context:
         """See `PackedModel.for_encoding`. The level of a block is that of the tensor until the coder finds a better one."""
         count_C = self._counts[change.spec.name]
         level_C, changed_B = self.level_C[: count_C.size], np.diff(change.blocks.bound_B)
@@ -143,7 +143,7 @@ class ContextModel:
         rate = change.index_K.size / float(count_C @ hazards(level_C, np.array([level]))[0])
         return Context(change.new, classes_of(change.spec), self.level_C, level_B, self.table_C, rate)
 
-    def for_decoding(self, spec: TensorSpec, old_N: np.ndarray | None, row_BF: np.ndarray) -> Context | None:
+    def for_decoding(self, spec: TensorSpec, old_N: np.ndarray | None, row_BF: np.ndarray) -> Context:
         """See `PackedModel.for_decoding`.
 
         Raises:

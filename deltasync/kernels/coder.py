@@ -10,8 +10,8 @@ from numba.extending import intrinsic
 from deltasync.kernels import rans
 from deltasync.kernels.compiled import kernel
 from deltasync.kernels.counts import bucket, tasks, top_of, zigzag
-from deltasync.kernels.cpu import threads
-from deltasync.kernels.intrinsics import WINDOW, lanes_time, prefetch
+from deltasync.kernels.cpu import prefetch_range, threads
+from deltasync.kernels.intrinsics import WINDOW, lanes_time
 from deltasync.kernels.rans import Blocks, Context, Tables
 
 _STATE_MIN = np.uint64(rans.STATE_MIN)
@@ -29,7 +29,6 @@ _LOOKUP_BITS = rans.TIME_BITS - 8
 _SEGMENT_AT = (np.searchsorted(_TIME_START, np.arange(256) << _LOOKUP_BITS, side="right") - 1).astype(np.int64)
 _U0, _U1, _U2, _U3, _U4, _U16, _U24, _U32, _U64 = map(np.uint64, (0, 1, 2, 3, 4, 16, 24, 32, 64))
 _AHEAD = 8  # prefetch distance, in runs of a tile; hardware does not predict where they lie
-_LINE = 64  # bytes
 _WORD = np.uint64(0xFFFFFFFF)
 _HAZARD = rans.HAZARD
 _LEVEL_BITS = 10  # least bits that a block's own level must save; it takes some bits itself
@@ -211,8 +210,7 @@ def _pull_moment(words, at, end, x, index, run, last, width, stride, old_N, shif
             break
         run += stride
         i = np.uint64(run - width)
-        for ahead in range(run - width + _AHEAD * stride, run + _AHEAD * stride, _LINE // old_N.itemsize):
-            prefetch(old_N, ahead)
+        prefetch_range(old_N, run - width + _AHEAD * stride, run + _AHEAD * stride)
     if begin < 0:
         return at, x, last, run
     start = _time_slot(begin)
@@ -227,8 +225,7 @@ def _begins(bits_N, base, end, width, stride, shift, mask, hazard_C, first, haza
     g, time = np.uint64(0), np.int64(0)
     for start in range(base, end, stride):
         if stride < end - base:
-            for ahead in range(start + _AHEAD * stride, start + _AHEAD * stride + width, _LINE // bits_N.itemsize):
-                prefetch(bits_N, ahead)
+            prefetch_range(bits_N, start + _AHEAD * stride, start + _AHEAD * stride + width)
         i, run = np.uint64(start), np.uint64(min(start + width, end))
         while i < run:
             begin_G[g] = time
@@ -256,7 +253,6 @@ def _times(
     A block whose changes are more or less than its elements let expect, `rate` for each unit of time, gets another level.
     """
     for b in prange(base_B.size):
-        wait_B[b] = 0
         low, high = bound_B[b], bound_B[b + 1]
         if low == high:
             continue

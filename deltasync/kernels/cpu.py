@@ -31,6 +31,7 @@ CHANGES = 1 << 12
 _SWAP_CHUNK = 1 << 14
 
 AHEAD = 64  # prefetch distance, in elements
+_LINE_BYTES = 64
 
 
 @njit(inline="always")
@@ -53,7 +54,7 @@ def _fingerprint(key, bits_N):
         end = min((chunk + 1) * _CHUNK, bits_N.size)
         for first in range(chunk * _CHUNK, end, _PIECE):
             last = min(first + _PIECE, end)
-            _ask_for(bits_N, last, last + _PIECE)
+            prefetch_range(bits_N, last, last + _PIECE)
             part += _cells(key, first, bits_N[first:last])
         total += part
     return total
@@ -68,10 +69,10 @@ def _cells(key, first, bits_C):
 
 
 @njit(inline="always")
-def _ask_for(bits_N, first, last):
-    """Prefetch elements, also such as lie behind the array."""
-    for at in range(first, last, 64 // bits_N.itemsize):
-        prefetch(bits_N, at)
+def prefetch_range(array, first, last):
+    """Prefetch consecutive elements, also such as lie behind the array."""
+    for at in range(first, last, _LINE_BYTES // array.itemsize):
+        prefetch(array, at)
 
 
 @kernel
@@ -84,7 +85,7 @@ def _take(key, bits_N, out_N):
         end = min((chunk + 1) * _CHUNK, bits_N.size)
         for first in range(chunk * _CHUNK, end, _PIECE):
             last = min(first + _PIECE, end)
-            _ask_for(bits_N, last, last + _PIECE)
+            prefetch_range(bits_N, last, last + _PIECE)
             out_C = out_N[first:last]
             out_C[:] = bits_N[first:last]
             part += _cells(key, first, out_C)

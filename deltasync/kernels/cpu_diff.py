@@ -13,13 +13,13 @@ from numba import njit, prange
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from deltasync.kernels.compiled import kernel
-from deltasync.kernels.cpu import AHEAD, CHANGES, cell, key_from, threads
-from deltasync.kernels.intrinsics import differing_lanes, prefetch, prefetch_to_write
+from deltasync.kernels.cpu import AHEAD, CHANGES, cell, key_from, prefetch_range, threads
+from deltasync.kernels.intrinsics import differing_lanes, prefetch_to_write
 from deltasync.tensors import index_dtype
 
 # Kernels write the changes of `_ROW` elements into a row, so that offsets fit uint16, and fill up to `_ROWS` rows a call.
 _ROW, _ROWS = 1 << 16, 256
-_AHEAD_BYTES, _LINE = 1 << 10, 64  # how far ahead memory is asked for, and by how much at a time
+_AHEAD_BYTES = 1 << 10  # how far ahead memory is asked for
 _JOINED = 1 << 16  # changes that `_join` copies in one thread
 _PIECE = 8 << 20  # bytes that `_room` allocates at once and cuts up
 
@@ -45,11 +45,10 @@ def _find(old_N, new_N, base, last, offset_P, step_P):
     one, last_lane = np.uint64(1), np.uint64(63)
     found = 0
     i = base
-    ahead, line = _AHEAD_BYTES // old_N.itemsize, _LINE // old_N.itemsize
+    ahead = _AHEAD_BYTES // old_N.itemsize
     while i + 64 <= last:
-        for at in range(i + ahead, i + ahead + 64, line):
-            prefetch(old_N, at)
-            prefetch(new_N, at)
+        prefetch_range(old_N, i + ahead, i + ahead + 64)
+        prefetch_range(new_N, i + ahead, i + ahead + 64)
         changed = differing_lanes(old_N, new_N, i)
         for _ in range(2):
             at = i + np.int64(trailing_zeros(changed) & last_lane)

@@ -108,16 +108,17 @@ def lanes_time(_context, bits, at, count, most, shift, mask, first, hazard_W):
         outside = builder.and_(wanted, builder.icmp_unsigned(">=", place, constant([WINDOW] * lanes)))
         flags = ir.IntType(lanes)
         with builder.if_then(builder.icmp_unsigned("==", builder.bitcast(outside, flags), flags(0)), likely=True):
-            register = ir.VectorType(i32, WINDOW // 2)
+            half = WINDOW // 2
+            register = ir.VectorType(i32, half)
             rows = builder.bitcast(hazard_W.data, register.as_pointer())
             low, high = (builder.load(builder.gep(rows, [i32(n)])) for n in range(2))
             low.align = high.align = 4
-            total = ir.Constant(register, [0] * (WINDOW // 2))
-            for begin in range(0, lanes, WINDOW // 2):
-                part = constant(range(begin, begin + WINDOW // 2))
+            total = ir.Constant(register, [0] * half)
+            for begin in range(0, lanes, half):
+                part = constant(range(begin, begin + half))
                 place_P, wanted_P = (builder.shuffle_vector(each, each, part) for each in (place, wanted))
                 hazard = call("llvm.x86.avx512.vpermi2var.d.512", register, low, place_P, high)
-                total = builder.add(total, builder.select(wanted_P, hazard, constant([0] * (WINDOW // 2))))
+                total = builder.add(total, builder.select(wanted_P, hazard, constant([0] * half)))
             builder.store(builder.zext(call("llvm.vector.reduce.add.v16i32", i32, total), i64), time)
         return builder.load(time)
 
