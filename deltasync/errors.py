@@ -24,6 +24,7 @@
     ├── ModelMismatchError                       8  names, shapes or dtypes differ from the channel's
     ├── ApplyError                               9  a version did not become live
     │   ├── StageError                           9    live weights untouched, retry
+    │   │   └── ShareError                       9      decoding needs more of some tensors than this process holds
     │   ├── FingerprintMismatchError             9    rolled back to the previous version; re-anchor
     │   ├── SleepingError                        9    vLLM sleeps; live weights untouched, retry when it wakes up
     │   └── CommitError                          9    weights uncertain, reload
@@ -38,7 +39,7 @@ import contextlib
 import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -174,6 +175,14 @@ class ApplyError(DeltaSyncError):
 
 class StageError(ApplyError):
     """Staging failed; the live weights are untouched and a retry is safe."""
+
+
+class ShareError(StageError):
+    """A delta can be decoded only by who holds more of these `tensors`; the live weights are untouched."""
+
+    def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors
 
 
 class FingerprintMismatchError(ApplyError):

@@ -95,14 +95,16 @@ class Work(msgspec.Struct):
     """State of a worker's background work.
 
     Attributes:
-        state: `idle`, `working`, or how it ended: `audited`, `staged`, `unsettled`, `failed`.
+        state: `idle`, `working`, or how it ended: `audited`, `staged`, `unsettled`, `lacking`, `failed`.
         blamed: The key of the record that is damaged or lacks something, None if staging failed for another reason.
+        lacking: The tensors that the worker needs whole to decode the version.
     """
 
     state: str
     audit: Audit | None = None
     failure: Failure | None = None
     blamed: str | None = None
+    lacking: list[str] = []
 
 
 class Live(msgspec.Struct):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import numpy as np
 import torch
 
 from deltasync.channel.nearest import open_nearest
@@ -27,6 +28,7 @@ from deltasync.errors import (
     FingerprintMismatchError,
     MissingVersionError,
     ModelMismatchError,
+    ShareError,
     SleepingError,
 )
 from deltasync.kernels import cpu
@@ -34,12 +36,13 @@ from deltasync.live import LiveMemory
 from deltasync.replicas import Follower, StagedVersion
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
+from deltasync.tensors.bits import bits_of
 from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset(
-    ("settled", "poll", "audit", "prove", "settle", "identified", "stage", "commit", "confirm", "undo", "read")
+    ("settled", "poll", "audit", "prove", "settle", "identified", "stage", "complete", "commit", "confirm", "undo", "read")
 )
 """Methods of `WorkerReplica` that the driver may call."""
 
@@ -183,7 +186,7 @@ class WorkerReplica:
         self._follower.identified(None if handed is None else self._reader.handed(*handed))
 
     def stage(self, way: list[Handed]) -> Work:
-        """Start to stage consecutive records; ends in `staged`, `unsettled` or `failed`."""
+        """Start to stage consecutive records; ends in `staged`, `unsettled`, `lacking` or `failed`."""
         return self._begin(lambda: self._stage(way))
 
     def _stage(self, way: list[Handed]) -> Work:
@@ -195,11 +198,25 @@ class WorkerReplica:
             for handed in way:
                 read.append(self._reader.handed(*handed))
             self._staged = self._follower.stage(read)
+        except ShareError as error:
+            return Work("lacking", lacking=list(error.tensors))
         except DeltaSyncError as error:
             failed = self._follower.failed if len(read) == len(way) else way[len(read)][0]
             is_blamed = isinstance(error, CorruptDataError | MissingVersionError)
             return Work("failed", failure=Failure.of(error), blamed=failed if is_blamed else None)
         return Work("staged")
+
+    def complete(self, name: str, at: int, data: bytes) -> None:
+        """Take bytes `at` and following of a tensor that workers lack; with the last ones it is kept whole on the host."""
+        if not self._memory.regions[name]:
+            return
+        if not at:
+            spec = self._reader.specs[name]
+            self._coming = torch.empty(spec.element_count, dtype=getattr(torch, spec.dtype))
+        bytes_B = bits_of(self._coming).view(np.uint8)
+        bytes_B[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        if at + len(data) == bytes_B.size:
+            self._follower.complete(name, bits_of(self._coming))
 
     def commit(self, alone: bool) -> CommitReply:
         """Write the staged version into the live parameters.

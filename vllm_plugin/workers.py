@@ -112,8 +112,34 @@ class Workers:
         return model_fingerprint(self.fingerprints)
 
     async def stage(self, way: Sequence[Stored]) -> list[Work]:
-        """Have all workers stage a way while tokens are generated. Returns what each ended with."""
-        return await self._work("stage", handed(way))
+        """Have all workers stage a way while tokens are generated. Returns what each ended with.
+
+        A tensor of which a worker holds too little to decode it is handed to all workers that hold a part of it, once.
+
+        Raises:
+            ApplyError: a worker lacks a tensor that it was handed.
+        """
+        completed: set[str] = set()
+        while True:
+            replies = await self._work("stage", handed(way))
+            lacking = {name for reply in replies for name in reply.lacking}
+            if not lacking:
+                return replies
+            if lacking & completed:
+                raise ApplyError(f"A worker was handed {min(lacking & completed)}, and lacks it.")
+            for name in sorted(lacking):
+                await self._complete(name)
+            completed |= lacking
+            size_mb = sum(self._reader.specs[name].nbytes for name in lacking) / 1e6
+            logger.info(
+                "deltasync: each worker keeps %d tensors whole on the host, %.1f MB, such as %s, to decode `context`",
+                *(len(lacking), size_mb, min(lacking)),
+            )
+
+    async def _complete(self, name: str) -> None:
+        data = (await self._assembled(name)).data.cast("B")
+        for at in range(0, len(data), _HANDED_BYTES):
+            await self._call(_NOTHING, "complete", name, at, bytes(data[at : at + _HANDED_BYTES]))
 
     async def commit(self) -> CommitReply:
         """Commit what is staged, on all workers or on none. Call while generation is paused.
@@ -149,11 +175,11 @@ class Workers:
         Raises:
             ApplyError: two workers hold different copies of the same elements.
         """
-        sha256 = {}
-        for name, spec in self._reader.specs.items():
-            shards = await self._call(list[bytes], "read", name)
-            sha256[name] = sha256_hex(assemble(spec, [held[name] for held in self._regions], shards).data)
-        return sha256
+        return {name: sha256_hex((await self._assembled(name)).data) for name in self._reader.specs}
+
+    async def _assembled(self, name: str) -> np.ndarray:
+        shards = await self._call(list[bytes], "read", name)
+        return assemble(self._reader.specs[name], [held[name] for held in self._regions], shards)
 
     async def _replies(self, kind: type[_T], method: str, *args: object) -> list[_T | Failure]:
         """Call a method of every `WorkerReplica`. Returns the replies in the order of their ranks."""

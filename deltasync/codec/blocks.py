@@ -39,8 +39,8 @@ from deltasync.codec.base import RECORD, Change, Encoded, OldBits, Payload, Want
 from deltasync.codec.context import ContextModel
 from deltasync.codec.packed import PackedModel
 from deltasync.codec.tables import Cursor
-from deltasync.codec.tiles import ADVICE, Grid
-from deltasync.errors import CorruptDataError, StageError
+from deltasync.codec.tiles import Grid
+from deltasync.errors import CorruptDataError, ShareError
 from deltasync.kernels import coder
 from deltasync.kernels.rans import Blocks
 from deltasync.tensors import Patch, Region, TensorSpec, index_dtype, region_end, region_size
@@ -229,10 +229,12 @@ class BlockCodec:
                 wanted element are not decoded; other changes outside may be included. Dense patches are always whole.
 
         Raises:
-            StageError: the codec needs `old`, or more of a tensor than the caller holds.
+            StageError: the codec needs `old`.
+            ShareError: it needs more of some tensors than the caller holds: whole tiles, or all where there are none.
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
         streams = _Streams(self._model, payload, specs, old if self.needs_old else None)
+        chosen = {} if wanted is None else streams.chosen(specs, payload, wanted)
         for name, row in payload.patches.items():
             spec = specs[name]
             if mark := row.get("dense"):
@@ -241,7 +243,7 @@ class BlockCodec:
                 data = take(payload, name, spec.dtype, spec.element_count) if plain else dense.decompress(array, mark, spec)
                 yield Patch(name, None, data, absolute=True)
             else:
-                patch = streams.next_patch(spec, row, None if wanted is None else wanted(name))
+                patch = streams.next_patch(spec, row, chosen.get(name))
                 if patch.data.size:
                     yield patch
 
@@ -284,19 +286,38 @@ class _Streams:
             if len(self._groups) == len(payload.patches):
                 raise CorruptDataError("Payload has more tables than patches.")
             self._groups.append(cursor.at)
-            self._group = len(self._groups) - 1, self._read(cursor)
+            self._group = cursor.at, self._read(cursor)
         self._tables = cursor.data
 
-    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], regions: Sequence[Region] | None) -> Patch:
+    def chosen(self, specs: Mapping[str, TensorSpec], payload: Payload, wanted: Wanted) -> dict[str, np.ndarray]:
+        """Return the numbers of the blocks to decode of each tensor that is not wanted as a whole.
+
+        Raises:
+            ShareError: some of them need more of the tensor than is held.
+        """
+        found, lacking = {}, []
+        for name, cut in self._cuts.items():
+            if (regions := wanted(name)) is None:
+                continue
+            at_B = self._held(specs[name], cut, payload.patches[name].get("group"), regions)
+            if at_B is None:
+                lacking.append(name)
+            else:
+                found[name] = at_B
+        if lacking:
+            raise ShareError(f"Decoding needs more than is held of {len(lacking)} tensors, such as {lacking[0]}.", lacking)
+        return found
+
+    def next_patch(self, spec: TensorSpec, row: Mapping[str, Any], chosen_B: np.ndarray | None) -> Patch:
+        """Decode the next tensor's blocks, all of them or those with the numbers `chosen_B`, ascending."""
         cut, model = self._cuts[spec.name], self._tables_of(row.get("group"))
         first, self._next = self._next, self._next + cut.count
         row_BF, word_B, words = self._row_BF[first : self._next], self._word_B[first : self._next + 1], self._words
         blocks = self._blocks(cut, _bounds(row_BF[:, 0]))
         if blocks.bound_B[-1] != row["changed"] or (row_BF[:, 0] > blocks.size_B).any():
             raise CorruptDataError(f"Payload counts the changes of {spec} wrong, in its table of patches or of blocks.")
-        at_B = np.arange(cut.count)
-        if regions is not None:
-            at_B = self._held(spec, cut, model, blocks, regions)
+        at_B = np.arange(cut.count) if chosen_B is None else chosen_B
+        if chosen_B is not None:
             words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at_B] or [words[:0]])
             row_BF = row_BF[at_B]
             blocks = blocks._replace(base_B=blocks.base_B[at_B], end_B=blocks.end_B[at_B], bound_B=_bounds(row_BF[:, 0]))
@@ -317,13 +338,12 @@ class _Streams:
         blocks = Blocks.of(cut.stop - cut.start, self._block_elements, bound_B, cut.first)
         return blocks._replace(base_B=blocks.base_B + cut.start, end_B=blocks.end_B + cut.start)
 
-    def _held(self, spec: TensorSpec, cut: _Cut, model: Model, blocks: Blocks, regions: Sequence[Region]) -> np.ndarray:
-        """Return the numbers of the blocks to decode for these regions."""
-        if cut.grid is not None:
-            return cut.grid.held(spec.name, regions)
-        if model.needs_old and sum(map(region_size, set(regions))) != spec.element_count:
-            raise StageError(f"This worker holds a part of {spec}, which has no tiles; {ADVICE}")
-        return np.flatnonzero(_touched(blocks, regions))
+    def _held(self, spec: TensorSpec, cut: _Cut, group: object, regions: Sequence[Region]) -> np.ndarray | None:
+        """Return the numbers of the blocks to decode for these regions; None if that needs more of the tensor."""
+        size = sum(map(region_size, set(regions)))
+        if not self._needs_old(group) or size in (0, spec.element_count):
+            return np.flatnonzero(_touched(self._blocks(cut, np.zeros(cut.count + 1, np.int64)), regions))
+        return None if cut.grid is None else cut.grid.held(regions)
 
     def _cut(self, spec: TensorSpec, row: Mapping[str, Any]) -> _Cut:
         start, stop = self._range(spec, row)
@@ -355,14 +375,21 @@ class _Streams:
         raise CorruptDataError(f"Payload has blocks {row['blocks']!r:.40} of {spec.name!r}, which has {count} blocks.")
 
     def _tables_of(self, group: object) -> Model:
-        if not isinstance(group, int) or not 0 <= group < len(self._groups):
-            raise CorruptDataError(f"Payload has no tables of group {group!r:.40}.")
-        if self._group is None or self._group[0] != group:
-            self._group = group, self._read(Cursor(self._tables, self._groups[group]))
+        at = self._place_of(group)
+        if self._group is None or self._group[0] != at:
+            self._group = at, self._read(Cursor(self._tables, at))
         return self._group[1]
 
+    def _place_of(self, group: object) -> int:
+        if not isinstance(group, int) or not 0 <= group < len(self._groups):
+            raise CorruptDataError(f"Payload has no tables of group {group!r:.40}.")
+        return self._groups[group]
+
+    def _needs_old(self, group: object) -> bool:
+        return self._model.needs_old and not self._tables.startswith(_GAPS, self._place_of(group))
+
     def _read(self, cursor: Cursor) -> Model:
-        if self._model.needs_old and cursor.data[cursor.at : cursor.at + len(_GAPS)] == _GAPS:
+        if self._model.needs_old and cursor.data.startswith(_GAPS, cursor.at):
             cursor.at += len(_GAPS)
             return PackedModel.read(cursor)
         return self._model.read(cursor)

@@ -13,7 +13,6 @@ from typing import Self
 
 import numpy as np
 
-from deltasync.errors import StageError
 from deltasync.kernels import counts
 from deltasync.kernels.rans import Blocks
 from deltasync.tensors import Region, TensorSpec
@@ -132,11 +131,10 @@ class Grid:
         _, height, width = self.shape
         return ((matrix_M[:, None] * height + row_R) * width).reshape(-1), width
 
-    def held(self, name: str, regions: Iterable[Region]) -> np.ndarray:
-        """Return the numbers of the tiles that these regions of the tensor `name` cover, ascending.
+    def held(self, regions: Iterable[Region]) -> np.ndarray | None:
+        """Return the numbers of the tiles that these regions cover, ascending.
 
-        Raises:
-            StageError: the regions cover a part of a tile, or one is no block of whole rows or columns.
+        None if they cover a part of a tile, or one of them is no block of whole rows or columns.
         """
         found_MRC = np.zeros(self.counts, np.int64)
         for offset, dims in set(regions):
@@ -146,21 +144,15 @@ class Grid:
             last = offset + sum((count - 1) * stride for count, stride in dims)
             box = [(int(low), int(high) + 1) for low, high in np.array(np.unravel_index([offset, last], self.shape))]
             if math.prod(high - low for low, high in box) != size:
-                raise StageError(f"This worker holds no whole rows or columns of {name}; {ADVICE}")
+                return None
             overlaps = [_overlap(edge_E, *side) for edge_E, side in zip(self._edges(), box, strict=True)]
             found_MRC += math.prod(np.ix_(*overlaps))
-        if (found_MRC % self.elements).any():
-            raise StageError(f"This worker holds parts of the tiles of {name}, {self.ways[0]} by {self.ways[1]}; {ADVICE}")
-        return np.flatnonzero(found_MRC)
+        return None if (found_MRC % self.elements).any() else np.flatnonzero(found_MRC)
 
     def _edges(self) -> Iterator[np.ndarray]:
         """Yield for each dimension where its tiles begin, and where the last one ends."""
         for first, count, size in zip(self.first, self.counts, self.tile, strict=True):
             yield first + np.arange(count + 1, dtype=np.int64) * size
-
-
-ADVICE = "it cannot decode `context`; publish with codec='packed'."
-"""What a worker is told that does not hold whole tiles."""
 
 
 def is_little(spec: TensorSpec, element_count: int) -> bool:

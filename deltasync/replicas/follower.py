@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismatchError, MissingVersionError, StageError
 from deltasync.live import LiveMemory, Staged, model_fingerprint
-from deltasync.tensors import Patch
+from deltasync.tensors import Patch, Region
 from deltasync.tensors.fold import fold_all
 
 _FETCHED_AHEAD = 4  # records, while one is decoded
@@ -28,10 +28,15 @@ _HELD = 4  # times a tensor's elements may be held as patches that are not merge
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is ready to commit; from the commit on, what undoes it."""
+    """A version that is ready to commit; from the commit on, what undoes it.
+
+    Attributes:
+        whole: Patches of the tensors that `Follower.complete` keeps whole.
+    """
 
     way: Sequence[Stored]
     staged: Staged
+    whole: Sequence[Patch]
     stage_s: float
 
 
@@ -52,6 +57,7 @@ class Follower:
         self._fingerprint: str | None = None
         self.settled = True
         self._loaded: list[Stored] = []  # the way that `load` has taken
+        self._whole: dict[str, np.ndarray] = {}  # of `version`: the bits of tensors of which memory has a part
 
     def identified(self, stored: Stored | None) -> None:
         """Note that the live bits are those of a version, or of none."""
@@ -71,6 +77,13 @@ class Follower:
         if self._fingerprint != f"{total:016x}":
             self.version = self._fingerprint = None
         self.settled = True
+
+    def complete(self, name: str, bits_N: np.ndarray) -> None:
+        """Keep a tensor whole, with its bits in `version`, beside the part of it that memory holds: decoding needs it.
+
+        `bits_N` is flat and unsigned, and changes with each version from now on.
+        """
+        self._whole[name] = bits_N
 
     def load(self, way: Sequence[Stored]) -> Version:
         """Take a way into host memory that nobody uses yet, without keeping what would undo it.
@@ -121,23 +134,40 @@ class Follower:
 
         Raises:
             StoreError, ChainError, FormatError, StageError: retry, or take another way.
+            ShareError: `complete` these tensors first.
         """
         before = time.perf_counter()
         self.failed = None
+        whole: list[Patch] = []
         with _map_out_of_memory(way[-1].record.version):
+            patches: Iterator[tuple[Patch, int | None]]
             if goes_back(way):
-                staged = self.memory.stage(self._undone(way[:-1]))
+                patches = self._undone(way[:-1])
             else:
                 streams = len(way) == 1 or (way[0].use_anchor and not any(map(_needs_old, way)))
-                staged = self.memory.stage(self._patched(way, int(streams)))
-        return StagedVersion(way, staged, time.perf_counter() - before)
+                patches = self._patched(way, int(streams))
+            staged = self.memory.stage(self._noting(whole, patches))
+        return StagedVersion(way, staged, whole, time.perf_counter() - before)
+
+    def _noting(self, whole: list[Patch], patches: Iterable[tuple[Patch, int | None]]) -> Iterator[tuple[Patch, int | None]]:
+        """Yield patches, and note in `whole` those of tensors that are kept whole."""
+        for patch, expected in patches:
+            if patch.name in self._whole:  # of full weights a copy, so as not to hold all of their file
+                whole.append(patch if patch.index_K is not None else dataclasses.replace(patch, data=patch.data.copy()))
+            yield patch, expected
+
+    def _bits(self, name: str) -> np.ndarray:
+        return self._whole[name] if name in self._whole else self.memory.bits(name)
+
+    def _held(self, name: str) -> Sequence[Region] | None:
+        return None if name in self._whole else self.memory.held(name)
 
     def _patches(
         self, stored: Stored, old: codec.OldBits, fetched: Iterator[Sequence[tuple[str, bytes]]] | None = None
     ) -> Iterator[tuple[Patch, int]]:
         with self._blaming(stored):
             got = None if fetched is None else next(fetched)
-            yield from payloads.patches(self.reader, stored, old, self.memory.held, got)
+            yield from payloads.patches(self.reader, stored, old, self._held, got)
 
     def _fetched(self, way: Sequence[Stored]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
         return ahead(lambda stored: payloads.fetch(self.reader, stored), way, _FETCHED_AHEAD)
@@ -161,7 +191,7 @@ class Follower:
         """
         later, fingerprints = self._folded(way[streamed:])
         for stored in way[:streamed]:
-            for patch, expected in self._patches(stored, self.memory.bits):
+            for patch, expected in self._patches(stored, self._bits):
                 if patch.name not in later:
                     yield patch, expected
                     continue
@@ -187,8 +217,8 @@ class Follower:
 
         def old(name: str) -> np.ndarray:
             if not done.get(name):
-                return self.memory.bits(name)
-            bits_N = self.memory.gather(name)
+                return self._bits(name)
+            bits_N = self._whole[name].copy() if name in self._whole else self.memory.gather(name)
             for patch in done[name]:
                 patch.apply(bits_N)
             return bits_N
@@ -243,6 +273,8 @@ class Follower:
             raise FingerprintMismatchError(
                 f"Version {stored.record.version} did not give the published bits {where}; rolled back to {now}."
             )
+        for patch in committed.whole:
+            patch.apply(self._whole[patch.name])
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 

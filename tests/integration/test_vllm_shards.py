@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from transformers import Qwen2Config
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Biases, one key and value head that both workers copy, tied embeddings of a vocabulary that they pad, and a network
-    whose matrices have tiles."""
-    fields = {"vocab_size": 71, "intermediate_size": 512, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    """Biases, one key and value head that both workers copy, tied embeddings, padded, whose tiles both have parts of, and a
+    network whose matrices have tiles."""
+    fields = {"vocab_size": 1031, "intermediate_size": 512, "num_key_value_heads": 1, "tie_word_embeddings": True}
     checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
     with serving(checkpoint, "--tensor-parallel-size", "2") as server:
         assert "lm_head.weight" not in server.weights
@@ -68,9 +69,12 @@ def test_both_workers_decode_their_tiles(server: Server) -> None:
     reader = ChannelReader(server.store)
     (data,) = [data for _, data in payloads.fetch(reader, reader.numbered(version))]
     payload = codec.open_payload(data)
-    cut = {name.split(".")[-2]: row.get("tiles") for name, row in payload.patches.items() if "layers.0" in name}
+    cut = {name.removeprefix("model.layers.0.mlp."): row.get("tiles") for name, row in payload.patches.items()}
     assert payload.codec == "context"
-    assert [cut[name] for name in ("gate_proj", "up_proj", "down_proj")] == [[2, 2]] * 3  # by rows, by rows, by columns
+    assert [cut[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [[2, 2]] * 3  # by rows, by rows, by columns
+    assert cut["model.embed_tokens.weight"] == [1, 2]  # of which each worker has a part
+    log = (Path(server.channel.removeprefix("file://")).parent / "server.log").read_text(errors="replace")
+    assert log.count("each worker keeps 1 tensors whole on the host, 0.3 MB, such as model.embed_tokens.weight") == 1
     commits = server.status()["commits"]
     assert [commit["version"] for commit in commits[-3:]] == [version - 2, version - 1, version]
     assert not any(commit["anchor"] for commit in commits[-3:])
@@ -87,3 +91,5 @@ def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anc
     assert len(complete(server.url, 5)) == 5
     server.publish_anchor()
     assert server.status()["commits"][-1]["anchor"]
+    server.step()
+    server.assert_serves(server.publish())  # by what the anchor has said of the tiles of which each has a part

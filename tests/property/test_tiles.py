@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from deltasync.codec import tiles
 from deltasync.codec.base import Payload
 from deltasync.codec.blocks import rows_of
 from deltasync.codec.tiles import Grid
-from deltasync.errors import CorruptDataError, StageError
+from deltasync.errors import CorruptDataError, ShareError
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import TensorSpec, index_dtype
 from deltasync.tensors.bits import tensor_of
@@ -160,30 +161,50 @@ def test_ways_follow_from_the_shape(
     assert grid is None or grid.elements * grid.count == math.prod(shape)
 
 
-@pytest.mark.parametrize(("dim", "ways"), [(-2, 3), (-1, 3), (-2, 32)])
-def test_a_part_of_a_tile_is_refused(dim: int, ways: int) -> None:
-    spec = TensorSpec("w", "bfloat16", (192, 192))
+def memory_of(spec: TensorSpec, size: int, offset: int) -> LiveMemory:
+    return LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(size, dtype=torch.int16), (1,), offset)]})
+
+
+@pytest.mark.parametrize(
+    ("shape", "held"),
+    [
+        ((192, 192), lambda spec, old_N: shard(spec, old_N, -2, 3, 1)),
+        ((192, 192), lambda spec, old_N: shard(spec, old_N, -1, 3, 1)),
+        ((192, 192), lambda spec, old_N: shard(spec, old_N, -2, 32, 1)),
+        ((128, 128), lambda spec, _: memory_of(spec, 200, 7)),  # no block of a matrix
+        ((31, 37), lambda spec, _: memory_of(spec, 37, 0)),  # no tiles
+    ],
+)
+def test_who_holds_a_part_of_a_tile_is_told_of_which_tensors(
+    shape: tuple[int, ...], held: Callable[[TensorSpec, np.ndarray], LiveMemory]
+) -> None:
+    spec = TensorSpec("w", "bfloat16", shape)
     old_N, new_N = changed(spec, 0.05)
-    memory = shard(spec, old_N, dim, ways, 1)
-    with pytest.raises(StageError, match=r"parts of the tiles of w, 16 by 16; .*codec='packed'"):
-        list(codec.get("context").decode(encoded(spec, old_N, new_N), {"w": spec}, memory.gather, memory.held))
+    memory, payload = held(spec, old_N), encoded(spec, old_N, new_N)
+    with pytest.raises(ShareError, match="more than is held of 1 tensors, such as w") as caught:
+        next(codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held))
+    assert caught.value.tensors == ["w"]
+    (patch,) = codec.get("context").decode(payload, {"w": spec}, lambda _: old_N, lambda _: None)
+    patch.apply(old_N)
+    np.testing.assert_array_equal(old_N, new_N)
 
 
-def test_what_is_no_block_of_a_matrix_is_refused() -> None:
+@pytest.mark.parametrize("shape", [(128, 128), (31, 37)])
+def test_who_holds_nothing_of_a_tensor_needs_nothing_of_it(shape: tuple[int, ...]) -> None:
+    spec = TensorSpec("w", "bfloat16", shape)
+    payload = encoded(spec, *changed(spec, 0.05))
+    memory = LiveMemory({"w": spec}, {"w": []})
+    assert not list(codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held))
+
+
+def test_who_holds_all_of_a_tensor_in_pieces_of_any_shape_decodes_it() -> None:
     spec = TensorSpec("w", "bfloat16", (128, 128))
     old_N, new_N = changed(spec, 0.05)
-    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(200, dtype=torch.int16), (1,), 7)]})
-    with pytest.raises(StageError, match="no whole rows or columns of w"):
-        list(codec.get("context").decode(encoded(spec, old_N, new_N), {"w": spec}, memory.gather, memory.held))
-
-
-def test_a_tensor_without_tiles_is_for_those_who_hold_it_whole() -> None:
-    spec = TensorSpec("w", "bfloat16", (31, 37))
-    old_N, new_N = changed(spec, 0.05)
-    payload = encoded(spec, old_N, new_N)
-    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(37, dtype=torch.int16), (1,), 0)]})
-    with pytest.raises(StageError, match=r"a part of w.*which has no tiles; .*codec='packed'"):
-        list(codec.get("context").decode(payload, {"w": spec}, memory.gather, memory.held))
+    live_N = torch.from_numpy(old_N.view("i2"))
+    pieces = [Segment(live_N[start:stop], (1,), start) for start, stop in ((0, 200), (200, 777), (777, 128 * 128))]
+    memory = LiveMemory({"w": spec}, {"w": pieces})
+    (patch,) = codec.get("context").decode(encoded(spec, old_N, new_N), {"w": spec}, memory.gather, memory.held)
+    np.testing.assert_array_equal(patch.index_K, np.flatnonzero(old_N != new_N))
 
 
 @pytest.mark.parametrize(("rule", "value"), [("FEW", 32), ("SMALL", 4096)])

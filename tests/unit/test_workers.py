@@ -20,6 +20,7 @@ from deltasync.errors import (
     SleepingError,
     StageError,
 )
+from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer
 from vllm_plugin.engine import IdleEngine
@@ -88,6 +89,46 @@ def test_the_gravest_failure_of_a_commit_is_the_one_that_counts(
 
 def test_times_are_the_longest_and_changes_add_up() -> None:
     assert commit(Two()) == msgspec.structs.replace(DONE, changed=2)
+
+
+class Halves(IdleEngine):
+    """Two workers with half of a tensor each, which they need whole before they stage, and a third without a part of it."""
+
+    def __init__(self, keeps: bool = True) -> None:
+        self.keeps = keeps
+        self.came = bytearray()
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        called, *rest = args
+        if called == "read":
+            return [{"result": [bytes([half]) * 6]} for half in (1, 2)] + [{"result": []}]
+        if called == "complete":
+            name, at, data = rest
+            assert (name, at) == ("w", len(self.came))
+            self.came += data
+            return [{"result": None}] * 3
+        assert called == "stage"
+        lacks = not (self.keeps and self.came)
+        first = {"state": "lacking", "lacking": ["w"]} if lacks else {"state": "staged"}
+        return [{"result": each} for each in (first, {"state": "staged"}, {"state": "staged"})]
+
+
+def halves(engine: Halves) -> Workers:
+    workers = Workers(engine, SimpleNamespace(specs={"w": TensorSpec("w", "bfloat16", (2, 3))}))  # type: ignore[arg-type]
+    workers._regions = [{"w": [(start, ((3, 1),))]} for start in (0, 3)] + [{"w": []}]
+    return workers
+
+
+def test_a_tensor_that_a_worker_lacks_is_handed_to_it_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_plugin.workers._HANDED_BYTES", 5)
+    engine = Halves()
+    assert [reply.state for reply in asyncio.run(halves(engine).stage([]))] == ["staged"] * 3
+    assert engine.came == bytes([1] * 6 + [2] * 6)
+
+
+def test_a_worker_that_lacks_what_it_was_handed_is_an_error() -> None:
+    with pytest.raises(ApplyError, match="was handed w, and lacks it"):
+        asyncio.run(halves(Halves(keeps=False)).stage([]))
 
 
 def test_only_what_is_listed_can_be_called(engine: Engine, trainer: Trainer, memory_url: str) -> None:
