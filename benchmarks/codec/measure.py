@@ -25,7 +25,7 @@ from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
 from deltasync.config import CODECS
 from deltasync.kernels import cpu_diff
-from deltasync.tensors import TensorSpec, weight_elements
+from deltasync.tensors import TensorSpec
 
 _TIMED_DELTAS = 4  # first deltas of a sample that are timed; sizes are of all
 _MEMCPY_BYTES = 1 << 30
@@ -80,7 +80,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     takes_old = "old" in inspect.signature(chosen.decode).parameters
 
     def encode(old: Bits, new: Bits) -> bytes:
-        encoder = chosen.encoder(weight_elements(specs.values()))
+        encoder = chosen.encoder()
         for tensor, spec in specs.items():
             index_K, step_K = cpu_diff.diff(old[tensor], new[tensor])
             if index_K.size:

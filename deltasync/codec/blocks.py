@@ -57,11 +57,10 @@ Model = PackedModel | ContextModel
 
 
 class BlockEncoder:
-    """Collects and encodes the patches of one delta of a model with `element_count` elements."""
+    """Collects and encodes the patches of one delta."""
 
-    def __init__(self, model: type[Model], element_count: int) -> None:
+    def __init__(self, model: type[Model]) -> None:
         self._model = model
-        self._element_count = element_count
         self._changes: list[Change] = []
 
     def add(
@@ -78,7 +77,7 @@ class BlockEncoder:
             start: First element of the range.
         """
         origin, stop = (start, start + new.size) if self._model.needs_old else (0, spec.element_count)
-        by_gaps = not self._model.needs_old or tiles.is_little(spec, self._element_count)
+        by_gaps = not self._model.needs_old
         grid = None if by_gaps else Grid.fit(spec, start, stop)
         if grid is not None and index_K.size >= tiles.FEW * grid.count:
             index_K, step_K, bound_B = grid.by_tiles(index_K, step_K)
@@ -207,9 +206,9 @@ class BlockCodec:
         self.needs_old = model.needs_old
         self._model = model
 
-    def encoder(self, element_count: int = 0) -> BlockEncoder:
-        """Return a new encoder for one delta of a model; `context` chooses tiles by the model's `element_count`."""
-        return BlockEncoder(self._model, element_count)
+    def encoder(self) -> BlockEncoder:
+        """Return a new encoder for one delta."""
+        return BlockEncoder(self._model)
 
     def decode(
         self,

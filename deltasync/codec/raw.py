@@ -58,7 +58,7 @@ class RawCodec:
     name = "raw"
     needs_old = False
 
-    def encoder(self, element_count: int = 0) -> RawEncoder:
+    def encoder(self) -> RawEncoder:
         """Return a new encoder for one delta."""
         return RawEncoder()
 

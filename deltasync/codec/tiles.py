@@ -23,11 +23,6 @@ SMALL = 4 * TILE
 """A tensor of fewer elements that has no tiles is coded by gaps."""
 LEAST = 1 << 12
 """Fewest elements of a matrix that has tiles. The smallest matrices have four, however small these are."""
-SHARE = 1 << 11
-"""A tensor of matrices below 8 by 8 tiles is coded by gaps if the model is more than this many times as large.
-
-Such tensors are little of the model, and each of eight workers may hold some of the rows: of the gate of a linear attention
-(64 by 2048), for example."""
 FEW = 10
 """With fewer changes per tile, gaps take less: about 7 bits more for each change, without the about 70 bits of a tile."""
 
@@ -153,11 +148,6 @@ class Grid:
         """Yield for each dimension where its tiles begin, and where the last one ends."""
         for first, count, size in zip(self.first, self.counts, self.tile, strict=True):
             yield first + np.arange(count + 1, dtype=np.int64) * size
-
-
-def is_little(spec: TensorSpec, element_count: int) -> bool:
-    """Whether a tensor is coded by gaps in a model of `element_count` elements: see `SHARE`."""
-    return math.prod(spec.shape[-2:]) < 64 * TILE and spec.element_count * SHARE < element_count
 
 
 def _overlap(edge_E: np.ndarray, low: int, high: int) -> np.ndarray:

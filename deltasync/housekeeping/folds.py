@@ -22,7 +22,7 @@ from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
 from deltasync.replicas import Replica
-from deltasync.tensors import fingerprint, weight_elements
+from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def write_fold(
         raise ConfigError(f"A fold leads from a version to a later one, not from {base} to {version}.")
     chosen = codec.get(codec_name)
     reader.channel()
-    encoder = chosen.encoder(weight_elements(reader.specs.values()))
+    encoder = chosen.encoder()
     signing.require_signer(signer, reader.signed)
     try:
         start, end = (reader.numbered(number).version for number in (base, version))

@@ -86,7 +86,7 @@ def _timed_prove(job: Job, codec_name: str, group: Group, data: bytes, encode_s:
 def encode(job: Job, codec_name: str, patches: Group, base_version: int) -> Encoded:
     """Return the payload of steps that lead from a base version to the job's version, whose bits its shadow holds."""
     shadow = job.shadow
-    encoder = codec.get(codec_name).encoder(shadow.element_count)
+    encoder = codec.get(codec_name).encoder()
     for patch in patches:
         assert patch.index_K is not None
         digest = fingerprint.to_hex(job.fingerprints[patch.name])

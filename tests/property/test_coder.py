@@ -76,7 +76,7 @@ def _weights_by_context() -> bytes:
     new_N, step_K = old_N.copy(), np.where(rng.random(index_K.size) < 0.5, 1, -1).astype(np.int16).view(np.uint16)
     new_N[index_K] += step_K
     spec, context = TensorSpec("w", "bfloat16", old.shape), codec.get("context")
-    encoder = context.encoder(old_N.size)
+    encoder = context.encoder()
     encoder.add(spec, index_K.astype(np.int32), step_K, new_N, "0" * 16)
     data = encoder.finish(2, 1).to_bytes()
     (patch,) = context.decode(codec.open_payload(data), {"w": spec}, lambda _: old_N)
