@@ -215,7 +215,7 @@ class PublisherSettings(_Settings):
         trusted_keys: File of the public keys of earlier publishers, if they signed with other keys.
     """
 
-    codec: Annotated[str, _one_of(*CODECS, AUTO)] = "packed"
+    codec: Annotated[str, _one_of(*CODECS, AUTO)] = AUTO
     anchor_every: _Positive | None = None
     dtype: Annotated[str, _matches(_DTYPES, DTYPE)] = "bfloat16"
     shadow_placement: Annotated[str, _one_of("auto", "device", "host")] = "auto"

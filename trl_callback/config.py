@@ -26,7 +26,7 @@ class DeltaSyncConfig:
         channel (`str`):
             URL of the channel, e.g. `file:///data/run`. One run, one writer.
         codec (`str`, *optional*):
-            Encoding of the changes, `"packed"`, `"context"`, `"raw"` or `"auto"`. If `None`, `DELTASYNC_CODEC` or
+            Encoding of the changes, `"auto"`, `"packed"`, `"context"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or
             deltasync's default decides.
         anchor_every (`int`, *optional*):
             Full weights accompany at least every N-th version. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default

@@ -30,7 +30,7 @@ def test_none_means_not_given() -> None:
 
 
 def test_empty_variable_means_not_set() -> None:
-    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "packed"
+    assert PublisherSettings.from_env({"DELTASYNC_CODEC": ""}).codec == "auto"
 
 
 def test_values_are_parsed_to_the_fields_type() -> None:

@@ -239,6 +239,32 @@ class TestDerivedCopies:
             with pytest.raises(ModelMismatchError, match=r"Model\.cached"):
                 derived.find(model)
 
+    def test_weights_in_a_row_and_a_part_of_one_are_refused(self) -> None:
+        model = Model()
+        rows = torch.cat([model.plain.data, torch.randn(2, 6).to(torch.bfloat16)])
+        for made in (rows.float(), model.plain.data[:3].clone()):
+            model.made = made
+            with pytest.raises(ModelMismatchError, match=r"Model\.made"):
+                derived.find(model)
+
+    def test_few_numbers_that_are_alike_are_no_copy(self) -> None:
+        model = Model()
+        model.few = model.plain.data.reshape(-1)[:15].clone()
+        model.ones = torch.nn.Parameter(torch.ones(32), requires_grad=False)
+        model.cosines = torch.cat([torch.ones(32), torch.zeros(32)])
+        assert derived.find(model) == []
+
+    @pytest.mark.parametrize("name", sorted(derived.LATER))
+    def test_what_the_first_request_makes_is_known_before(self, name: str) -> None:
+        holder = SimpleNamespace(**{name: None})
+        model = Model()
+        model.finalize = holder
+        with pytest.raises(ModelMismatchError, match=name):
+            derived.find(model)
+        if (asked := derived.LATER[name]) is not None:
+            setattr(holder, asked, False)
+            assert derived.find(model) == []
+
     @pytest.mark.parametrize("name", sorted(derived.NAMES))
     def test_what_was_made_in_another_form_is_known_by_its_name(self, name: str) -> None:
         for register in (False, True):
@@ -293,6 +319,10 @@ class TestDerivedCopies:
             ("models/deepseek_v4/cpu/cpu_sparse.py", r"self\._wo_a_packed = torch\.ops"),
             ("models/deepseek_v4/nvidia/model.py", r"layer\.hc_attn_fn_broadcast = broadcast"),
             ("models/dots3_note/nvidia/vision.py", r'register_buffer\(\s*"_fused_w13_fp8"'),
+            ("model_executor/layers/fused_moe/runner/moe_runner.py", r"if self\._combined_gate_weight is None:"),
+            ("model_executor/layers/fused_moe/runner/moe_runner.py", r"self\._fse_fuse_gate = gate is not None and shared"),
+            ("models/glm5next/common/kda.py", r"self\._merged_conv_weight: torch\.Tensor \| None = None"),
+            ("models/glm5next/common/attention.py", r"self\._wp_fp32: torch\.Tensor \| None = None"),
         ],
     )
     def test_vllm_has_them_where_these_tests_say(self, path: str, pattern: str) -> None:

@@ -27,7 +27,16 @@ NAMES = frozenset(
 )
 """Attributes made from weights in a form that their values do not show: reordered, packed, quantized or summed."""
 
+LATER = {
+    "_combined_gate_weight": "_fse_fuse_gate",  # experts whose router and shared expert have one gate: Qwen3-Next on AMD's
+    "_merged_conv_weight": None,  # GLM-5 Next
+    "_wp_fp32": None,  # its indexer
+    "_fused_weight": None,  # Muse Spark, vLLM 0.33
+}
+"""Attributes that the first forward call makes from weights, and what says that it will, if anything does."""
+
 _HEAD = 1024  # elements that are compared first
+_PART = 16  # fewest elements in which a copy of another size is alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,36 +62,49 @@ def find(model: torch.nn.Module) -> list[DerivedCopy]:
     parameters = list(model.parameters())
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     loaded = {_storage(tensor) for tensor in model.state_dict().values()}  # vLLM fills other buffers by itself
-    by_size: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    by_start: dict[tuple[object, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
-        by_size.setdefault((parameter.numel(), parameter.device), []).append(parameter.data)
+        if parameter.numel() > 1:
+            by_start.setdefault(_start(parameter.data), []).append(parameter.data)
     copies = []
-    for holder, name, tensor in _attributes(model):
-        is_known = name in NAMES
-        if not is_known and (_storage(tensor) in loaded or not _is_copy(tensor, by_size)):
-            continue
-        copy = DerivedCopy(holder, name, dtype)
-        if is_known or not _refreshes(copy, tensor):
-            raise ModelMismatchError(
-                f"vLLM keeps what it made from a weight in {copy} and does not make it anew in place, so this model cannot "
-                "be updated."
-            )
-        copies.append(copy)
+    for holder in _holders(model):
+        for name in LATER.keys() & vars(holder).keys():
+            asked = LATER[name]
+            if asked is None or getattr(holder, asked, True):
+                raise _refusal(DerivedCopy(holder, name, dtype))
+        for name, tensor in _tensors(holder):
+            is_known = name in NAMES
+            if not is_known and (_storage(tensor) in loaded or not _is_copy(tensor, by_start)):
+                continue
+            copy = DerivedCopy(holder, name, dtype)
+            if is_known or not _refreshes(copy, tensor):
+                raise _refusal(copy)
+            copies.append(copy)
     return copies
 
 
-def _attributes(model: torch.nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Yield tensors in attributes and buffers of modules, and of objects that those hold, such as an attention's `impl`."""
+def _refusal(copy: DerivedCopy) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"vLLM keeps what it made from a weight in {copy} and does not make it anew in place, so this model cannot be "
+        "updated."
+    )
+
+
+def _holders(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield modules, and objects that those hold, such as an attention's `impl`."""
     seen: set[int] = set()
     for module in model.modules():
-        plain = [value for value in vars(module).values() if _is_plain(value)]
-        for holder in (module, *plain):
-            if id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            for name, value in (*vars(holder).items(), *_buffers(holder).items()):
-                tensors = value if isinstance(value, tuple) else (value,)
-                yield from ((holder, name, each) for each in tensors if _may_be_made(name, each))
+        for holder in (module, *filter(_is_plain, vars(module).values())):
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                yield holder
+
+
+def _tensors(holder: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the attributes and buffers of an object that may be made from weights."""
+    for name, value in (*vars(holder).items(), *_buffers(holder).items()):
+        tensors = value if isinstance(value, tuple) else (value,)
+        yield from ((name, each) for each in tensors if _may_be_made(name, each))
 
 
 def _buffers(holder: Any) -> dict[str, torch.Tensor | None]:
@@ -94,21 +116,31 @@ def _may_be_made(name: str, value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is an object of vLLM's that processes a module's weights."""
-    return not isinstance(value, torch.nn.Module | torch.Tensor | type) and callable(
-        getattr(value, "process_weights_after_loading", None)
-    )
+    """Whether a value is an object of vLLM's that processes a module's weights, or makes something of them later."""
+    if isinstance(value, torch.nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__"):
+        return False
+    return callable(getattr(value, "process_weights_after_loading", None)) or not LATER.keys().isdisjoint(vars(value))
 
 
-def _is_copy(tensor: torch.Tensor, by_size: dict[tuple[int, torch.device], list[torch.Tensor]]) -> bool:
-    sources = by_size.get((tensor.numel(), tensor.device), ())
-    if not sources or tensor.numel() < 2:  # most have no source, such as the KV cache, which is too large to compare
+def _start(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what a tensor and its copies have in common, in any dtype."""
+    return tensor.device, *tensor.detach().reshape(-1)[:2].to(torch.bfloat16).tolist()
+
+
+def _is_copy(tensor: torch.Tensor, by_start: dict[tuple[object, ...], list[torch.Tensor]]) -> bool:
+    """Whether a tensor begins as a parameter does, to the end of the shorter one: a copy, or one of several in a row."""
+    if tensor.is_meta or tensor.numel() < 2:
         return False
     flat = tensor.detach().reshape(-1)
-    if bool((flat[:_HEAD] == flat[0]).all()):
-        return False  # one repeated value: scales and the like, which values cannot tell from weights
-    alike = (source.reshape(-1) for source in sources)
-    return any(_equal(flat[:_HEAD], source[:_HEAD]) and _equal(flat, source) for source in alike)
+    for source in by_start.get(_start(tensor), ()):
+        size = min(flat.numel(), source.numel())
+        if size < _PART and flat.numel() != source.numel():
+            continue
+        head, part = flat[: min(size, _HEAD)], source.reshape(-1)[:size]
+        # One repeated value: scales and the like, which values cannot tell from weights.
+        if not (head == head[0]).all() and _equal(head, part[:_HEAD]) and _equal(flat[:size], part):
+            return True
+    return False
 
 
 def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
