@@ -26,6 +26,8 @@ from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 _Table = TypeVar("_Table")
 _FINGERPRINTS, _PLANES = "deltasync.fingerprints", "deltasync.planes"
 INDEX = "model.safetensors.index.json"
+Take = Callable[[str, np.ndarray], int]
+"""Writes a tensor's unsigned bit patterns into an array of shape N, and returns their fingerprint."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 """Suffixes of files that hold weights. Some of these formats run code when they are loaded."""
 
@@ -45,17 +47,19 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 def weight_files(
     tensors: Mapping[str, torch.Tensor], fingerprints: Mapping[str, int], shard_bytes: int, compression: str | None = None
 ) -> Iterator[tuple[str, bytes | memoryview]]:
-    """`taken_files` of contiguous tensors on the host."""
+    """`taken_files` of contiguous tensors on the host, whose fingerprints are known."""
     specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-    return taken_files(
-        specs, lambda name, out_N: np.copyto(out_N, bits_of(tensors[name])), fingerprints, shard_bytes, compression
-    )
+
+    def take(name: str, out_N: np.ndarray) -> int:
+        np.copyto(out_N, bits_of(tensors[name]))
+        return fingerprints[name]
+
+    return taken_files(specs, take, shard_bytes, compression)
 
 
 def taken_files(
     specs: Mapping[str, TensorSpec],
-    take: Callable[[str, np.ndarray], None],
-    fingerprints: Mapping[str, int],
+    take: Take,
     shard_bytes: int,
     compression: str | None = None,
 ) -> Iterator[tuple[str, bytes | memoryview]]:
@@ -63,9 +67,7 @@ def taken_files(
 
     Args:
         specs: The tensors.
-        take: Writes a tensor's unsigned bit patterns into an array of shape N. It is called once for each tensor, in the
-            order of `specs`, when the tensor's file is made.
-        fingerprints: Fingerprint of each tensor.
+        take: Is called once for each tensor, in the order of `specs`, when the tensor's file is made.
         shard_bytes: Most bytes of a file before compression; a larger tensor has a file of its own.
         compression: `COMPRESSED`, or None for files that transformers and vLLM load.
 
@@ -76,39 +78,43 @@ def taken_files(
         raise ConfigError(f"Anchors are compressed by {COMPRESSED!r} or not at all, not by {compression!r}.")
     files = shards(specs, shard_bytes)
     for file_name, names in files.items():
-        digests = {name: fingerprint.to_hex(fingerprints[name]) for name in names}
-        metadata = {"format": "pt", _FINGERPRINTS: json.dumps(digests, separators=(",", ":"))}
         held = [specs[name] for name in names]
-        yield file_name, _compressed(held, take, metadata) if compression else _plain(held, take, metadata)
+        yield file_name, _compressed(held, take) if compression else _plain(held, take)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": weight_bytes(specs.values())}, "weight_map": weight_map}
         yield INDEX, json.dumps(index, indent=2).encode()
 
 
-def _plain(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], None], metadata: Mapping[str, str]) -> memoryview:
+def _plain(specs: Sequence[TensorSpec], take: Take) -> memoryview:
     """A file whose tensors are written straight to their places in it, without another copy."""
-    head, order = layout(specs, metadata)
+    head, order = layout(specs, _metadata({spec.name: 0 for spec in specs}))
     file_B = torch.empty(len(head) + weight_bytes(specs), dtype=torch.uint8).numpy()
-    file_B[: len(head)] = np.frombuffer(head, np.uint8)
     places, end = dict[str, np.ndarray](), len(head)
     for spec in order:
         start, end = end, end + spec.nbytes
         places[spec.name] = file_B[start:end].view(spec.bits_dtype)
-    for spec in specs:
-        take(spec.name, places[spec.name])
+    found = {spec.name: take(spec.name, places[spec.name]) for spec in specs}
+    head, _ = layout(specs, _metadata(found))  # as long as before
+    file_B[: len(head)] = np.frombuffer(head, np.uint8)
     return file_B.data
 
 
-def _compressed(specs: Sequence[TensorSpec], take: Callable[[str, np.ndarray], None], metadata: Mapping[str, str]) -> bytes:
-    entries, planes = dict[str, torch.Tensor](), dict[str, list[int]]()
+def _compressed(specs: Sequence[TensorSpec], take: Take) -> bytes:
+    entries, planes, digests = dict[str, torch.Tensor](), dict[str, list[int]](), dict[str, int]()
     for spec in specs:
         bits_N = np.empty(spec.element_count, spec.bits_dtype)
-        take(spec.name, bits_N)
+        digests[spec.name] = take(spec.name, bits_N)
         entries[spec.name] = tensor_of(bits_N, spec)
         if (found := dense.compress(bits_N)) is not None:
             planes[spec.name], entries[spec.name] = found
-    return b"".join(body(entries, {**metadata, "format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}))
+    metadata = {**_metadata(digests), "format": FORMAT, _PLANES: json.dumps(planes, separators=(",", ":"))}
+    return b"".join(body(entries, metadata))
+
+
+def _metadata(digests: Mapping[str, int]) -> dict[str, str]:
+    text = json.dumps({name: fingerprint.to_hex(digest) for name, digest in digests.items()}, separators=(",", ":"))
+    return {"format": "pt", _FINGERPRINTS: text}
 
 
 def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[str]]:

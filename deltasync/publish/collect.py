@@ -12,7 +12,7 @@ import numpy as np
 from deltasync.channel import anchors
 from deltasync.channel.documents import COMPRESSED
 from deltasync.config import PublisherSettings
-from deltasync.publish.shadow import Shadow
+from deltasync.publish.shadow import Shadow, Snapshot
 from deltasync.ranks.peers import Peers, Range
 from deltasync.tensors import TensorSpec
 
@@ -24,12 +24,13 @@ class Weights(NamedTuple):
 
     files: Files  # name and content of each, made when it is asked for
     close: Callable[[], None]  # frees what they are made from
+    snapshot: Snapshot | None = None  # of a process that has the whole model
 
     @classmethod
     def of(cls, shadow: Shadow, settings: PublisherSettings) -> Self:
         """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
-        return cls(_files(shadow.specs, snapshot.take, snapshot.fingerprints, settings), snapshot.close)
+        return cls(_files(shadow.specs, snapshot.take, settings), snapshot.close, snapshot)
 
 
 def requires_of(settings: PublisherSettings) -> list[str]:
@@ -58,6 +59,10 @@ def collect_weights(
     def collect(name: str) -> np.ndarray:
         return peers.collect(shadow.bits[name], [ranges[name] for ranges in held])
 
+    def take(name: str, out_N: np.ndarray) -> int:
+        np.copyto(out_N, collect(name))
+        return fingerprints[name]
+
     if peers.rank:
         for name in specs:
             collect(name)
@@ -67,8 +72,7 @@ def collect_weights(
     paths: list[Path] = []
     problem: Exception | None = None
     try:
-        files = _files(specs, lambda name, out_N: np.copyto(out_N, collect(name)), fingerprints, settings)
-        for name, data in files:  # to the end: the others go on sending
+        for name, data in _files(specs, take, settings):  # to the end: the others go on sending
             if problem is None:
                 try:
                     paths.append(Path(folder.name, name))
@@ -82,11 +86,6 @@ def collect_weights(
     return Weights(((path.name, path.read_bytes()) for path in paths), folder.cleanup)
 
 
-def _files(
-    specs: Mapping[str, TensorSpec],
-    take: Callable[[str, np.ndarray], None],
-    fingerprints: Mapping[str, int],
-    settings: PublisherSettings,
-) -> Files:
+def _files(specs: Mapping[str, TensorSpec], take: anchors.Take, settings: PublisherSettings) -> Files:
     compression = None if settings.anchor_compression == "none" else settings.anchor_compression
-    return anchors.taken_files(specs, take, fingerprints, settings.shard_bytes, compression)
+    return anchors.taken_files(specs, take, settings.shard_bytes, compression)

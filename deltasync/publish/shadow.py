@@ -81,14 +81,16 @@ class Shadow:
             for name, held in self.bits.items()
         }
 
+    def learn(self, snapshot: Snapshot, version: int) -> dict[str, int]:
+        """Take over and return the fingerprints that a snapshot has found as its tensors were read; warn of its NaN."""
+        _warn_of_nan(snapshot.with_nan, version)
+        vars(self).setdefault("fingerprints", dict(snapshot.fingerprints))  # unless `advance` wanted them sooner
+        return dict(snapshot.fingerprints)
+
     def warn_of_nan(self, version: int) -> None:
         """Warn of NaN in what was taken last, once."""
         nan, self.with_nan = self.with_nan, []
-        if nan:
-            logger.warning(
-                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
-                *(version, len(nan), ", ".join(nan[:5])),
-            )
+        _warn_of_nan(nan, version)
 
     @classmethod
     def of(cls, stream: Stream, dtype: str, rank: int) -> Shadow:
@@ -248,11 +250,16 @@ class Snapshot:
 
     Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read again that changed
     while it was being read.
+
+    Attributes:
+        fingerprints: Of each tensor; of a new shadow, of those that were read.
+        with_nan: Tensors of a new shadow that were read and have a NaN.
     """
 
     def __init__(self, shadow: Shadow) -> None:
-        self.fingerprints = dict(shadow.fingerprints)
-        self._bits, self._lock = shadow.bits, shadow.lock  # not the shadow, which keeps this
+        self.fingerprints: dict[str, int] = dict(vars(shadow).get("fingerprints", {}))
+        self.with_nan: list[str] = []
+        self._bits, self._lock, self._specs = shadow.bits, shadow.lock, shadow.specs  # not the shadow, which keeps this
         self._later: dict[str, list[Patch]] = {name: [] for name in shadow.bits}
 
     @property
@@ -267,8 +274,12 @@ class Snapshot:
             later = [*later, patch]
             self._later[patch.name] = fold_all(later) if len(later) > _MOST_LATER else later
 
-    def take(self, name: str, out_N: np.ndarray) -> None:
-        """Write a tensor's bits into `out_N`, unsigned and flat; raise CorruptDataError if memory has damaged them."""
+    def take(self, name: str, out_N: np.ndarray) -> int:
+        """Write a tensor's bits into `out_N`, unsigned and flat, and return their fingerprint.
+
+        Raises:
+            CorruptDataError: memory has damaged them.
+        """
         key, bits_N = fingerprint.tensor_key(name), self._bits[name]
         with self._lock:
             before = self._later[name]
@@ -284,13 +295,24 @@ class Snapshot:
             out_N[patch.index_K] -= patch.data
         if moved or later:
             found = kernels.cpu.fingerprint(key, out_N)
-        if found != self.fingerprints[name]:
+        if name not in self.fingerprints and has_nan(out_N, self._specs[name]):
+            self.with_nan.append(name)
+        if found != self.fingerprints.setdefault(name, found):
             raise CorruptDataError(f"The bits of {name} in memory are not those that were published.")
+        return found
 
     def close(self) -> None:
         """Drop the steps of tensors that were not read."""
         with self._lock:
             self._later.clear()
+
+
+def _warn_of_nan(nan: Sequence[str], version: int) -> None:
+    if nan:
+        logger.warning(
+            "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
+            *(version, len(nan), ", ".join(nan[:5])),
+        )
 
 
 def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:

@@ -264,9 +264,6 @@ class Uploader:
     def _store_full(self, job: Job) -> Stored:
         """Store the weight files, unless it is a reference, then the record. Raises as `_store_delta`."""
         log, requires = self._log, [documents.REFERENCE]
-        if not job.fingerprints:
-            job.fingerprints = dict(job.shadow.fingerprints)
-            job.shadow.warn_of_nan(job.version)
         if job.reference is None:
             requires = requires_of(self.settings)
             job.weights = job.weights or Weights.of(job.shadow, self.settings)
@@ -274,6 +271,8 @@ class Uploader:
         if log.channel is None:
             log.create_channel(job.channel)
         anchor = Anchor(reference=job.reference) if job.weights is None else self._keeper.store(job.weights, job.version)
+        if job.weights is not None and job.weights.snapshot is not None:
+            job.fingerprints = job.shadow.learn(job.weights.snapshot, job.version)
         stored = log.append(self._record(job, anchor=anchor, requires=requires), None)
         self._builds_on(job, stored.version)
         return stored

@@ -174,11 +174,6 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
     store: FaultyStore, compression: str
 ) -> None:
     versions = states(24, elements=3000)
-
-    def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from itertools.islice(weights.items(), 5)
-        raise RuntimeError("the stream broke")
-
     with Publisher(store, anchor_every=3, shard_bytes=7000, anchor_compression=compression) as publisher:
         for weights in versions[:3]:
             publisher.publish(weights.items()).wait(60)
@@ -205,6 +200,36 @@ def test_an_anchor_that_is_stored_while_versions_go_on_has_the_bits_of_its_versi
         np.testing.assert_array_equal(found[name], bits_of(tensor))
     assert [span.version for span, _ in reader.folds()] == [4]  # none was begun while one was under way
     assert_holds(store, 24, versions[-1])
+
+
+def broken(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from itertools.islice(weights.items(), 5)
+    raise RuntimeError("the stream broke")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_versions_that_are_published_while_the_first_is_stored_have_their_bits(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture, breaks: bool
+) -> None:
+    """Nobody knows the fingerprints of the first one's tensors before its files are made."""
+    versions = states(4, elements=3000)
+    versions[0][f"w{MANY - 1}"][0] = float("nan")
+    gate = store.hold_at("put", keys.ANCHORS)
+    with Publisher(store, shard_bytes=7000) as publisher:
+        receipts = [publisher.publish(versions[0].items())]
+        assert gate.entered.wait(60)
+        if breaks:
+            with pytest.raises(RuntimeError):
+                publisher.publish(broken(versions[3]))
+        receipts.append(publisher.publish(versions[1].items()))
+        gate.opened.set()
+        assert [receipt.wait(60).version for receipt in receipts] == [1, 2]
+        for weights in versions[2:]:
+            publisher.publish(weights.items()).wait(60)
+    for number, weights in enumerate(versions, 1):
+        assert_holds(store, number, weights)
+    nan = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(nan) == 1 and nan[0].startswith(f"Version 1 is published as it is, but has NaN in 1 tensors: w{MANY - 1}.")
 
 
 @pytest.mark.parametrize("held", ["before", "after"])
