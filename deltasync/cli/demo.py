@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from deltasync.cli.output import echo, echo_json, field
-from deltasync.config import CODECS
+from deltasync.config import AUTO, CODECS
 from deltasync.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ from deltasync.errors import ConfigError
 @click.option("--steps", type=click.IntRange(min=1), default=40, help="Optimizer steps.")
 @click.option("--seed", type=int, default=0, help="Seed of model, prompts and trainer.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port of the server.")
-@click.option("--codec", type=click.Choice(CODECS), default="packed", help="Encoding of the deltas.")
+@click.option("--codec", type=click.Choice([*CODECS, AUTO]), default=AUTO, help="Encoding of the deltas.")
 @click.option(
     "--task",
     default="counting",
