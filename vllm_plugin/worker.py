@@ -73,6 +73,7 @@ class WorkerReplica:
         self._work: Future[Work] | None = None
         self._staged: StagedVersion | None = None
         self._committed: StagedVersion | None = None
+        self._coming = torch.empty(0)  # a tensor that the driver hands over whole
         self._asleep = False
         before = time.perf_counter()
         self._plan = plan.record(model, self._reader.specs)

@@ -216,11 +216,11 @@ class Follower:
         fingerprints: dict[str, int] = {}
 
         def old(name: str) -> np.ndarray:
-            if not done.get(name):
-                return self._bits(name)
-            bits_N = self._whole[name].copy() if name in self._whole else self.memory.gather(name)
-            for patch in done[name]:
-                patch.apply(bits_N)
+            bits_N = self._bits(name)
+            if patches := done.get(name):
+                bits_N = bits_N.copy()
+                for patch in patches:
+                    patch.apply(bits_N)
             return bits_N
 
         with contextlib.closing(self._fetched(way)) as fetched:
