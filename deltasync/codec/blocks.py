@@ -278,15 +278,15 @@ class _Streams:
         if tables is None or tables.dtype != torch.uint8:
             raise CorruptDataError("Payload has no uint8 tables.")
         # Only the position of each group's tables is kept: parsed, they are much larger than their bytes.
-        cursor = Cursor(tables.numpy().tobytes())
+        self._tables = tables.numpy().tobytes()
+        cursor = Cursor(self._tables)
         self._groups: list[int] = []
         self._group: tuple[int, Model] | None = None
-        while cursor.at < len(cursor.data):
+        while cursor.at < len(self._tables):
             if len(self._groups) == len(payload.patches):
                 raise CorruptDataError("Payload has more tables than patches.")
             self._groups.append(cursor.at)
             self._group = cursor.at, self._read(cursor)
-        self._tables = cursor.data
 
     def chosen(self, specs: Mapping[str, TensorSpec], payload: Payload, wanted: Wanted) -> dict[str, np.ndarray]:
         """Return the numbers of the blocks to decode of each tensor that is not wanted as a whole.
@@ -340,7 +340,7 @@ class _Streams:
     def _held(self, spec: TensorSpec, cut: _Cut, group: object, regions: Sequence[Region]) -> np.ndarray | None:
         """Return the numbers of the blocks to decode for these regions; None if that needs more of the tensor."""
         size = sum(map(region_size, set(regions)))
-        if not self._needs_old(group) or size in (0, spec.element_count):
+        if not self._needs_old(self._place_of(group)) or size in (0, spec.element_count):
             return np.flatnonzero(_touched(self._blocks(cut, np.zeros(cut.count + 1, np.int64)), regions))
         return None if cut.grid is None else cut.grid.held(regions)
 
@@ -384,11 +384,12 @@ class _Streams:
             raise CorruptDataError(f"Payload has no tables of group {group!r:.40}.")
         return self._groups[group]
 
-    def _needs_old(self, group: object) -> bool:
-        return self._model.needs_old and not self._tables.startswith(_GAPS, self._place_of(group))
+    def _needs_old(self, at: int) -> bool:
+        """Whether the tables at this place are for changes that are decoded by the old bits."""
+        return self._model.needs_old and not self._tables.startswith(_GAPS, at)
 
     def _read(self, cursor: Cursor) -> Model:
-        if self._model.needs_old and cursor.data.startswith(_GAPS, cursor.at):
+        if self._model.needs_old and not self._needs_old(cursor.at):
             cursor.at += len(_GAPS)
             return PackedModel.read(cursor)
         return self._model.read(cursor)

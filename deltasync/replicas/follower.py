@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ class Follower:
             staged = self.memory.stage(self._noting(whole, patches))
         return StagedVersion(way, staged, whole, time.perf_counter() - before)
 
-    def _noting(self, whole: list[Patch], patches: Iterable[tuple[Patch, int | None]]) -> Iterator[tuple[Patch, int | None]]:
+    def _noting(self, whole: list[Patch], patches: Iterator[tuple[Patch, int | None]]) -> Iterator[tuple[Patch, int | None]]:
         """Yield patches, and note in `whole` those of tensors that are kept whole."""
         for patch, expected in patches:
             if patch.name in self._whole:  # of full weights a copy, so as not to hold all of their file
