@@ -52,7 +52,7 @@ def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
     reader = ChannelReader(open_store(url))
     replica = Replica(reader.store)
     replica.sync(1)
-    follower = replica._follower
+    follower = replica._target.follower
     assert isinstance(follower, Follower)
     commits, rollbacks = zip(*(commit_and_rollback(follower, reader) for _ in range(repeats)), strict=True)
     loads, again = [], []

@@ -183,12 +183,18 @@ class ChannelCursor:
             before = self.newest
             try:
                 found = self._poll(known)
-            except FormatError:
+            except FormatError as error:
                 self._refresh(True, REFRESH_S)
                 if self.newest == before:
-                    raise
+                    self._damaged = error
         self._lost = False
-        chain = self._plan(have, found)
+        try:
+            chain = self._plan(have, found)
+        except MissingVersionError:
+            if waits:
+                raise
+            self._refresh(True, REFRESH_S)  # what it was planned on may be gone by now
+            chain = self._plan(have, [])
         self._check_age()
         if not chain and self._damaged is not None and self._pin.version is None:
             raise self._damaged
@@ -315,7 +321,7 @@ class ChannelCursor:
         """Read the record after the newest version, and those that were read ahead after it. Returns those that are there.
 
         Raises:
-            FormatError: the next record cannot be used, and is skipped from now on.
+            FormatError: the next record cannot be used.
         """
         found: list[Stored] = []
         for _ in range(_SEALS):
@@ -325,16 +331,11 @@ class ChannelCursor:
             if slot.key in self._skipped:
                 raise CorruptDataError(self._skipped[slot.key][1])
             ask = functools.partial(self._ask, slot, known)
-            try:
-                stored: Stored | None = self._read(slot.key, ask)
-                while stored is None and not found and self._prefetch is not None and self._prefetch.look(slot):
-                    stored = ask()
-                awaited = slot.version == self._pin.version
-                if stored is not None and not awaited and stored.record.base != self.newest:
-                    raise CorruptDataError(f"{slot.key} does not follow version {self.newest}.")
-            except FormatError as error:
-                self._skip(slot.key, str(error))
-                raise
+            stored: Stored | None = self._read(slot.key, ask)
+            while stored is None and not found and self._prefetch is not None and self._prefetch.look(slot):
+                stored = ask()
+            if stored is not None and slot.version != self._pin.version and stored.record.base != self.newest:
+                raise CorruptDataError(f"{slot.key} does not follow version {self.newest}.")
             if stored is None:
                 self._absent = slot.key, time.time()
                 break
@@ -393,8 +394,18 @@ class ChannelCursor:
             self._note(named, found if is_at_hand else self.reader.record(named))
         except (MissingVersionError, FormatError) as error:
             logger.info("deltasync: head names %s: %s", named, error)
-            return False, is_new or newest is None
+            if not is_new or not self._has_fold(named):
+                return False, is_new or newest is None
+            self._note(named)
         return True, False
+
+    def _has_fold(self, version: Version) -> bool:
+        """Whether a fold or an announced anchor leads to a version whose record cannot be read: it names the record."""
+        for span, info in self.reader.folds():
+            with contextlib.suppress(MissingVersionError, FormatError):
+                if span.version == version.version and self.reader.stored(info.key, known=info).version == version:
+                    return True
+        return False
 
     def _list(self) -> None:
         """Find the newest version that can be read by a listing of all records.
