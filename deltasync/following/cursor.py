@@ -169,24 +169,26 @@ class ChannelCursor:
             return []
         if refresh or not ahead:
             self._ahead = {}
-        ahead = ahead and have is not None
+        ahead = ahead and have is not None and self.failure is None
         if ahead:
             self._read_ahead(refresh)
-        if refresh:
+        elif refresh:
             lists = self.failure is not None and not isinstance(self.failure, StoreError)
             self._refresh(lists, _REFRESH_PUSHED_S if pushed else REFRESH_S)
         found: list[Stored] = []
         newest = 0 if self.newest is None else self.newest.version
         joins = have is None and 0 < self._pin.of(newest) <= newest
         waits = (self._pin.version or 0) > newest
-        if not is_there and not joins and (not refresh or ahead or waits or known is not None):
-            before = self.newest
-            try:
+        try:
+            if not is_there and not joins and (not refresh or ahead or waits or known is not None):
                 found = self._poll(known)
-            except FormatError as error:
-                self._refresh(True, REFRESH_S)
-                if self.newest == before:
-                    self._damaged = error
+            if ahead and refresh:
+                self._refresh(False, _REFRESH_PUSHED_S if pushed else REFRESH_S)
+        except FormatError as error:
+            before = self.newest
+            self._refresh(True, REFRESH_S)
+            if self.newest == before:
+                self._damaged = error
         self._lost = False
         try:
             chain = self._plan(have, found)
@@ -388,10 +390,8 @@ class ChannelCursor:
         is_new, self._unproven = named != self._unproven, named
         if named.key in self._skipped:
             return False, newest is None
-        found = self._ahead.get(named.key)
         try:
-            is_at_hand = isinstance(found, Stored) and found.version == named
-            self._note(named, found if is_at_hand else self.reader.record(named))
+            self._note(named, self.reader.record(named))
         except (MissingVersionError, FormatError) as error:
             logger.info("deltasync: head names %s: %s", named, error)
             if not is_new or not self._has_fold(named):
