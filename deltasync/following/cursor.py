@@ -141,7 +141,6 @@ class ChannelCursor:
             raise self.failure
         try:
             if self.failure is not None and not forced and now_s < self._retry_due_s and self._is_head_unchanged():
-                self._refresh_due_s = now_s + REFRESH_S
                 raise self.failure
             chain = self._next(have, known, refresh or self.failure is not None, ahead, pushed)
         except DeltaSyncError as error:
@@ -166,15 +165,12 @@ class ChannelCursor:
         if awaited:
             self.failure, self.followed_s = None, time.monotonic()
             return
-        is_new = error is not self.failure
-        self.failure, self._lost = error, isinstance(error, StoreError) and self._lost
-        now_s, wait_s = time.monotonic(), min(_SLOWEST_S, REFRESH_S * 2**self._failures)
-        self._refresh_due_s = 0.0 if isinstance(error, StoreError) else now_s + REFRESH_S
-        if is_new:
-            self._retry_due_s, self._failures = (
-                now_s + (0.0 if isinstance(error, StoreError) else wait_s),
-                self._failures + 1,
-            )
+        now_s, is_outage = time.monotonic(), isinstance(error, StoreError)
+        self._refresh_due_s = 0.0 if is_outage else now_s + REFRESH_S
+        if error is not self.failure:  # otherwise nothing was tried
+            self._retry_due_s = now_s + min(_SLOWEST_S, REFRESH_S * 2**self._failures)
+            self._failures += 1
+        self.failure, self._lost = error, is_outage and self._lost
 
     def _next(
         self, have: Version | None, known: ObjectInfo | None, refresh: bool, ahead: bool, pushed: bool
