@@ -110,6 +110,7 @@ def _answer(message: str, internals: str) -> tuple[str, int, str]:
         return f"the store refused ({name}{': ' if reason else ''}{reason})", 0, name
     cause = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
     tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip().rstrip(".")  # a query may hold credentials
+    tail = tail.partition(", this normally indicates")[0]
     server = re.search(r"https?://[^/\s]+", message) if "kind: Connect," in internals else None
     where = f" at {server[0]}" if server else ""
     return tail + (f" ({cause[1] or 'timed out'}{where})" if cause else ""), 0, ""
@@ -124,7 +125,7 @@ def _hint(found: Meaning, status: int, code: str, message: str, internals: str) 
             return "The bucket's key (SSE-KMS) cannot be used: ask whoever owns it."
         if "x-amz-checksum-" in message:
             return "Buckets with object lock need AWS_CHECKSUM_ALGORITHM=sha256."
-        if status in (401, 403):
+        if status in (401, 403) or code == "AccessDenied":
             return _DENIED
     certificate = re.search(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", internals)
     if certificate and certificate[1] == "CaUsedAsEndEntity":

@@ -1,4 +1,4 @@
-"""Settings of the clouds and the Hub in the environment. One that cannot work is refused by name before the first request."""
+"""Settings of the clouds and the Hub in the environment. What cannot work is refused by name before the first request."""
 
 from __future__ import annotations
 

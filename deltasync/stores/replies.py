@@ -64,8 +64,8 @@ def meaning(status: int, code: str = "") -> Meaning:
         return Meaning.THROTTLED
     if status in (408, 425) or (status >= 500 and status not in _FINAL):
         return Meaning.LATER
-    # Without a reply, or with one that cannot be read, it was damaged or lost on the way.
-    return Meaning.REFUSED if status >= 300 else Meaning.LATER
+    # Without a reply, or with one that cannot be read, it was damaged or lost on the way; but an unknown code is an answer.
+    return Meaning.REFUSED if status >= 300 or code else Meaning.LATER
 
 
 def error_class(operation: Operation, found: Meaning) -> type[StoreError]:
