@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 from deltasync.errors import ConfigError
@@ -44,6 +46,17 @@ def check_hub() -> None:
 def aws_profile() -> str | None:
     """Return the profile that the environment names, None if it has keys or names none."""
     return None if "AWS_ACCESS_KEY_ID" in os.environ else os.environ.get("AWS_PROFILE")
+
+
+def import_quietly(module: str) -> Any:
+    """Import hf_xet without its log, which by default takes 18 kB on disk for each upload. RUST_LOG turns it on."""
+    if any(name in os.environ for name in ("RUST_LOG", "HF_XET_LOG_DEST")):
+        return importlib.import_module(module)
+    os.environ["RUST_LOG"] = "off"  # read at import only
+    try:
+        return importlib.import_module(module)
+    finally:
+        del os.environ["RUST_LOG"]
 
 
 def is_endpoint(url: str) -> bool:

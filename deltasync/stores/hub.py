@@ -62,8 +62,8 @@ class HubStore:
     """A bucket of the Hub, or a prefix in it. See `Store`.
 
     The bucket need not exist: reads from a missing one find nothing, and the first write creates it, private. Token and
-    endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Requests to the Hub are tried three times, but
-    none waits for a rate limit: the error says how long to wait (`TransientStoreError.wait_s`).
+    endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Each request to the Hub is tried up to
+    three times, but none waits for a rate limit: the error says how long to wait (`TransientStoreError.wait_s`).
 
     Args:
         url: `hf://buckets/namespace/name/prefix`, where the prefix may be left out.

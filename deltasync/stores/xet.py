@@ -12,14 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import hf_xet  # type: ignore[import-untyped]
 import msgspec
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, DeltaSyncError, StoreError
 from deltasync.stores.base import ObjectInfo
+from deltasync.stores.environment import import_quietly
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import Pause
+
+hf_xet = import_quietly("hf_xet")
 
 _ERRORS = (OSError, RuntimeError, ValueError, EOFError)
 _REFUSED = r"\b40[0134] "
@@ -127,6 +129,7 @@ class Xet:
                     raise
                 reason = one_line(error)
                 refused = re.search(_REFUSED, reason) is not None
+                self._downloads = None  # all later transfers of this group would fail
                 if re.search(_MAY_BE_TOKEN, reason):
                     self.forget_token(scope)
                 if is_last or not (refused or isinstance(error, EOFError)):
@@ -159,8 +162,6 @@ class Xet:
     def forget_token(self, scope: str) -> None:
         """Fetch another token for the next transfer."""
         self._tokens.pop(scope, None)
-        if scope == "read":
-            self._downloads = None
 
 
 def _interruptible(action: Callable[[], _Result]) -> _Result:
@@ -189,8 +190,8 @@ def request_headers() -> dict[str, str]:
     token = headers.get("authorization", "")
     if not token.isascii() or not token.isprintable() or len(token.split()) > 2:
         raise ConfigError(
-            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a character that no header "
-            "has. Copy it again."
+            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a character that is not "
+            "ASCII. Copy it again."
         )
     return headers
 
