@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -26,6 +27,8 @@ _LISTED_DELAY_S = 2.0  # before a listing that is not complete is asked for agai
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
+_thread = threading.local()  # `stop`: ends the waits of `attempt` in a thread of `in_parallel`
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -38,11 +41,19 @@ def in_parallel(
     action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress, threads: int = THREADS
 ) -> list[_Result]:
     """Return `action` of each item, in order, by a few threads. The first error ends it; no further item is started."""
-    results = []
-    with contextlib.closing(ahead(action, items, threads)) as found:
-        for result in found:
-            results.append(result)
-            progress(what, len(results), len(items))
+    results, stop = list[_Result](), threading.Event()
+
+    def run(item: _Item) -> _Result:
+        _thread.stop = stop
+        return action(item)
+
+    try:
+        with contextlib.closing(ahead(run, items, threads)) as found:
+            for result in found:
+                results.append(result)
+                progress(what, len(results), len(items))
+    finally:
+        stop.set()
     return results
 
 
@@ -171,8 +182,8 @@ def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
     ):
         if found:
             raise TransientStoreError(
-                f"A listing of {reader.store.url} leaves out {key}, which is there: it is not complete. Nothing was changed; "
-                "try again."
+                f"A listing of {reader.store.url} leaves out {key}, which is there: it is not complete. Nothing was "
+                "changed; try again."
             )
 
 
@@ -184,6 +195,7 @@ def attempt(
     Errors that may pass are retried: of many objects one would often fail, and all would have been read in vain.
     """
     try:
-        return retried(lambda: read(item), 2, passing=(TransientStoreError, FormatError), level=logging.DEBUG)
+        passing, stop = (TransientStoreError, FormatError), getattr(_thread, "stop", None)
+        return retried(lambda: read(item), 2, passing=passing, level=logging.DEBUG, stop=stop)
     except (FormatError, MissingVersionError, ObjectMissingError) as error:
         return error

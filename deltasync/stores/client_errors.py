@@ -54,7 +54,7 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
         odd = re.search(r'Path "([^"]*)"', message)
         key = odd[1] if odd else message
         return StoreError(
-            f"{place}: another program's object has the key {key!r}, which no listing may contain. Delete or rename it."
+            f"{place}: an object of another program has the key {key!r}, which cannot be listed: delete or rename it."
         )
     answer, status, code = _answer(message, internals)
     found = meaning(status, code)
@@ -67,7 +67,8 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
             found = Meaning.REFUSED
     variables, request = _METADATA.get(place.partition(":")[0], ("", "$^"))
     if re.search(request, message):
-        where = f"{place}: this machine's role could not be asked for credentials: {answer}"
+        told = answer.replace("the store answered", "its metadata service answered")
+        where = f"{place}: this machine has no role to take credentials from: {told}"
         return (
             TransientStoreError(f"{where}.") if answered else ConfigError(f"{where}, and no others are set ({variables}).")
         )

@@ -163,7 +163,10 @@ def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
         if not isinstance(error, BaseError | ValueError) and not is_panic(error):
             raise
         message = str(error).partition("\n\n")[0]
-        raise ConfigError(f"{place.scheme}://{place.bucket} cannot be opened: {message}.") from None
+        variables = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE"}[place.scheme]
+        raise ConfigError(
+            f"{place.scheme}://{place.bucket} cannot be opened: {message}. Check the {variables}_* variables."
+        ) from None
 
 
 def _s3_config(place: Place) -> S3Config:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
+from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from deltasync.errors import ObjectMissingError, StoreError
@@ -18,6 +20,8 @@ from deltasync.stores.replies import Operation, is_panic
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 5 << 30
 """The limit of S3 for one put. Multipart uploads may be larger, but not every server honours their precondition."""
@@ -83,17 +87,26 @@ class ObstoreStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`. obstore lists folders, so the last part of `prefix` is matched here."""
         folder = prefix.rpartition("/")[0]
-        found: dict[str, ObjectInfo] = {}
         with self._mapped(prefix, "list"):
-            for page in obstore.list(self.client(), prefix=folder or None, chunk_size=1000):
-                before = len(found)
-                found |= {
-                    meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in page
-                }
-                if page and len(found) == before:
-                    raise StoreError(f"{self._place(prefix)}: the store lists the same objects again and again.")
+            try:
+                found = self._listed(folder)
+            except InvalidPathError as error:
+                # Of another program's keys, `//` and `./` come before all of ours, which start with letters and digits.
+                logger.warning("%s", translate(error, self._place(prefix), "list"))
+                found = self._listed(folder, after=f"{folder}/0" if folder else "0")
         # Consoles leave an empty object for a "folder", here with the key "".
         yield from (found[key] for key in sorted(found) if key.startswith(prefix) and key)
+
+    def _listed(self, folder: str, after: str | None = None) -> dict[str, ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
+        for page in obstore.list(self.client(), prefix=folder or None, offset=after, chunk_size=1000):
+            before = len(found)
+            found |= {
+                meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in page
+            }
+            if page and len(found) == before:
+                raise StoreError(f"{self._place(folder)}: the store lists the same objects again and again.")
+        return found
 
     def delete(self, *keys: str) -> None:
         """See `Store.delete`: many keys in one request, where the store can."""
