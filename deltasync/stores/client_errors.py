@@ -107,6 +107,8 @@ def _answer(message: str, internals: str) -> tuple[str, int, str]:
     if status:
         named = f" ({name}{': ' if name and reason else ''}{reason})" if name or reason else ""
         return f"the store answered {status[1].strip()}{named}", int(status[2]), name
+    if name.isdecimal():  # of one key in a bulk request to Azure
+        return f"the store answered {name}{f' ({reason})' if reason else ''}", int(name), ""
     if name:
         return f"the store refused ({name}{': ' if reason else ''}{reason})", 0, name
     cause = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
