@@ -43,6 +43,16 @@ def check_hub() -> None:
     _check([name for name in _HUB if name in os.environ])
 
 
+def check_xet_cache() -> None:
+    """Check the folder that uploads to the Hub use. Raises as `check_cloud`."""
+    folder = os.environ.get("HF_XET_CACHE", "")
+    existing = folder
+    while existing and not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if existing and not (os.path.isdir(existing) and os.access(existing, os.W_OK)):
+        raise ConfigError(f"HF_XET_CACHE names the folder {folder!r}, which cannot be written.")
+
+
 def aws_profile() -> str | None:
     """Return the profile that the environment names, None if it has keys or names none."""
     return None if "AWS_ACCESS_KEY_ID" in os.environ else os.environ.get("AWS_PROFILE")

@@ -95,7 +95,7 @@ class HubStore:
         try:
             xet_hash = self._xet.upload(data)
         except ObjectMissingError:
-            _retried(self._api.create)
+            self._api.create()
             try:
                 xet_hash = self._xet.upload(data)
             except ObjectMissingError:

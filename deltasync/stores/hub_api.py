@@ -156,7 +156,7 @@ class BucketApi:
         except StoreError as error:
             raise StoreError(
                 f"The bucket {self._bucket} does not exist, or this token may not see it; it could not be created: {error} "
-                "Create it by hand, or use a token that has this right."
+                f"Create it by hand, use a token that has this right, or check HF_ENDPOINT ({self._endpoint})."
             ) from None
         if response.status_code != 409:
             logger.info("created the private bucket %s", self._bucket)

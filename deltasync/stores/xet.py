@@ -17,7 +17,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, DeltaSyncError, StoreError
 from deltasync.stores.base import ObjectInfo
-from deltasync.stores.environment import import_quietly
+from deltasync.stores.environment import check_xet_cache, import_quietly
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import Pause
 
@@ -143,6 +143,8 @@ class Xet:
 
     def _session(self, scope: str) -> Any:
         if scope not in self._sessions:
+            if scope == "write":
+                check_xet_cache()
             self._sessions[scope] = hf_xet.XetSession(hf_xet.XetConfig().with_config(CONFIG[scope]))
         return self._sessions[scope]
 
