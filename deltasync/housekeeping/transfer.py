@@ -27,6 +27,7 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
 )
+from deltasync.follow import Replica
 from deltasync.housekeeping.walk import (
     WHOLE,
     Progress,
@@ -39,7 +40,6 @@ from deltasync.housekeeping.walk import (
     quiet,
     survey,
 )
-from deltasync.replicas import Replica
 from deltasync.stores.base import ObjectInfo, Store
 
 Outcome = int | DeltaSyncError | None
