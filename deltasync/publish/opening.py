@@ -236,9 +236,14 @@ class _Opener:
         if known is not None and known.slot.newness > newness and (below is None or known.epoch < below):
             logger.warning("A listing of %s does not show version %s, which head names.", self._store.url, known)
             end = self._read(known.slot)
-        while self._is_taken(end.next_slot):
-            end = self._read(end.next_slot)
-        return end
+        epochs = [epoch for epoch in sorted({*listed.epochs, *listed.known}) if below is None or epoch < below]
+        while True:  # read on by keys alone, also where a later epoch has a document whose records were not listed
+            number = end.next_slot.version
+            slots = [end.next_slot, *(Slot(number, epoch) for epoch in epochs if epoch > end.epoch)]
+            following = next(filter(self._is_taken, slots), None)
+            if following is None:
+                return end
+            end = self._read(following)
 
     def _known(self) -> Version | None:
         """Return the version that head names, if it is there."""
