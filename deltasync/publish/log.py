@@ -305,8 +305,7 @@ class Log:
                 is_ours = self._retried(lambda: put.create(self.store, key, data))
             else:
                 self._lease.wait(self._claimed_s)
-                guard = self._look if key != keys.CHANNEL else self._look_for_channel
-                self._retried(lambda: self.store.put(key, data, guard=guard))
+                self._retried(lambda: self._put_guarded(key, data))
         except TransientStoreError as error:
             raise PublishPendingError(
                 f"The store has not said whether it has {what}; the next publish puts the same bytes again. {error}"
@@ -314,13 +313,28 @@ class Log:
         if not is_ours:
             raise self._fence(f"Another publisher opened the channel in the place of {what}")
 
-    def _look(self) -> None:
-        """Raise if this epoch is not the newest, or may no longer be when the next record is put."""
-        assert self._lease is not None
+    def _put_guarded(self, key: str, data: bytes) -> None:
+        """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
+        if key == keys.CHANNEL:
+            self.store.put(key, data, guard=self._look_for_channel)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="deltasync-look") as pool:
+            look = pool.submit(self._look_at_epochs)
+            self.store.put(key, data, guard=lambda: self._check_look(look.result()))
+
+    def _look_at_epochs(self) -> float:
+        """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
         began_s = boot_s()
         newest = max(self._reader.epochs(), default="")
         if newest > self.epoch:
             raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+        return began_s
+
+    def _check_look(self, began_s: float) -> None:
+        """Raise if another epoch may have begun since a look; if that is too old, look again first."""
+        assert self._lease is not None
+        if not 0 <= boot_s() - began_s <= self._lease.look_s:
+            began_s = self._look_at_epochs()
         age_s = boot_s() - began_s
         if not 0 <= age_s <= self._lease.look_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
@@ -337,7 +351,7 @@ class Log:
         assert self._new_channel is not None
         if put.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
-        self._look()
+        self._check_look(self._look_at_epochs())
 
     def _restore_channel(self) -> None:
         """Put channel.json back if it went, as where somebody emptied the bucket: without it nobody can join."""

@@ -6,7 +6,7 @@ Requests of one call:
     call                          Hub                                        content-addressed store
     read, small and unchanged     HEAD resolve
     read                          HEAD resolve                               reconstruction, data
-    put                           POST batch                                 grant, xorb, shard
+    put                           POST batch                                 xorb, shard
     read, known from list or watch                                           reconstruction, data
     list                          GET tree, per 1,000 objects
     delete                        POST batch, per 1,000 keys

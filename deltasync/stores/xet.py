@@ -5,6 +5,7 @@ Only the length is checked here. hf_xet returned a flipped bit without an error,
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -24,6 +25,7 @@ from deltasync.stores.retries import Pause
 hf_xet = import_quietly("hf_xet")
 
 _ERRORS = (OSError, RuntimeError, ValueError, EOFError)
+_AGAIN = r"^Internal error"  # often of a transfer beside it
 _REFUSED = r"\b40[0134] "
 _MAY_BE_TOKEN = r"\b40[13] |^0 of "  # a refused token may look like an empty object
 _IDLE = "300s"  # versions may be minutes apart
@@ -76,6 +78,7 @@ class Xet:
         self._sessions: dict[str, Any] = {}
         self._tokens: dict[str, Token] = {}
         self._downloads: Any = None
+        self._direct = True  # whether uploads begin without a request that asks where to
         self._pauses = {"read": Pause(), "write": Pause()}
 
     def check(self, scope: str) -> None:
@@ -132,7 +135,10 @@ class Xet:
                 self._downloads = None  # all later transfers of this group would fail
                 if re.search(_MAY_BE_TOKEN, reason):
                     self.forget_token(scope)
-                if is_last or not (refused or isinstance(error, EOFError)):
+                if refused and scope == "write" and self._direct:
+                    self._direct = False
+                    self._sessions.pop(scope, None)
+                if is_last or not (refused or isinstance(error, EOFError) or re.search(_AGAIN, reason)):
                     failed = pause.failed(f"{self._url}: the transfer ({scope}) failed: {reason}.")
                     # What is read may have been replaced meanwhile; what is written is refused.
                     raise StoreError(str(failed)) if refused and scope == "write" else failed from error
@@ -145,7 +151,11 @@ class Xet:
         if scope not in self._sessions:
             if scope == "write":
                 check_xet_cache()
-            self._sessions[scope] = hf_xet.XetSession(hf_xet.XetConfig().with_config(CONFIG[scope]))
+            config = hf_xet.XetConfig().with_config(CONFIG[scope])
+            if scope == "write" and self._direct:
+                with contextlib.suppress(*_ERRORS):  # an hf_xet without this setting
+                    config = config.with_config({"client.legacy_direct_xorb_upload": True})
+            self._sessions[scope] = hf_xet.XetSession(config)
         return self._sessions[scope]
 
     def _connection(self, scope: str) -> dict[str, Any]:
