@@ -27,7 +27,7 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
 )
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping.walk import (
     WHOLE,
     Progress,

@@ -15,10 +15,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deltasync import Publisher, Replica
+from deltasync import Publisher, Replica, follow
 from deltasync.cli import main
 from deltasync.errors import ConfigError, DeltaSyncError, TransientStoreError
-from deltasync.follow import follow
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.servers import s3

@@ -39,7 +39,7 @@ from deltasync.errors import (
     StoreError,
     TransientStoreError,
 )
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping import Keep, folds
 from deltasync.kernels import cpu, cpu_diff
 from deltasync.stores import ObjectInfo, Store, open_store
