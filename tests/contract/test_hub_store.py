@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores import ObjectInfo, Store, hub_api
+from deltasync.stores import ObjectInfo, Store, hub_api, xet
 from deltasync.stores.base import REQUEST_S
 from deltasync.stores.hub import HubStore
 from deltasync.stores.hub_api import _reason
@@ -616,6 +616,20 @@ class TestContent:
         with pytest.raises(TransientStoreError, match="301000 of 300000 bytes arrived"):
             store.read("large", len(LARGE))
         assert next(sent) == 603  # each of two attempts reads no more than one piece too much
+
+
+def test_what_is_used_of_the_clients_beside_their_interface_is_what_it_was() -> None:
+    """Where this fails, a new version of a client changed what it does not promise."""
+    http = sys.modules[type(huggingface_hub.get_session()).__module__.partition(".")[0]]
+    assert hub_api._TRANSPORT_ERROR is http.HTTPError
+    assert issubclass(http.ConnectError, http.HTTPError)
+    assert isinstance(huggingface_hub.constants.ENDPOINT, str)
+    assert isinstance(huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN, bool)
+    for settings in (*CONFIG.values(), {"client.legacy_direct_xorb_upload": True}):
+        xet.hf_xet.XetConfig().with_config(settings)  # an unknown one is an error
+    with pytest.raises(Exception, match="no_such"):
+        xet.hf_xet.XetConfig().with_config({"client.no_such": 1})
+    # The feed is closed through the socket of a response; test_hub_watch.py closes it.
 
 
 def test_a_connection_that_the_hub_has_closed_is_no_error(

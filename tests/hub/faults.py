@@ -88,7 +88,7 @@ class Steps:
         self.counts: collections.Counter[str] = collections.Counter()
         self.armed: list[Fault] = []
         self.conditions = Conditions()
-        self.log: list[tuple[float, str, str, str, str]] = []
+        self.log: list[tuple[float, str, str, str, str, str]] = []
         self._windows: dict[str, tuple[float, int]] = {}
         self._negative: dict[str, float] = {}
 
@@ -106,8 +106,8 @@ class Steps:
             self.counts[step] += 1
             fault = request[FAULT] = self._take(step, request.path)
             if self.conditions.log:
-                token = request.headers.get("Authorization", "")
-                self.log.append((time.time(), step, request.method, request.path_qs, token))
+                who = (request.headers.get("Authorization", ""), request.headers.get("User-Agent", ""))
+                self.log.append((time.time(), step, request.method, request.path_qs, *who))
             refused = self._limited(step, request) or self._remembered(step, request)
             if refused is not None:
                 await request.read()
