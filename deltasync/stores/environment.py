@@ -24,6 +24,7 @@ _CLOUDS = {
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_XET_CACHE")
 _URL = re.compile(r"ENDPOINT(_URL)?(_\w+)?$|_URL$|_FULL_URI$")
 _FILE = re.compile(r"_TOKEN_FILE$|^GOOGLE_APPLICATION_CREDENTIALS$|^GOOGLE_SERVICE_ACCOUNT(_PATH)?$|^SSL_CERT_FILE$")
+_FOLDERS = ("HF_HOME", "HF_XET_CACHE")
 _TEXT = ("GOOGLE_SERVICE_ACCOUNT_KEY",)  # JSON, which may have lines
 _REGION = re.compile(r"^AWS_(DEFAULT_)?REGION$")
 _SHARED = ("SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
@@ -90,7 +91,8 @@ def _check(names: Iterable[str]) -> None:
         value = os.environ[name]
         if not value.strip():
             raise ConfigError(f"{name} is set and empty: set it, or unset it.")
-        if name not in _TEXT and (not value.isascii() or not value.isprintable() or value != value.strip()):
+        is_path = _FILE.search(name) is not None or name in _FOLDERS
+        if name not in _TEXT and not (value.isprintable() and value == value.strip() and (value.isascii() or is_path)):
             raise ConfigError(
                 f"{name} has a blank or a line end around it, or a character that cannot be printed: set it again without. "
                 "Secrets mounted from files often end with a line feed."

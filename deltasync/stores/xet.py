@@ -67,8 +67,9 @@ class Token(msgspec.Struct, rename="camel"):
 class Xet:
     """Upload and download bytes, in one process. Tokens and connections are kept.
 
-    hf_xet itself tries a transfer three times. One more attempt follows only where a new token may help, and each scope is
-    left alone for a while when it keeps failing.
+    hf_xet itself tries a transfer three times where the network or the server failed. One more attempt follows after a
+    refusal or a short reply, with a new token where that may be the reason. Each scope, `read` and `write`, is left alone
+    for a while when it keeps failing.
     """
 
     def __init__(self, url: str, api: str, fetch_token: Callable[[str], Token]) -> None:
@@ -121,7 +122,7 @@ class Xet:
         return self._transferred("read", download)
 
     def _transferred(self, scope: str, transfer: Callable[[], _Result]) -> _Result:
-        """Return the result of a transfer, which is tried again with a new token where the token may be the reason."""
+        """Return the result of a transfer. Raises StoreError if an upload is refused, TransientStoreError otherwise."""
         pause = self._pauses[scope]
         pause.check()
         for is_last in (False, True):
@@ -163,6 +164,8 @@ class Xet:
         token = self._tokens.get(scope)
         if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
             token = self._tokens[scope] = self._fetch_token(scope)
+            # Where this clock is ahead it looks expired: it is used all the same, and a refusal would tell.
+            token.exp = max(token.exp, int(time.time() + 5 * _TOKEN_MARGIN_S))
         return {
             "endpoint": token.cas_url,
             "token": token.access_token,

@@ -279,6 +279,14 @@ class TestToken:
         assert fresh.read("new", 1 << 30) == b"1"
         assert (hub.requests()["read_token"], hub.requests()["write_token"]) == (2, 2)
 
+    def test_of_the_content_store_is_kept_where_the_clocks_differ(self, store: HubStore, hub: HubServer) -> None:
+        hub.set(exp_skew_s=-7200)
+        fresh = HubStore(store.url)
+        for number in range(4):
+            fresh.put("new", b"%d" % number)
+            assert fresh.read("large", 1 << 30) == LARGE
+        assert (hub.requests()["read_token"], hub.requests()["write_token"]) == (1, 1)
+
     def test_offline_mode_is_told(self, store: HubStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(StoreError, match="HF_HUB_OFFLINE") as caught:

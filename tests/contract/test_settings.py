@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from deltasync import Publisher, Replica, follow
 from deltasync.cli import main
 from deltasync.errors import ConfigError, DeltaSyncError, TransientStoreError
+from deltasync.stores.environment import check_cloud
 from tests.hub import fixtures
 from tests.hub.fixtures import HubServer
 from tests.servers import s3
@@ -153,6 +154,16 @@ def test_a_variable_of_the_hub(
     hub.reset()
     _check("hf://buckets/user/settings/run", name, ConfigError, caplog)
     assert hub.requests() == {}
+
+
+def test_a_path_may_have_any_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "schlüssel meiner.json"
+    file.write_text("{}")
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "SSL_CERT_FILE"):
+        monkeypatch.setenv(name, str(file))
+    check_cloud("gs")
+    monkeypatch.setenv("AWS_PAGER", "")  # of other programs
+    check_cloud("s3")
 
 
 @pytest.mark.parametrize("said", URLS)
