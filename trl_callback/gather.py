@@ -163,7 +163,7 @@ def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[s
     if before != after or odd:
         raise ConfigError(
             f"A checkpoint of {type(unwrapped(model)).__name__} would not hold what is trained: {_shown(before)} in memory, "
-            f"{_shown(after)} saved{f', as {odd[0]}' if odd else ''}. Load it without quantization, or from another checkpoint."
+            f"{_shown(after)} saved{f', as {odd[0]}' if odd else ''}. Load it unquantized."
         )
 
 
@@ -273,8 +273,8 @@ def loaded_from(model: torch.nn.Module) -> str:
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
     """Return config, generation config and tokenizer, where there are any, as `save_pretrained` writes them, by file name.
 
-    `dtype` is as `PublisherSettings.dtype`; config.json names the dtype of most tensors. It says what the weights are: whether
-    they are tied and quantized. A file that cannot be saved is left out, with a warning.
+    `dtype` is as `PublisherSettings.dtype`; config.json names the dtype of most tensors, and whether these
+    are tied and quantized. A file that cannot be saved is left out, with a warning.
     """
     model = _unloaded_base(model)
     with tempfile.TemporaryDirectory() as folder:

@@ -282,7 +282,7 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
 
 
 def _wait_for_keeper(publisher: Publisher) -> None:
-    publisher._uploader._keeper._pool.submit(lambda: None).result(60)  # type: ignore[union-attr]
+    publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_an_anchor_is_written_when_replaying_the_chain_costs_more(memory_url: str) -> None:
