@@ -33,6 +33,55 @@ def check(model: torch.nn.Module) -> None:
             f"adapter_only=True publishes one adapter, and {len(peft_model.active_adapters)} are active: "
             f"{', '.join(peft_model.active_adapters)}. Activate one with set_adapter."
         )
+    (name,) = peft_model.active_adapters
+    if getattr(peft_model.peft_config[name], "is_prompt_learning", False):
+        return  # its tensors are made of what is trained
+    known = {tensor.data_ptr() for tensor in tensors(model).values()}
+    for name, param in peft_model.named_parameters():
+        if param.requires_grad and param.numel() and param.data_ptr() not in known:
+            raise ConfigError(
+                f"adapter_only=True publishes the adapter alone, and {name} is trained, which is not in it. Freeze it, or "
+                "leave adapter_only out."
+            )
+
+
+def check_merges(model: torch.nn.Module) -> None:
+    """Check that the adapters can be merged into the weights, and that this gives the weights that are trained.
+
+    Raises:
+        ConfigError: PEFT cannot merge them, or they adapt one of two tied layers.
+    """
+    peft_model: Any = unwrapped(model)
+    modules, layers = dict(peft_model.get_base_model().named_modules()), _adapted_layers(peft_model.get_base_model())
+    adapted = {
+        id(module.base_layer.weight): name
+        for name, module in modules.items()
+        if isinstance(getattr(getattr(module, "base_layer", None), "weight", None), torch.nn.Parameter)
+    }
+    for name, module in modules.items():
+        one = adapted.get(id(getattr(module, "weight", None)))
+        if one is not None and name not in layers and _layer_of(name, layers) is None:
+            raise ConfigError(
+                f"The adapter of {one} is merged into weights that {name} shares, so the merged weights would not be those "
+                "that are trained. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
+            )
+    kinds = {(type(layer), type(getattr(layer, "base_layer", None)), _has_bias(layer)): layer for layer in layers.values()}
+    try:
+        if merges_by_layers(model):
+            for layer in kinds.values():
+                _merged_layer(layer, peft_model)
+        else:
+            merged(model)
+    except Exception as error:
+        methods = {str(getattr(config.peft_type, "value", config.peft_type)) for config in peft_model.peft_config.values()}
+        raise ConfigError(
+            "A model with adapters is published by its merged weights, and PEFT cannot merge these "
+            f"({', '.join(sorted(methods))}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _has_bias(layer: Any) -> bool:
+    return getattr(getattr(layer, "base_layer", None), "bias", None) is not None
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -132,6 +181,8 @@ def _layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
 def _merged_layer(layer: Any, peft_model: Any) -> Any:
     """A copy of one layer, merged and unloaded as `merge_and_unload` does it."""
     alone = _copy_sharing_others(layer, [layer], peft_model)
+    if getattr(alone, "merged", False):
+        return alone.get_base_layer()
     if hasattr(alone, "unload_and_optionally_merge_module"):
         return alone.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
     alone.merge(safe_merge=False, adapter_names=None)

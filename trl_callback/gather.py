@@ -60,6 +60,22 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
         raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
 
 
+def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
+    """Check before training that a model can be published: besides `check_publishable`, that saving keeps what is trained.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    check_publishable(model, adapter_only)
+    if adapter_only:
+        return
+    if is_peft(model):
+        adapter.check_merges(model)
+    elif not is_sharded(model):
+        held = held_tensors(model)
+        check_form(model, held, saved_form(model, held))
+
+
 def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
     """Return parameters and persistent buffers by their name in memory, each storage once; they alias the live weights.
 
