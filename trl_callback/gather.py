@@ -286,6 +286,14 @@ def loaded_from(model: torch.nn.Module) -> str:
     return str(name) if commit is None else f"{name}@{commit}"
 
 
+def served_dtypes(model: torch.nn.Module, dtype: str) -> str:
+    """Return a rule for served dtypes that keeps what transformers always holds in float32, if the rule has no other for it."""
+    names = getattr(adapter.base_of(model), "_keep_in_fp32_modules_strict", None) or ()
+    default, *patterns = dtype.split(",")
+    kept = [f"*{name}*=keep" for name in sorted(names)] if default not in ("keep", "fp8") else []
+    return ",".join([default, *kept, *patterns])
+
+
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
     """Return config, generation config and tokenizer, where there are any, as `save_pretrained` writes them, by file name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -109,12 +110,13 @@ class DeltaWeightTransfer:
         self._together, self.published_step = together, None
         config = self.config
         settings = PublisherSettings.from_env(dtype=config.served_dtype)
+        dtype = gather.served_dtypes(self._model, settings.dtype)
         if config.adapter_only:
             files = adapter.files(self._model)
         else:
-            files = gather.checkpoint_files(self._model, self._processing_class, settings.dtype)
+            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
-            self.publisher = self._opened(files)
+            self.publisher = self._opened(files, dataclasses.replace(settings, dtype=dtype))
         if config.ack != "none":
             asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
             default = 0 if self.on_policy else 1
@@ -128,9 +130,9 @@ class DeltaWeightTransfer:
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
-    def _opened(self, files: Mapping[str, bytes]) -> Publisher:
+    def _opened(self, files: Mapping[str, bytes], settings: PublisherSettings) -> Publisher:
         assert self._model is not None
-        config, settings = self.config, PublisherSettings.from_env(dtype=self.config.served_dtype)
+        config = self.config
         return Publisher(
             self._store,
             codec=config.codec,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tests.unit.test_logprobs import Status
+from tests.unit.test_trainers_server import Status
 from transformers import (
     AutoModelForCausalLM,
     TrainerCallback,
