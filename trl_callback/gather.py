@@ -287,7 +287,7 @@ def loaded_from(model: torch.nn.Module) -> str:
 
 
 def served_dtypes(model: torch.nn.Module, dtype: str) -> str:
-    """Return a rule for served dtypes that keeps what transformers always holds in float32, if the rule has no other for it."""
+    """Return a rule for served dtypes that keeps what transformers always holds in float32, unless the rule says other."""
     names = getattr(adapter.base_of(model), "_keep_in_fp32_modules_strict", None) or ()
     default, *patterns = dtype.split(",")
     kept = [f"*{name}*=keep" for name in sorted(names)] if default not in ("keep", "fp8") else []
