@@ -331,7 +331,7 @@ def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, Tens
     if rounded:
         name = rounded[0]
         logger.warning(
-            "%d tensors are wider than the model's %s, and published in %s: %s. A server that keeps their dtype will differ. "
+            "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype will differ. "
             'To publish them as they are: dtype="%s,*%s=keep".',
             *(len(rounded), str(main).removeprefix("torch."), specs[name].dtype, ", ".join(rounded[:5])),
             *(specs[name].dtype, ".".join(name.split(".")[-2:])),
