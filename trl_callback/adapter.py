@@ -97,6 +97,13 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
+def identity(model: torch.nn.Module) -> tuple[str, dict[str, Any]]:
+    """Return the name of the active adapter and its configuration, which gives its tensors their meaning."""
+    peft_model: Any = unwrapped(model)
+    (name,) = peft_model.active_adapters
+    return name, peft_model.peft_config[name].to_dict()
+
+
 def files(model: torch.nn.Module) -> dict[str, bytes]:
     """Return `adapter_config.json` of the active adapter, by file name."""
     peft_model: Any = unwrapped(model)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from deltasync.config import TrainerSettings
 from deltasync.errors import ConfigError, ModelMismatchError
-from trl_callback import compat, gather, server
+from trl_callback import adapter, compat, gather, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
 from trl_callback.weight_transfer import DeltaWeightTransfer
@@ -74,6 +74,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._publishes = True  # at the end of steps; known once training starts. Otherwise TRL asks for it.
         self._restore: Callable[[], None] | None = None
         self._metrics, self._last = _Metrics(self._transfer), _Last(self.finish)
+        self._adapter: tuple[str, dict[str, Any]] | None = None  # which one is published
         self._problem: Exception | None = None  # why nothing more is published
 
     @property
@@ -104,9 +105,10 @@ class DeltaSyncCallback(TrainerCallback):
         """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
         if state.is_hyper_param_search:
             raise ConfigError(
-                "A hyperparameter search trains one model after the other, and a channel is one run. Search without "
-                "DeltaSyncCallback, trainer.remove_callback(DeltaSyncCallback), and add it to the trainer of the best one."
+                "A hyperparameter search trains one model after the other, and a channel is one run. Search without the "
+                "callback, trainer.remove_callback(DeltaSyncCallback), and give it to the trainer of the best one."
             )
+        self._adapter = self._problem = None
         number = 1 + compat.callbacks(DeltaSyncCallback).index(self)
         self._metrics.prefix = "delta_sync/" if number == 1 else f"delta_sync_{number}/"
         compat.add_around(self._metrics, self._last)
@@ -226,6 +228,8 @@ class DeltaSyncCallback(TrainerCallback):
             return
         stream = functools.partial(gather.stream_of, model, self.config.adapter_only)
         try:
+            if self.config.adapter_only:
+                self._check_adapter(model)
             if self._transfer.publish(stream, if_changed=if_changed):
                 self._transfer.record(ack_s=None)
         except (ConfigError, ModelMismatchError) as error:
@@ -233,6 +237,16 @@ class DeltaSyncCallback(TrainerCallback):
                 raise
             self._problem = error
             logger.error("Nothing more is published, and training goes on: %s", error)
+
+    def _check_adapter(self, model: Any) -> None:
+        gather.check_publishable(model, adapter_only=True)
+        found = adapter.identity(model)
+        if self._adapter is not None and found != self._adapter:
+            raise ConfigError(
+                f"The adapter {self._adapter[0]} is published, and now {found[0]} is active, or its configuration has changed, "
+                "of which replicas learn from full weights only. Publish it to another channel."
+            )
+        self._adapter = found
 
 
 class _Metrics(TrainerCallback):

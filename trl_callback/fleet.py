@@ -28,6 +28,7 @@ class Fleet:
         self._urls = urls
         self._looked_s = -_LOOK_EVERY_S
         self._seen: list[Heartbeat] | None = None
+        self._beats: tuple[str, heartbeat.Heartbeats] | None = None
 
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
         """Return how many replicas are live and how many versions the slowest is behind; empty before a look has ended.
@@ -49,7 +50,9 @@ class Fleet:
 
     def _look(self, run_id: str) -> None:
         try:
-            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else heartbeat.read_all(self._store, run_id)
+            if self._beats is None or self._beats[0] != run_id:
+                self._beats = run_id, heartbeat.Heartbeats(self._store, run_id)
+            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else self._beats[1].look()
         except DeltaSyncError:
             self._seen = None  # the next look may succeed
 

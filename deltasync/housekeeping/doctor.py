@@ -75,6 +75,7 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
     if check != "list":  # it can be listed
         yield from _channel(reader)
     yield from _installed()
+    yield _kernels()
     yield _gpu()
 
 
@@ -180,6 +181,14 @@ def _installed() -> Iterator[Finding]:
             yield Finding(wanted.name, "ok", f"{found} is installed.")
         else:
             yield Finding(wanted.name, "failure", f"{found} is installed; deltasync works with {wanted.specifier}.")
+
+
+def _kernels() -> Finding:
+    from deltasync.kernels import compiled, cpu  # noqa: F401 - says where its kernels are kept
+
+    if compiled.uncached:
+        return Finding("kernels", "warning", f"Each process compiles them anew: {compiled.uncached[0]}.", compiled.CURE)
+    return Finding("kernels", "ok", "Compiled kernels are kept on disk.")
 
 
 def _gpu() -> Finding:

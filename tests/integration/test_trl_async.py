@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tests.unit.test_trainers_server import Status
 from transformers import (
     AutoModelForCausalLM,
     TrainerCallback,
@@ -40,6 +39,7 @@ from tests.integration.trainers import (
     tiny_model,
     tiny_moe,
 )
+from tests.unit.test_trainers_server import Status
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 
 checkpoint = trainers.checkpoint
