@@ -17,6 +17,12 @@ _Result = TypeVar("_Result")
 _AT_ONCE = 32  # threads of `each`
 
 
+def let_go(lock: Any) -> None:
+    """Release an `RLock` that an interrupt has left this thread holding."""
+    while lock._is_owned():
+        lock.release()
+
+
 class Workers:
     """Up to `count` threads that run actions in order, and end when there are none.
 
@@ -28,25 +34,25 @@ class Workers:
         self._count, self._name = count, name
         self._actions: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: set[threading.Thread] = set()
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
 
     @property
     def busy(self) -> bool:
         """Whether an action runs or waits."""
-        with self._lock:
+        with self.lock:
             return bool(self._actions) or any(thread.is_alive() for thread in self._threads)
 
     def submit(self, action: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
         """Run `action` after those that were submitted before; its result or exception is in the future."""
         future: Future[_Result] = Future()
-        with self._lock:
+        with self.lock:
             self._actions.append((future, functools.partial(action, *arguments)))
         self.start()
         return future
 
     def start(self) -> None:
         """Start a thread for actions that wait, if there are not enough."""
-        with self._lock:
+        with self.lock:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
             if self._actions and len(self._threads) < self._count:
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -57,14 +63,14 @@ class Workers:
         """Wait until all actions have run."""
         while self.busy:
             self.start()
-            with self._lock:
+            with self.lock:
                 threads = [thread for thread in self._threads if thread.is_alive()]
             for thread in threads:
                 thread.join()
 
     def _work(self) -> None:
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._actions:
                     self._threads.discard(threading.current_thread())
                     return

@@ -59,6 +59,9 @@ class PartUploader:
         if not all(job.released.wait(self._signals.timeout_s) for job in jobs):
             raise PublishError(f"Rank 0 did not say within {self._signals.timeout_s:g} s what becomes of a version.")
 
+    def let_go(self) -> None:
+        """Do nothing."""
+
     def release(self, job: Job | None = None) -> None:
         """Put back the job that was taken."""
         if job is not None:

@@ -23,6 +23,7 @@ from deltasync.channel import anchors
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
+from deltasync.channel.threads import let_go
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import Weights, collect_weights
@@ -415,6 +416,7 @@ class Publisher:
 
     def _undo(self, base: _Base, live: Job | None, reference: Reference | None) -> None:
         """Publish nothing: restore the shadow, and let the waiting job go on."""
+        self._uploader.let_go()
         if live is not None:
             assert isinstance(self._uploader, Uploader)
             self._uploader.withdraw(live)
@@ -427,6 +429,9 @@ class Publisher:
 
     def _start_over(self) -> None:
         """End what an interrupted publish has left. The next version has full weights, as the shadow may have any bits."""
+        self._uploader.let_go()
+        if self._shadow is not None:
+            let_go(self._shadow.lock)
         if isinstance(self._uploader, Uploader) and self._peers.size == 1:
             if self._live is not None:
                 self._uploader.withdraw(self._live)

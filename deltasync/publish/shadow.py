@@ -66,7 +66,7 @@ class Shadow:
         self.bits = dict(bits)
         self.with_nan: list[str] = []
         self._copies = DeviceCopies(self.bits)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
         self._before: dict[str, int] | None = None

@@ -18,7 +18,7 @@ import msgspec
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, Record, Version
 from deltasync.channel.record import Stored
-from deltasync.channel.threads import Workers
+from deltasync.channel.threads import Workers, let_go
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
@@ -69,7 +69,7 @@ class Uploader:
         self._signals = signals
         self._choice = Choice(settings.codec, None if signals.others else log.store)
         self._fold: tuple[Version, dict[str, Patch]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
         self._fenced: FencedError | None = None
@@ -111,6 +111,11 @@ class Uploader:
         with self._lock:
             self._held = None
         self._worker.submit(self._run)
+
+    def let_go(self) -> None:
+        """Release the locks that an interrupt has left this thread holding."""
+        for lock in (self._lock, self._worker.lock, self._puts.lock):
+            let_go(lock)
 
     def withdraw(self, job: Job) -> None:
         """Give up a job whose stream failed. After return: it does not read the shadow any more."""
@@ -169,6 +174,7 @@ class Uploader:
 
     def finish(self) -> None:
         """Finish what was submitted as long as the store takes something; the process ends."""
+        self.let_go()
         with self._lock:
             jobs = [*self._waiting, *([] if self._running is None else [self._running])]
         for job in jobs:
