@@ -134,7 +134,8 @@ def test_a_script_that_closes_nothing_ends_with_every_version_visible(end: str, 
 def test_a_script_whose_store_is_away_ends_after_a_while(tmp_path: Path) -> None:
     script = """
 import sys
-from deltasync import TransientStoreError, open_store
+from deltasync import open_store
+from deltasync.errors import TransientStoreError
 from deltasync.publish import upload
 from deltasync.stores.wrapper import WrappedStore
 class Away(WrappedStore):

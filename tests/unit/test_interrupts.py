@@ -14,6 +14,7 @@ import torch
 
 import deltasync
 from deltasync import Publisher, Replica
+from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 
 ROOT = str(Path(deltasync.__file__).parent)
@@ -101,7 +102,7 @@ def test_a_forked_child_is_told_to_make_its_own(memory_url: str) -> None:
     if not child:
         try:
             publisher.publish(weights(1))
-        except deltasync.ConfigError as error:
+        except ConfigError as error:
             os.write(write, str(error).encode())
         finally:
             os._exit(0)
