@@ -243,8 +243,8 @@ class DeltaSyncCallback(TrainerCallback):
         found = adapter.identity(model)
         if self._adapter is not None and found != self._adapter:
             raise ConfigError(
-                f"The adapter {self._adapter[0]} is published, and now {found[0]} is active, or its configuration has changed, "
-                "of which replicas learn from full weights only. Publish it to another channel."
+                f"The adapter {self._adapter[0]} is published, and now {found[0]} is active, or is configured anew. "
+                "Publish it to another channel."
             )
         self._adapter = found
 

@@ -54,7 +54,7 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         if self._publisher is None:
             logger.warning(
                 "verl made this engine and never asked it for an update, so nothing was published to %s. Set "
-                "trainer.v1.trainer_mode=separate_async and actor_rollout_ref.rollout.nnodes: by default verl keeps to memory.",
+                "trainer.v1.trainer_mode=separate_async and actor_rollout_ref.rollout.nnodes: verl's default needs none.",
                 self._channel,
             )
 

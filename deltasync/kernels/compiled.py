@@ -56,7 +56,7 @@ uncached: list[str] = []
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function when it is first called: in parallel, without the GIL, and cached on disk where that is possible."""
+    """Compile a function when it is first called: in parallel, without the GIL, and cached on disk if that is possible."""
     compiled = numba.njit(parallel=True, nogil=True)
     dispatcher = compiled(function)
     try:
