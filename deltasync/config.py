@@ -304,6 +304,7 @@ class ReplicaSettings(ReaderSettings):
         cache_bytes: Most bytes of files in it; 0 for no cache.
         digest_route: Offer `GET /deltasync/digest`, which reads all live weights between two engine steps; for tests.
         http_token: Token that requests to the replica's routes must present; None for no token. Never shown.
+        use_proxy: Send requests to replicas through the proxy of the environment (`http_proxy`), the token with them.
     """
 
     channel: str | None = None
@@ -323,6 +324,7 @@ class ReplicaSettings(ReaderSettings):
     http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = dataclasses.field(
         default=None, repr=False
     )
+    use_proxy: bool = False
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
         """Return these settings with a replica id that a restarted server at this port has again, unless one was given.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 
 import numpy as np
 import torch
@@ -75,9 +76,21 @@ def has_nan(bits_N: np.ndarray, spec: TensorSpec) -> bool:
     return any((piece & mask).max() > largest for piece in pieces)
 
 
+_EXACT = re.compile(
+    r"(^|[._])(A_log|D|dt_bias"  # of state-space layers
+    r"|e_score_correction_bias|expert_bias|routing_bias"  # of routers
+    r"|scales?|scale_inv|scale_[0-9]+|zeros|zero_points?|qzeros|absmax|quant_map|SCB|amax|inv_freq)$"  # of quantized formats
+)
+"""Names of tensors that servers do not multiply with in the dtype of most weights, but keep as a checkpoint has them."""
+
+
 def dtype_for(name: str, rule: str) -> str:
-    """Return a tensor's dtype, or `keep`, by a rule like `bfloat16,*.router.*=float32`; the last match counts."""
+    """Return a tensor's dtype, or `keep`, by a rule like `bfloat16,*.router.*=float32`; the last match counts.
+
+    Without a match, what servers keep exactly is kept, whatever the rule's first dtype is.
+    """
     default, *parts = rule.split(",")
+    default = "keep" if _EXACT.search(name) else default
     patterns = (part.rpartition("=") for part in reversed(parts))
     return next((dtype for pattern, _, dtype in patterns if fnmatch.fnmatchcase(name, pattern)), default)
 
