@@ -297,7 +297,7 @@ class ReplicaSettings(ReaderSettings):
         audit_interval_s: How often all bits in memory are compared with the version's fingerprints, unless another version
             is waiting; 0 for never.
         ready_behind: How many versions a server that calls itself ready may be behind the newest.
-        wait_ready: Answer no request before the server was ready once.
+        wait_ready: Answer no request before the server was ready once, rather than with the weights that it has loaded.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
         cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for one of this
             user in the system's temporary directory.
@@ -315,7 +315,7 @@ class ReplicaSettings(ReaderSettings):
     heartbeat_interval_s: _PositiveSeconds = 10.0
     audit_interval_s: _Seconds = 3600.0
     ready_behind: _Natural = 8
-    wait_ready: bool = False
+    wait_ready: bool = True
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
     cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30

@@ -94,6 +94,7 @@ class Driver:
         self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
         self._busy = asyncio.Lock()
         self._wake = asyncio.Event()  # look now
+        self.pauses.on_use = self._wake.set
         self._looked = asyncio.Event()  # the current or next look has ended; replaced after each look
         self._begun = 0  # number of looks
         self._caught_up = -1  # number of the last look that found nothing to take

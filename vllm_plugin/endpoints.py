@@ -11,8 +11,8 @@ GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYN
 
 If DELTASYNC_HTTP_TOKEN is set, all of them require it; without it, status replies with the state and the versions only.
 Requests from other sites' pages are refused (`vllm_plugin.requests`), and so are bodies that are not declared as JSON.
-Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot
-follow with this vLLM or its options, the routes say why.
+Replies get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot follow
+with this vLLM or its options, the routes say why.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from deltasync.errors import ConfigError, DeltaSyncError, redacted
 from deltasync.replicas import Pin
 from vllm_plugin import compat, logger
 from vllm_plugin.driver import HISTORY, Driver
-from vllm_plugin.engine import is_salted
+from vllm_plugin.engine import Unguarded, is_salted
 from vllm_plugin.messages import PinTo, Status, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
-from vllm_plugin.pauses import other_pauses
-from vllm_plugin.requests import is_loopback, stranger, token_matches, wait_ready
-from vllm_plugin.versions import note_spans, versions_header
+from vllm_plugin.requests import is_loopback, stranger, token_matches, until_ready
+from vllm_plugin.versions import attend, replies
 
 _Body = TypeVar("_Body")
 
@@ -83,7 +82,7 @@ class DeltaSyncEndpoints:
     """Implements `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "deltasync"
-    required_tasks = ("generate",)
+    required_tasks = None  # whatever a server does with the weights
 
     def __init__(self) -> None:
         self._settings = ReplicaSettings.from_env()
@@ -149,11 +148,7 @@ class DeltaSyncEndpoints:
             return _json({"error": f"{type(error).__name__}: {error}"}, 503)
 
         app.include_router(APIRouter(lifespan=self._lifespan))
-        app.add_middleware(other_pauses, pauses=lambda: None if self._driver is None else self._driver.pauses)
-        if self._settings.adapter is None:  # a reply names the version of an adapter as its model
-            app.add_middleware(versions_header, live_version=lambda: None if self._driver is None else self._driver.version)
-        if self._settings.wait_ready:
-            app.add_middleware(wait_ready, not_ready=self._not_ready)
+        app.add_middleware(replies, live_version=self._live_version)
 
     def _attach_pipeline_rl(self, app: FastAPI) -> None:
         """Add the routes that PipelineRL's trainer calls once it has published: weights come through the channel."""
@@ -182,17 +177,23 @@ class DeltaSyncEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the driver, or note why it cannot start. vLLM serves in any case."""
         channel = self._settings.channel
-        if channel is None:
+        if channel is None or engine_client is None:  # the second renders prompts only
             return
-        if engine_client is not None:
-            engine_client.deltasync_attached = True  # it follows, or this says why not (`vllm_plugin._refuse_unfollowed`)
+        engine_client.deltasync_attached = True  # it follows, or this says why not (`vllm_plugin._refuse_unfollowed`)
+        waits = self._settings.wait_ready and not _is_pushed(engine_client)
+        attend(
+            engine_client,
+            live_version=self._live_version,
+            refusal=until_ready(self._not_ready) if waits else lambda: None,
+            pauses=lambda: None if self._driver is None else self._driver.pauses,
+        )
         try:
             self._settings = self._settings.at_port(getattr(args, "port", 0), _rank(args))
             self._look_at_address(args)
             self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
             if not self._refused:
-                self._start(engine_client, state, self._metrics)
+                await self._start(engine_client, state, self._metrics)
         except DeltaSyncError as error:
             self._refused = str(error)
         except Exception as error:  # the server serves the weights it has loaded, and says why
@@ -219,13 +220,10 @@ class DeltaSyncEndpoints:
         """Return why this server cannot follow, in one sentence, or None if it can."""
         import vllm
 
-        if engine is None:
-            return "There is no engine in this process."
         reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
         if reason is not None:
             return reason
-        transfer = engine.vllm_config.weight_transfer_config
-        if transfer is not None and transfer.backend == "deltasync":
+        if _is_pushed(engine):
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self._settings.adapter is not None:
             return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
@@ -235,14 +233,15 @@ class DeltaSyncEndpoints:
             return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
         return None
 
-    def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
+    async def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
         if self._settings.adapter is not None:
             from vllm_plugin.adapters import AdapterDriver
 
             self._driver = AdapterDriver(engine, self._settings, metrics, state.openai_serving_models)
         else:
-            note_spans(engine)
-            self._driver = Driver(engine, self._settings, metrics)
+            driver = Driver(Unguarded(engine), self._settings, metrics)
+            await driver.pauses.guard(engine)
+            self._driver = driver
         self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
         self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
 
@@ -254,6 +253,10 @@ class DeltaSyncEndpoints:
         status = self._running().status(commit_count)
         status.logprobs_mode = self._logprobs_mode
         return status
+
+    def _live_version(self) -> int | None:
+        """Return the version that makes tokens. None with an adapter: a reply names its version as its model."""
+        return None if self._driver is None or self._settings.adapter is not None else self._driver.version
 
     def _not_ready(self) -> str | None:
         return self._refused if self._driver is None else self._driver.not_ready
@@ -293,6 +296,12 @@ class DeltaSyncEndpoints:
         if self._driver is None:
             raise _Refused(503, self._refused)
         return self._driver
+
+
+def _is_pushed(engine: Any) -> bool:
+    """Whether a trainer pushes versions here, so that nothing has to be waited for."""
+    transfer = getattr(getattr(engine, "vllm_config", None), "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == "deltasync"
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
