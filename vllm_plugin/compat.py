@@ -101,6 +101,16 @@ USES = (
     # backend.py: vLLM's own weight-transfer routes
     Use("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine", ("name",)),
     Use("vllm.distributed.parallel_state", "get_world_group", ()),
+    # trainer_side.py: a trainer's weights
+    *(
+        Use("vllm.distributed.weight_transfer.base", f"WeightSource.{name}", arguments, "0.33")
+        for name, arguments in (
+            ("iter_full", ()),
+            ("implements_iter_full", ()),
+            ("owned_names", ("rank",)),
+            ("metadata", None),
+        )
+    ),
 )
 
 
@@ -170,8 +180,8 @@ def refusal(vllm_config: Any, args: Any) -> str | None:
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and transfer.kv_connector not in (None, *_SALTED_CONNECTORS):
         return (
-            f"{transfer.kv_connector} may hand prompts keys that other weights computed: leave KV transfer out, or offload by "
-            "VLLM_USE_SIMPLE_KV_OFFLOAD=1 with --kv-offloading-size."
+            f"{transfer.kv_connector} may hand prompts keys that other weights computed: leave KV transfer out, or offload "
+            "with VLLM_USE_SIMPLE_KV_OFFLOAD=1 and --kv-offloading-size."
         )
     transfer = getattr(vllm_config, "ec_transfer_config", None)
     if transfer is not None and transfer.ec_connector is not None:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from typing import Any
 
-from deltasync.errors import ApplyError
+from deltasync.errors import ConfigError
 from vllm_plugin import logger
 
 
@@ -89,15 +89,24 @@ async def recompute(engine: Any) -> None:
     await _call_engines(engine, "deltasync_recompute")
 
 
-def drop_caches(llm: Any) -> None:
-    """Drop what an offline `LLM` caches of other weights: keys, encoder outputs, and what a connector holds.
+def check_salted(llm: Any) -> None:
+    """Check that an offline `LLM` keeps its caches apart by version, so that none has to be dropped (`vllm_plugin.salt`).
 
     Raises:
-        ApplyError: a request is under way, so its keys cannot be dropped.
+        ConfigError: it was made without deltasync.
     """
-    if not llm.reset_prefix_cache(reset_connector=True):
-        raise ApplyError("vLLM did not drop its prefix cache, because requests are under way: finish or abort them first.")
-    llm.llm_engine.reset_encoder_cache()
+    core = llm.llm_engine.engine_core
+    try:
+        salted = (
+            core.call_utility("deltasync_salts") if hasattr(core, "call_utility") else core.engine_core.deltasync_salts()
+        )
+    except Exception:  # of any class: vLLM's for an engine that has no such method
+        salted = False
+    if not salted:
+        raise ConfigError(
+            "This LLM would mix versions in its caches, because it was made without deltasync: set DELTASYNC_CHANNEL in the "
+            "environment before, and leave VLLM_PLUGINS unset or add deltasync to it."
+        )
 
 
 async def call_workers(engine: Any, method: str, args: tuple[object, ...]) -> list[Any]:

@@ -12,7 +12,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, ConfigError
 from vllm_plugin import compat
 from vllm_plugin.driver import Driver
-from vllm_plugin.engine import IdleEngine
+from vllm_plugin.engine import IdleEngine, check_salted
 from vllm_plugin.metrics import Metrics
 
 
@@ -43,7 +43,7 @@ class OfflineReplica:
         return self._driver.version
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
-        """Bring the weights to the newest version, drop the prefix cache, and return the version that is live.
+        """Bring the weights to the newest version, and return the version that is live.
 
         Args:
             version: The version that must be live at least. It may not be published yet.
@@ -53,7 +53,7 @@ class OfflineReplica:
             ApplyError: the weights were not brought there, and why; the version before is still live.
             CommitError: the weights are uncertain. Call again before anything is generated, or load the model again.
         """
-        driver, before, deadline = self._driver, self._driver.identity, time.monotonic() + timeout_s
+        driver, deadline = self._driver, time.monotonic() + timeout_s
         while True:
             self._loop.run_until_complete(driver.look_until_done(deadline=deadline))
             live, status = driver.version, driver.status(0)
@@ -65,8 +65,6 @@ class OfflineReplica:
                 wanted = version or status.newest_version
                 raise ApplyError(f"Version {wanted} is not live, but version {live}. {status.error or ''}".strip())
             time.sleep(0.05)
-        if driver.identity != before:
-            self._llm.reset_prefix_cache()
         return live
 
     def close(self) -> None:
@@ -79,12 +77,13 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
 
     Args:
         llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made while the environment has
-            `DELTASYNC_CHANNEL`, so that on a CPU its weights stay where they can be patched.
+            `DELTASYNC_CHANNEL`: then its caches are kept apart by version, and on a CPU its weights stay where they can be
+            patched.
         channel: The channel's URL.
         **settings: Fields of `ReplicaSettings`.
 
     Raises:
-        ConfigError: deltasync does not support this vLLM.
+        ConfigError: deltasync does not support this vLLM, or its configuration.
 
     Examples:
         >>> replica = vllm_plugin.follow(llm, "s3://bucket/run")
@@ -93,7 +92,8 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
     """
     import vllm
 
-    unsuited = compat.unsuited(vllm.__version__)
+    unsuited = compat.unsuited(vllm.__version__) or compat.refusal(llm.llm_engine.vllm_config, None)
     if unsuited is not None:
         raise ConfigError(unsuited)
+    check_salted(llm)
     return OfflineReplica(llm, ReplicaSettings.from_env(channel=channel, **settings))
