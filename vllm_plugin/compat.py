@@ -166,10 +166,6 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
     return None if use.arguments is None else list(inspect.signature(inspect.unwrap(found)).parameters)
 
 
-_SALTED_CONNECTORS = ("SimpleCPUOffloadConnector",)
-"""Connectors that look keys up by the hashes that the scheduler has when a request starts, which hold its salt."""
-
-
 def refusal(vllm_config: Any, args: Any) -> str | None:
     """Return why a server with this configuration and these arguments cannot follow, in one sentence, or None if it can.
 
@@ -178,10 +174,10 @@ def refusal(vllm_config: Any, args: Any) -> str | None:
         args: A server's arguments; None without a server.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
-    if transfer is not None and transfer.kv_connector not in (None, *_SALTED_CONNECTORS):
+    if transfer is not None and transfer.kv_connector is not None:
         return (
-            f"{transfer.kv_connector} may hand prompts keys that other weights computed: leave KV transfer out, or offload "
-            "with VLLM_USE_SIMPLE_KV_OFFLOAD=1 and --kv-offloading-size."
+            f"{transfer.kv_connector} may hand prompts keys that other weights computed: leave --kv-transfer-config and "
+            "--kv-offloading-size out."
         )
     transfer = getattr(vllm_config, "ec_transfer_config", None)
     if transfer is not None and transfer.ec_connector is not None:

@@ -100,7 +100,7 @@ def check_salted(llm: Any) -> None:
         salted = (
             core.call_utility("deltasync_salts") if hasattr(core, "call_utility") else core.engine_core.deltasync_salts()
         )
-    except Exception:  # of any class: vLLM's for an engine that has no such method
+    except Exception:  # noqa: BLE001 - vLLM's, of any class, for an engine that has no such method
         salted = False
     if not salted:
         raise ConfigError(

@@ -568,7 +568,7 @@ def test_a_server_that_cannot_follow_says_why_and_answers_only_if_that_is_set(
 @pytest.mark.parametrize("fitting", ["copy", "uva", "explicit"])
 def test_the_variants_that_can_be_followed_with_are_not_refused(engine: Engine, fitting: str) -> None:
     config = engine.vllm_config
-    config.kv_transfer_config = SimpleNamespace(kv_connector="SimpleCPUOffloadConnector")
+    config.kv_transfer_config = SimpleNamespace(kv_connector=None)
     config.ec_transfer_config = SimpleNamespace(ec_connector=None)
     if fitting == "copy":
         config.load_config.load_format, config.load_config.model_loader_extra_config = "ipc_cache", {"mode": "copy"}
