@@ -47,12 +47,16 @@ def address(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def ask(server: Server, order: tuple[int, ...], text: str = "what?", **fields: Any) -> tuple[dict[int, float], set[int]]:
+def message(order: tuple[int, ...], text: str) -> dict[str, Any]:
+    images = [{"type": "image_url", "image_url": {"url": address(seed)}} for seed in order]
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+def ask(server: Server, order: tuple[int, ...], **fields: Any) -> tuple[dict[int, float], set[int]]:
     """How likely each first token is that vLLM names, by its id; and the first and last version while it was made."""
-    content = [{"type": "image_url", "image_url": {"url": address(seed)}} for seed in order]
     body = {
         "model": server.json("/v1/models")["data"][0]["id"],
-        "messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
+        "messages": [message(order, "what?")],
         "max_tokens": 4,
         "ignore_eos": True,
         "temperature": 0,
@@ -76,16 +80,26 @@ class Expected:
         self._processor = AutoProcessor.from_pretrained(checkpoint)
         self._model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
 
-    def answers(self, weights: Weights, text: str = "what?") -> list[list[float]]:
-        """For each of `ORDERS`, how likely each token is to be the first."""
+    def load(self, weights: Weights) -> None:
         self._model.load_state_dict({name: tensor.to(torch.bfloat16).float() for name, tensor in weights.items()})
+
+    def logits(self, tokens: list[int], order: tuple[int, ...]) -> torch.Tensor:
+        """How likely each token is after each of these, which see these images."""
+        seen = {}
+        if order:
+            seen = dict(self._processor.image_processor([[picture(seed) for seed in order]], return_tensors="pt"))
+        with torch.no_grad():
+            found: torch.Tensor = self._model(input_ids=torch.tensor([tokens]), **seen).logits[0].log_softmax(-1)
+        return found
+
+    def answers(self, weights: Weights) -> list[list[float]]:
+        """For each of `ORDERS`, how likely each token is to be the first after "what?"."""
+        self.load(weights)
         found = []
         for order in ORDERS:
-            images = [picture(seed) for seed in order]
-            inputs = self._processor(text="<image>" * len(order) + text, images=[images], return_tensors="pt")
-            with torch.no_grad():
-                likely = self._model(**inputs).logits[0, -1].log_softmax(-1)
-            found.append(likely.tolist())
+            images = [[picture(seed) for seed in order]]
+            (tokens,) = self._processor(text="<image>" * len(order) + "what?", images=images)["input_ids"]
+            found.append(self.logits(tokens, order)[-1].tolist())
         return found
 
 

