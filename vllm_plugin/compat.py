@@ -50,7 +50,7 @@ USES = (
     Use(_CORE, "EngineCore.pause_scheduler", ("mode", "clear_cache")),
     Use(_CORE, "EngineCore.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
     Use(_CORE, "EngineCore.reset_encoder_cache", ()),
-    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("data", "modality", "identifier", "mm_position", "mm_hash")),
+    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec"),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
     # driver.py, pauses.py, engine.py: the engine client, public but for the two that follow it
