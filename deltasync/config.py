@@ -166,10 +166,13 @@ class ReaderSettings(_Settings):
         trusted_keys: File of public keys (`signing.Trusted`); anything that none of them has signed is refused. None accepts
             everything.
         max_age_s: Raise an error while the newest version was encoded longer ago than this; None for no limit.
+        reference_repos: Models on the Hub, separated by commas, for which a record whose signature is not checked may have
+            this machine use its token; None for none.
     """
 
     trusted_keys: str | Path | None = None
     max_age_s: _PositiveSeconds | None = None
+    reference_repos: str | None = None
 
 
 class PublisherOptions(TypedDict, total=False):
