@@ -68,8 +68,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._answer(json.dumps({"id": "some/model", "sha": COMMIT, "siblings": []}).encode())
         elif path == f"/api/models/some/model/tree/{COMMIT}":
             rows = [
-                {"type": "file", "path": p, "size": self.sizes.get(p, len(b)), "oid": hashlib.sha1(b).hexdigest()}
-                for p, b in FILES.items()
+                {"type": "file", "path": p, "size": len(b), "oid": hashlib.sha1(b).hexdigest()} for p, b in FILES.items()
             ]
             self._answer(json.dumps(rows).encode())
         elif (name := path.removeprefix(f"/some/model/resolve/{COMMIT}/")) in FILES:
@@ -81,7 +80,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(self.sizes.get(self.path.rpartition("/")[2], len(body))))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
