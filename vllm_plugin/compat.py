@@ -51,6 +51,9 @@ USES = (
     Use(_CORE, "EngineCore.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
     Use(_CORE, "EngineCore.reset_encoder_cache", ()),
     Use("vllm.multimodal.inputs", "MultiModalFeatureSpec"),
+    Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.check_and_update_cache", ("request", "input_id")),
+    Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.free", ("request",)),
+    Use("vllm.multimodal.utils", "strip_covered_mm_data", ("mm_features", "num_computed_tokens")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
     # driver.py, pauses.py, engine.py: the engine client, public but for the two that follow it

@@ -69,14 +69,16 @@ class Salts:
 
 def install() -> None:
     """Salt all requests to engines of this process. Call before the first engine is made. A second call does nothing."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import output
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "deltasync_salts"):
         return
     salts = Salts()
     preprocess, look_up = EngineCore.preprocess_add_request, KVCacheManager.prefix_cache_lookup_enabled
-    set_version = EngineCore.set_weight_version
+    set_version, check_encoded = EngineCore.set_weight_version, EncoderCacheManager.check_and_update_cache
 
     @functools.wraps(preprocess)
     def preprocess_add_request(self: Any, request: Any) -> Any:
@@ -103,6 +105,20 @@ def install() -> None:
             logger.exception("deltasync could not begin a salt")
         set_version(self, weight_version)
 
+    @functools.wraps(check_encoded)
+    def check_and_update_cache(self: Any, request: Any, input_id: int) -> bool:
+        request.deltasync_encoded = self  # in which it may hold entries before it runs
+        return bool(check_encoded(self, request, input_id))
+
+    def keep_inputs(mm_features: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep all inputs in what workers are sent, where vLLM drops those whose blocks were found.
+
+        A request that is preempted starts anew with other weights, finds no blocks, and needs its inputs.
+        """
+        return mm_features
+
+    EncoderCacheManager.check_and_update_cache = check_and_update_cache
+    output.strip_covered_mm_data = keep_inputs
     EngineCore.preprocess_add_request = preprocess_add_request
     EngineCore.set_weight_version = set_weight_version
     EngineCore.deltasync_salts = lambda self: True
@@ -123,6 +139,8 @@ def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> bool:
         if request.num_computed_tokens == 0 and (inputs or request.cache_salt != salt):
             request.cache_salt = salt
             if not request.num_preemptions:  # workers know the inputs of a request that ran before by their identifiers
+                if (encoded := vars(request).pop("deltasync_encoded", None)) is not None:
+                    encoded.free(request)
                 version = salt.split(" ")[1]
                 request.mm_features = [
                     dataclasses.replace(each, identifier=f"{version} {each.identifier}") for each in features

@@ -178,7 +178,12 @@ assert [feature.identifier for feature in seeing.mm_features] == names, "workers
 assert seeing.block_hashes != queued.block_hashes, "whose keys rest on features of version 2"
 for request in (seeing, same, session):
     encoded.free(request)
+waits = add(inputs=sent)
+manager.get_computed_blocks(waits)
+assert encoded.check_and_update_cache(waits, 0), "found, but it does not run yet"
 core.set_weight_version("4")
+manager.get_computed_blocks(waits)
+assert not encoded.get_cached_input_ids(waits), "it holds no entry of version 3 any more"
 assert see(add(inputs=sent)) == [False, False]
 assert set(names) & set(encoded.get_freed_mm_hashes()), "what nobody finds is evicted when space is needed"
 
