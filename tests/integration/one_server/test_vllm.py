@@ -133,4 +133,7 @@ def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(fol
         other = Server(url, channel, weights)
         status = other.wait(lambda status: status["state"] == "failed")
         assert "ModelMismatchError" in status["error"]
-        assert len(complete(url, 5)) == 5
+        with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+            complete(url, 5)
+        with caught.value:
+            assert "ModelMismatchError" in json.load(caught.value)["error"]["message"]
