@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -26,6 +26,9 @@ from deltasync.errors import DeltaSyncError
 from vllm_plugin import logger
 from vllm_plugin.pauses import Pauses
 from vllm_plugin.salt import SESSION, number_of
+
+if TYPE_CHECKING:
+    from vllm_plugin.target import LiveVersions
 
 HEADER = "x-deltasync-versions"
 SPANS_HEADER = "x-deltasync-spans"
@@ -48,18 +51,23 @@ class _Reply:
 
     Attributes:
         session: The version that its request names, if any.
-        first: The version that was live when it first called the engine.
+        mark: When it first called the engine, if a version was live then (`LiveVersions.mark`).
         refused: Why it may not call the engine, in one sentence.
         choices: What it holds of generated tokens.
     """
 
     def __init__(self, session: str | None = None) -> None:
         self.session = session
-        self.first: int | None = None
+        self.mark: int | None = None
         self.refused: str | None = None
         self.choices: Choices = {}
         self._turn = asyncio.Lock()
         self._entered: contextlib.AsyncExitStack | None = None
+
+    def begin(self, live: LiveVersions | None) -> None:
+        """Note that it calls the engine."""
+        if self.mark is None and live is not None and live.now is not None:
+            self.mark = live.mark
 
     async def enter(self, pauses: Pauses) -> None:
         """Wait for a commit that is under way, and let no other begin before `leave`."""
@@ -81,7 +89,7 @@ _reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None) 
 
 def attend(
     engine: Any,
-    live_version: Callable[[], int | None],
+    live: Callable[[], LiveVersions | None],
     refusal: Callable[[], str | None],
     pauses: Callable[[], Pauses | None],
 ) -> None:
@@ -89,7 +97,7 @@ def attend(
 
     Args:
         engine: vLLM's engine client.
-        live_version: Returns the version that is served.
+        live: Returns the versions that were live, None if nothing is followed.
         refusal: Returns why no request may be answered, in one sentence, or None.
         pauses: Returns what pauses the engine, None if nothing does.
     """
@@ -108,8 +116,7 @@ def attend(
         if reply is None:
             outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
             return outputs
-        if reply.first is None:
-            reply.first = live_version()
+        reply.begin(live())
         if reply.session is not None:
             args, kwargs = _in_session(reply.session, args, kwargs)
         return _noting(generate(*args, **kwargs), reply.choices)
@@ -120,8 +127,7 @@ def attend(
         try:
             if switch is not None:
                 await reply.enter(switch)
-            if reply.first is None:
-                reply.first = live_version()
+            reply.begin(live())
             async with contextlib.aclosing(encode(*args, **kwargs)) as outputs:
                 async for output in outputs:
                     yield output
@@ -174,11 +180,12 @@ def _spans_text(choices: Choices) -> str | None:
     return text if len(text) <= _LONGEST else None
 
 
-def replies(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
+def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
     """ASGI middleware that adds the headers, and replies 503 where the engine refused a request.
 
-    `x-deltasync-versions: first..last` names the versions that were live while the request ran: no token was made by a
-    version before `first` or after `last`. A streamed reply's headers leave before its tokens, so there it is `first..`.
+    `x-deltasync-versions: first..last` names the least and the greatest version that were live while the request ran, also
+    where the server was moved away and back: no token was made by one before `first` or after `last`. A streamed reply's
+    headers leave before its tokens, so there it is `first..`.
     There is no header if no version was served when the request came.
 
     `x-deltasync-spans` lists `[version, tokens]` for each choice and each version that made some of its tokens. A streamed
@@ -199,7 +206,8 @@ def replies(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
             session = version[0].rstrip(".")
-        reply, at_arrival, refused = _Reply(session), live_version(), False
+        reply, at_arrival, versions, refused = _Reply(session), _Reply(), live(), False
+        at_arrival.begin(versions)
 
         async def send_with_versions(message: Message) -> None:
             nonlocal refused
@@ -210,7 +218,7 @@ def replies(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
             if refused:
                 return
             try:
-                _add(message, reply, at_arrival, live_version)
+                _add(message, reply, at_arrival.mark, versions)
             except Exception:  # the reply goes on without them
                 logger.exception("deltasync could not name the versions of a reply")
             await send(message)
@@ -224,15 +232,16 @@ def replies(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
     return call
 
 
-def _add(message: Message, reply: _Reply, at_arrival: int | None, live_version: Callable[[], int | None]) -> None:
+def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: LiveVersions | None) -> None:
     """Add what is known to a message of the reply."""
     if message["type"] == "http.response.start":
         headers = MutableHeaders(scope=message)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
-        first = at_arrival if streamed and reply.first is None else reply.first  # a stream may call the engine later
-        if first is None:
+        mark = at_arrival if streamed and reply.mark is None else reply.mark  # a stream may call the engine later
+        live = None if mark is None or versions is None else versions.since(mark)
+        if live is None:
             return
-        headers.append(HEADER, f"{first}.." if streamed else f"{first}..{live_version() or ''}")
+        headers.append(HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
         if not streamed and (spans := _spans_text(reply.choices)) is not None:
             headers.append(SPANS_HEADER, spans)
     elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(reply.choices)) is not None:

@@ -15,6 +15,7 @@ from deltasync.errors import DeltaSyncError
 from tests.unit.test_pauses import Engine as Switch
 from vllm_plugin import versions
 from vllm_plugin.pauses import Pauses
+from vllm_plugin.target import LiveVersions
 from vllm_plugin.versions import attend, replies
 
 Span = tuple[str, int]
@@ -24,7 +25,7 @@ class Engine:
     """vLLM's engine client as far as spans go: `generate` tells them with a request's last output.
 
     Attributes:
-        live: The version that is served.
+        live: The versions that were served.
         refusal: Why nothing may be answered.
         pauses: What a commit pauses it with.
         prompts: What it was asked.
@@ -32,7 +33,8 @@ class Engine:
 
     def __init__(self, *, knows: bool = True) -> None:
         self._knows = knows
-        self.live: int | None = 9
+        self.live = LiveVersions()
+        self.live.note(9)
         self.refusal: str | None = None
         self.pauses: Pauses | None = None
         self.closed: list[str] = []
@@ -63,9 +65,12 @@ class Engine:
 
 
 def request(
-    body: Callable[[], Any], live: int | None = 9, kind: bytes = b"application/json", **headers: str
+    body: Callable[[], Any], live: LiveVersions | None = None, kind: bytes = b"application/json", **headers: str
 ) -> tuple[dict[str, str], bytes]:
-    """A reply that `body` makes in its context: its headers and body."""
+    """A reply that `body` makes in its context: its headers and body. By default version 9 is live."""
+    if live is None:
+        live = LiveVersions()
+        live.note(9)
     messages: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,7 +171,7 @@ def nothing() -> Any:
 def test_a_stream_may_call_the_engine_after_its_headers() -> None:
     headers, _ = request(nothing, kind=b"text/event-stream")
     assert headers["x-deltasync-versions"] == "9.."
-    assert "x-deltasync-versions" not in request(nothing, live=None, kind=b"text/event-stream")[0]
+    assert "x-deltasync-versions" not in request(nothing, live=LiveVersions(), kind=b"text/event-stream")[0]
 
 
 @pytest.mark.parametrize("method", ["generate", "encode"])
@@ -191,13 +196,13 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
 
         async def commit() -> None:
             async with pauses.paused(clear_cache=False):
-                engine.live = 10
+                engine.live.note(10)
 
         for _ in range(2):  # a score is one of a question, and then of documents
             await asyncio.gather(*(drain(engine.encode(text)) for text in ("a", "b")))
             commits.append(asyncio.create_task(commit()))
             await asyncio.sleep(0.01)
-            assert engine.live == 9
+            assert engine.live.now == 9
 
     async def outside() -> None:  # of a reply, so each is one of its own
         engine.pauses = pauses = Pauses(Switch())
@@ -205,7 +210,7 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
         async with pauses.paused(clear_cache=False):
             pass
 
-    assert request(body)[0]["x-deltasync-versions"] == "9..9"
+    assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "9..9"
     asyncio.run(outside())
 
 
@@ -221,7 +226,7 @@ def test_a_session_is_named_in_the_salt_of_the_prompt(named: str, prompt: dict[s
     engine = Engine()
     before = dict(prompt)
     request(lambda: drain(engine.generate(prompt)), x_deltasync_session=named)
-    request(lambda: drain(engine.generate(prompt=prompt)), live=None, x_deltasync_session=named)
+    request(lambda: drain(engine.generate(prompt=prompt)), live=LiveVersions(), x_deltasync_session=named)
     assert engine.prompts == [{"prompt_token_ids": [1], "cache_salt": salt}] * 2
     assert prompt == before
     request(lambda: drain(engine.generate(prompt)))
@@ -239,3 +244,15 @@ def test_a_session_that_is_no_version_is_refused(named: str) -> None:
     assert headers["status"] == "400"
     assert "is a version of the channel" in json.loads(data)["error"]
     assert not engine.prompts
+
+
+def test_versions_are_the_range_of_all_that_were_live_meanwhile() -> None:
+    engine = Engine()
+
+    async def body() -> None:
+        engine.live.note(12)
+        await drain(engine.generate(""))
+        for number in (4, None, 7):
+            engine.live.note(number)
+
+    assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "4..12"

@@ -18,7 +18,7 @@ import torch
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ModelMismatchError
-from deltasync.follow import Course
+from deltasync.following import ChannelCursor
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Segment, model_fingerprint
 from deltasync.tensors import TensorSpec
@@ -66,7 +66,7 @@ def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
 def proven(of: WorkerReplica, url: str) -> int | None:
     """Audit, compare and identify, as the driver does at first; the version that is live."""
     of._audit(first=True)
-    found = Course(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
+    found = ChannelCursor(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
     return None if of._follower.version is None else of._follower.version.version
 
