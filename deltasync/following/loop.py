@@ -508,7 +508,8 @@ class Follow:
             self.cursor.follows_s = time.time()
             self._state, self._error = "sleeping", str(error)
         elif isinstance(error, NotPublishedError | MissingVersionError) and not (self.cursor.failure or self._goes_around):
-            self._state, self._error = "waiting", f"Waiting: {error}"
+            first = " for the first version" if isinstance(error, NotPublishedError) else ""
+            self._state, self._error = "waiting", f"Waiting{first}: {error}"
         elif isinstance(error, DeltaSyncError):
             self._state, self._error = "failed", f"{type(error).__name__}: {error}"
         else:

@@ -160,17 +160,21 @@ class Uploader:
         """
         every = self.settings.anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
         due = version - self._since.version >= every or self._since.bytes + payload_bytes > full_bytes
-        return (due or self._keeper.failed) and not self._keeper.announcing
+        return (due or self._keeper.failed or self._log.emptied) and not self._keeper.announcing
 
     def resume(self, tip: Version) -> None:
         """Build the next version on this one, whose bits are known."""
         self.full, self._fold = False, (tip, {})
 
     def close(self) -> None:
-        """Finish what was submitted, and the work of the keeper and the log."""
+        """Finish what was submitted, and the work of the keeper and the log. Ctrl-C ends waits for a retry."""
         self.release()
-        for part in (self._worker, self._puts, self._keeper, self._log):
-            part.close()
+        try:
+            for part in (self._worker, self._puts, self._keeper, self._log):
+                part.close()
+        except BaseException:
+            self._log.stop.set()
+            raise
 
     def finish(self) -> None:
         """Finish what was submitted as long as the store takes something; the process ends."""
@@ -186,6 +190,7 @@ class Uploader:
             time.sleep(0.01)
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)
+        self._log.stop.set()
         if lost is not None:
             logger.error(
                 "The process ends, and version %d is not in %s, which has taken nothing for %g s.",

@@ -92,7 +92,7 @@ def test_a_damaged_record_leaves_the_old_version_served_until_it_is_repaired(ser
         server.publish()
     status = server.wait(lambda status: status["error"] is not None)
     assert "has another body than its document says" in status["error"]
-    assert (status["state"], status["version"]) == ("serving", version)
+    assert (status["state"], status["version"]) == ("failed", version)
     assert server.json("/deltasync/digest")["sha256"] == digests(before)
     assert len(complete(server.url, 5)) == 5
     repair()
