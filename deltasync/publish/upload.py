@@ -190,6 +190,7 @@ class Uploader:
             time.sleep(0.01)
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)
+        self._log.stop.set()
         if lost is not None:
             logger.error(
                 "The process ends, and version %d is not in %s, which has taken nothing for %g s.",

@@ -79,7 +79,7 @@ class Grows(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(4))
         self.register_buffer("seen", torch.zeros(0))
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
         if self.weight.any():
             self.seen = torch.cat([self.seen, torch.ones(1)])
         return {"loss": ((self.weight - input_ids.float().mean()) ** 2).sum()}
@@ -129,6 +129,7 @@ def test_two_callbacks_publish_to_two_channels_and_resume(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("inner", [False, True], ids=["the-model", "a-layer"])
 def test_a_compiled_model_is_published_by_plain_names(inner: bool, tmp_path: Path) -> None:
     url, model = f"file://{tmp_path}/channel", tiny_model()
@@ -136,11 +137,13 @@ def test_a_compiled_model_is_published_by_plain_names(inner: bool, tmp_path: Pat
     if inner:
         model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     given = model if inner else torch.compile(model, backend="eager")
-    make_trainer(given, tmp_path / "out", DeltaSyncCallback(url), max_steps=1, learning_rate=0.0).train()
+    settings: dict[str, Any] = {"max_steps": 1, "learning_rate": 0.0, "remove_unused_columns": False}
+    make_trainer(given, tmp_path / "out", DeltaSyncCallback(url), **settings).train()
     assert_same_bits(published_bits(url), expected)
     AutoModelForCausalLM.from_pretrained(anchor_directory(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
 def test_a_head_that_is_trained_apart_is_not_called_tied(tmp_path: Path) -> None:
     url, model = f"file://{tmp_path}/channel", get_peft_model(tiny_model(), LoraConfig(**LORA, modules_to_save=["lm_head"]))
     with torch.no_grad():
