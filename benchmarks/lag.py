@@ -32,7 +32,7 @@ from benchmarks import common
 from deltasync import Publisher, Replica
 from deltasync.config import ReplicaSettings
 from deltasync.errors import NotPublishedError
-from deltasync.replicas import Poll
+from deltasync.follow import Poll
 from deltasync.stores import open_store
 from deltasync.tensors.bits import bits_of
 from tests.http_faults import FaultProxy

@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.common import table
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.replicas import Follower
+from deltasync.follow import Follower
 
 TENSOR = 8_000_000  # elements of a tensor, about as many as those of a layer have
 

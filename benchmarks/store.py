@@ -24,8 +24,8 @@ from benchmarks import common
 from benchmarks.common import say, table, timed
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Replica
 from deltasync.publish import Publisher
-from deltasync.replicas import Replica
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
 from deltasync.stores.wrapper import WrappedStore

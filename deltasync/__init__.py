@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync import errors
     from deltasync.config import Retention
+    from deltasync.follow import Following, Replica, follow
     from deltasync.publish import Publisher, Receipt
-    from deltasync.replicas import Following, Replica, follow
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Following": "deltasync.replicas",
+    "Following": "deltasync.follow",
     "Publisher": "deltasync.publish",
     "Receipt": "deltasync.publish",
-    "Replica": "deltasync.replicas",
+    "Replica": "deltasync.follow",
     "Retention": "deltasync.config",
-    "follow": "deltasync.replicas",
+    "follow": "deltasync.follow",
     "open_store": "deltasync.stores",
 }
 

@@ -31,9 +31,9 @@ from deltasync.errors import (
     MissingVersionError,
     SleepingError,
 )
+from deltasync.follow import Follower, Pin
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
-from deltasync.replicas import Follower, Pin
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin.driver import HISTORY, Driver

@@ -33,7 +33,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
-from deltasync.replicas import Pin
+from deltasync.follow import Pin
 from vllm_plugin.driver import Driver
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension

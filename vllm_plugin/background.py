@@ -15,7 +15,7 @@ from deltasync.channel.documents import Version
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.record import Stored
 from deltasync.errors import DeltaSyncError, TransientStoreError
-from deltasync.replicas import Course, Pin, Poll
+from deltasync.follow import Course, Pin, Poll
 from deltasync.stores import ObjectInfo, Store
 from vllm_plugin import logger
 from vllm_plugin.messages import Status

@@ -2,7 +2,7 @@
 
     way -> stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
 
-Only the driver polls and plans (`deltasync.replicas.Course`). It hands the workers the records that it has read, so all of
+Only the driver polls and plans (`deltasync.follow.Course`). It hands the workers the records that it has read, so all of
 them take the same way, and a small version costs one request. Workers stage while tokens are generated; the pause covers the
 commit only. If either fails, the old version stays served, and the next look tries again, by another way if the way was at
 fault. If a commit leaves unknown bits, generation stays paused until an audit identifies them or full weights replace them.
@@ -37,7 +37,7 @@ from deltasync.errors import (
     SleepingError,
     printable,
 )
-from deltasync.replicas import NEWEST, Course, Pin, Poll
+from deltasync.follow import NEWEST, Course, Pin, Poll
 from deltasync.stores import ObjectInfo
 from deltasync.stores.cache import CachedStore, behind_cache
 from vllm_plugin import logger

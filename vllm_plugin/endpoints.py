@@ -32,7 +32,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, redacted
-from deltasync.replicas import Pin
+from deltasync.follow import Pin
 from vllm_plugin import compat, logger
 from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.engine import is_salted

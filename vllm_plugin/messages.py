@@ -209,7 +209,7 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.replicas.Pin.parse` takes."""
+    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.follow.Pin.parse` takes."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0

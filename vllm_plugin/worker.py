@@ -31,9 +31,9 @@ from deltasync.errors import (
     ShareError,
     SleepingError,
 )
+from deltasync.follow import Follower, StagedVersion
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
-from deltasync.replicas import Follower, StagedVersion
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
 from deltasync.tensors.bits import bits_of

@@ -50,7 +50,7 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
-    from deltasync.replicas import NEWEST, Pin, Poll, Replica
+    from deltasync.follow import NEWEST, Pin, Poll, Replica
 
     settings = ReplicaSettings.from_env(pin=where)
     pin = Pin.parse(settings.pin)
@@ -106,7 +106,7 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
     from deltasync import housekeeping
     from deltasync.config import ReplicaSettings
     from deltasync.errors import ChannelInUseError, ConfigError, DeltaSyncError, ObjectExistsError, RunMismatchError
-    from deltasync.replicas import Poll
+    from deltasync.follow import Poll
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

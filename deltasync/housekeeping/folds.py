@@ -18,10 +18,10 @@ from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
+from deltasync.follow import Replica
 from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint
-from deltasync.replicas import Replica
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
 

@@ -23,12 +23,12 @@ from deltasync.errors import (
     NotPublishedError,
     StoreError,
 )
+from deltasync.follow import Replica
 from deltasync.housekeeping.folds import write_anchor, write_fold
 from deltasync.housekeeping.retention import line
 from deltasync.housekeeping.transfer import companions
 from deltasync.housekeeping.verify import Damage, Examined
 from deltasync.housekeeping.walk import Progress, quiet
-from deltasync.replicas import Replica
 from deltasync.stores import open_store
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from deltasync.channel.documents import File, Head, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
+from deltasync.follow import Course
 from deltasync.housekeeping.transfer import Copied, Outcome, copy, read_object
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet
-from deltasync.replicas import Course
 from deltasync.stores.base import ObjectInfo, Store
 
 _LOOK_S = 60.0  # between two listings of folds and announced anchors

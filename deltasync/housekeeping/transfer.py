@@ -26,8 +26,8 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
 )
+from deltasync.follow import Replica
 from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, digests, in_parallel, quiet, survey
-from deltasync.replicas import Replica
 from deltasync.stores.base import ObjectInfo, Store
 
 Outcome = int | DeltaSyncError | None

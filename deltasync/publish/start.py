@@ -15,6 +15,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import PublisherSettings
 from deltasync.errors import ApplyError, ChainError, ConfigError, CorruptDataError, FormatError, ModelMismatchError
+from deltasync.follow import Replica
 from deltasync.publish import put
 from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel
@@ -22,7 +23,6 @@ from deltasync.publish.shadow import Shadow, check_coverage
 from deltasync.publish.stream import Stream
 from deltasync.publish.upload import Since
 from deltasync.ranks.peers import Peers, Range, attempt
-from deltasync.replicas import Replica
 from deltasync.stores import Store
 from deltasync.tensors import Patch, TensorSpec, check_specs, fingerprint
 

@@ -16,10 +16,10 @@ from unittest import mock
 
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Course, Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Staged
 from deltasync.live.staging import HostStaging
-from deltasync.replicas import Course, Follower
 from deltasync.stores import cache
 from deltasync.stores.cache import CachedStore
 

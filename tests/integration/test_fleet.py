@@ -181,7 +181,7 @@ _CHILD = """
 import sys, time
 from safetensors.torch import save_file
 from deltasync import Replica, open_store
-from deltasync.replicas.prefetch import Prefetch
+from deltasync.follow.prefetch import Prefetch
 from deltasync.live import LiveMemory
 from deltasync.stores.cache import CachedStore
 from tests.faults import FaultyStore

@@ -19,9 +19,9 @@ from deltasync import Replica
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
+from deltasync.follow import Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
-from deltasync.replicas import Follower
 from deltasync.stores import open_store
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, dtype_name

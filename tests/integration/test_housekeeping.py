@@ -36,9 +36,9 @@ from deltasync.errors import (
     RunMismatchError,
     StoreError,
 )
+from deltasync.follow import Replica
 from deltasync.housekeeping import Keep, folds
 from deltasync.kernels import cpu, cpu_diff
-from deltasync.replicas import Replica
 from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of

@@ -6,8 +6,8 @@ import torch
 
 from deltasync import housekeeping
 from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Replica
 from deltasync.housekeeping import Keep
-from deltasync.replicas import Replica
 from deltasync.stores import open_store
 from tests.channels import Made, filled
 from tests.conftest import assert_same_bits

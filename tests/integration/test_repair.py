@@ -17,8 +17,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, Trusted, new_key
 from deltasync.cli import main
 from deltasync.errors import ConfigError, CorruptDataError, DeltaSyncError, NotPublishedError
+from deltasync.follow import Replica
 from deltasync.housekeeping import Repair, source_of
-from deltasync.replicas import Replica
 from deltasync.stores import Store, open_store
 from tests.channels import EPOCH, Made, filled, states_of
 from tests.conftest import assert_same_bits

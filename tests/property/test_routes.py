@@ -18,10 +18,10 @@ from deltasync import Publisher, Replica, housekeeping, open_store
 from deltasync.channel import payloads
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
+from deltasync.follow import Follower
 from deltasync.housekeeping import Keep
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
-from deltasync.replicas import Follower
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, int_view, tensor_of

@@ -18,8 +18,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.codec import tiles
 from deltasync.errors import FingerprintMismatchError, ShareError
+from deltasync.follow import Follower
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
-from deltasync.replicas import Follower
 from deltasync.tensors.bits import bits_of
 
 VERSIONS, SHAPE, AT = 6, (96, 64), 37 * 64  # the first of the two workers has 37 rows, which are no whole tiles

@@ -22,7 +22,7 @@ from deltasync import open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
-from deltasync.replicas.pin import Pin
+from deltasync.follow.pin import Pin
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
@@ -103,7 +103,7 @@ def test_reach_makes_the_driver_look_at_once(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltasync.replicas.poll._FIRST_S", 1000.0)
+    monkeypatch.setattr("deltasync.follow.poll._FIRST_S", 1000.0)
 
     async def body() -> None:
         trainer.publish()

@@ -12,8 +12,8 @@ from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import CorruptDataError, MissingVersionError, NotPublishedError
-from deltasync.replicas import Replica
-from deltasync.replicas.course import Course
+from deltasync.follow import Replica
+from deltasync.follow.cursor import Course
 from deltasync.stores import Store, open_store
 from tests.channels import Made, made, trained, weights
 from tests.conftest import assert_same_bits

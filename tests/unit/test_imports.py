@@ -25,7 +25,7 @@ ROOMS = (
     "channel",
     "ranks",
     "live",
-    "replicas",
+    "follow",
     "housekeeping",
     "publish",
     "dashboard",

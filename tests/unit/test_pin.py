@@ -13,7 +13,7 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError, NotPublishedError
-from deltasync.replicas import NEWEST, Course, Pin, Replica
+from deltasync.follow import NEWEST, Course, Pin, Replica
 from deltasync.stores import Store, open_store
 from tests import driving
 from tests.channels import made, trained

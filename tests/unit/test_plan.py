@@ -12,7 +12,7 @@ from deltasync.channel import keys, record
 from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
-from deltasync.replicas import Course, course
+from deltasync.follow import Course, course
 from deltasync.stores import Store
 from tests.channels import Made, made, trained
 from tests.conftest import assert_same_bits
@@ -163,7 +163,7 @@ class TestBatches:
             channel.delta(model, parts=number % 2)
         channel.head()
         replica = at(store, 1)
-        with caplog.at_level("INFO", "deltasync.replicas.replica"):
+        with caplog.at_level("INFO", "deltasync.follow.replica"):
             assert replica.sync() == 5
         assert ["steps=4" in line.getMessage() for line in caplog.records] == [True]
         assert holds(replica, channel)

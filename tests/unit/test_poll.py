@@ -10,7 +10,7 @@ import torch
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.errors import NotPublishedError
-from deltasync.replicas import Poll
+from deltasync.follow import Poll
 from deltasync.stores import ObjectInfo, Store
 from tests.faults import FaultyStore
 
@@ -63,7 +63,7 @@ def test_an_interval_below_the_first_wait_is_kept(store: Store) -> None:
 
 def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("deltasync.replicas.poll.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("deltasync.follow.poll.time.monotonic", lambda: now_s)
 
     def looks_until(version_s: float) -> list[float]:
         """Look until a version that appears then is found; when it was looked."""

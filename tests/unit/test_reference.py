@@ -26,9 +26,9 @@ from deltasync.errors import (
     ModelMismatchError,
     UnsupportedFormatError,
 )
+from deltasync.follow import Course, Follower
 from deltasync.housekeeping import Keep
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.replicas import Course, Follower
 from deltasync.stores import Store
 from deltasync.tensors.bits import spec_of
 from tests.conftest import assert_same_bits

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from deltasync.channel import keys
 from deltasync.channel.plan import find_way_back, goes_back, payload_bytes
 from deltasync.channel.reading import ChannelReader
-from deltasync.replicas import Pin, Replica
+from deltasync.follow import Pin, Replica
 from deltasync.stores import open_store
 from tests import driving
 from tests.channels import EPOCH, Made, Weights, trained, weights

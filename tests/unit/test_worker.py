@@ -18,9 +18,9 @@ import torch
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ModelMismatchError
+from deltasync.follow import Course
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Segment, model_fingerprint
-from deltasync.replicas import Course
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import int_view
 from tests.channels import Made

@@ -20,11 +20,11 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReaderSettings, whole_number
 from deltasync.errors import CorruptDataError, FingerprintMismatchError, MissingVersionError, NotPublishedError
+from deltasync.follow.cursor import Course
+from deltasync.follow.follower import Follower
+from deltasync.follow.pin import NEWEST, Pin
+from deltasync.follow.poll import Poll
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.replicas.course import Course
-from deltasync.replicas.follower import Follower
-from deltasync.replicas.pin import NEWEST, Pin
-from deltasync.replicas.poll import Poll
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import bits_of
 

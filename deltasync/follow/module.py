@@ -38,12 +38,12 @@ from deltasync.errors import (
     get_logger,
     printable,
 )
+from deltasync.follow.follower import Follower
+from deltasync.follow.module_map import Names, places, plain_name, segment
+from deltasync.follow.pin import NEWEST, Pin
+from deltasync.follow.poll import Poll
+from deltasync.follow.replica import Replica
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.replicas.follower import Follower
-from deltasync.replicas.pin import NEWEST, Pin
-from deltasync.replicas.places import Names, places, plain_name, segment
-from deltasync.replicas.poll import Poll
-from deltasync.replicas.replica import Replica
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import int_view
 

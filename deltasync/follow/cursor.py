@@ -21,8 +21,8 @@ from deltasync.channel.plan import find_way, find_way_back, goes_back, payload_b
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, StaleChannelError, StoreError
-from deltasync.replicas.pin import NEWEST, Pin
-from deltasync.replicas.prefetch import Prefetch
+from deltasync.follow.pin import NEWEST, Pin
+from deltasync.follow.prefetch import Prefetch
 from deltasync.stores.base import ObjectInfo
 
 logger = logging.getLogger(__name__)
