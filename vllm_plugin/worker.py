@@ -33,16 +33,32 @@ from deltasync.errors import (
 )
 from deltasync.follow import Follower, StagedVersion
 from deltasync.kernels import cpu
-from deltasync.live import LiveMemory
+from deltasync.live import LiveMemory, Segment
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
+from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
 from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
+from vllm_plugin.load.layers import is_complete
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset(
-    ("settled", "poll", "audit", "prove", "settle", "identified", "stage", "complete", "commit", "confirm", "undo", "read")
+    (
+        "settled",
+        "poll",
+        "verify",
+        "audit",
+        "prove",
+        "settle",
+        "identified",
+        "stage",
+        "complete",
+        "commit",
+        "confirm",
+        "undo",
+        "read",
+    )
 )
 """Methods of `WorkerReplica` that the driver may call."""
 
@@ -76,9 +92,10 @@ class WorkerReplica:
         self._coming = torch.empty(0)  # a tensor that the driver hands over whole
         self._asleep = False
         before = time.perf_counter()
-        self._plan = plan.record(model, self._reader.specs)
+        self._plan = self._record(model)
         self._mirror: fallback.Mirror | None = None
         self._unproven: set[str] = set()
+        self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
         self._copies = copies.find(model)
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._memory.warm_up()
@@ -90,6 +107,14 @@ class WorkerReplica:
             sum(map(len, self._plan.segments.values())),
             time.perf_counter() - before,
         )
+
+    def _record(self, model: torch.nn.Module) -> plan.LoadPlan:
+        specs = self._reader.specs
+        try:
+            return plan.record(model, specs)
+        except ModelMismatchError as error:
+            found = proof.misfits(specs, proof.checkpoint(self._runner))
+            raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
 
     def fall_asleep(self) -> None:
         """Touch the weights no more, which vLLM is about to take out of memory, and refuse calls that would."""
@@ -137,35 +162,63 @@ class WorkerReplica:
         self._work = self._thread.submit(action)
         return self.poll()
 
-    def audit(self, first: bool) -> Work:
-        """Start to read every bit of live memory; ends in `audited`. The first time, prove the load plan before."""
-        return self._begin(lambda: self._audit(first))
+    def verify(self) -> Work:
+        """Start to prove the load plan against the checkpoint; ends in `verified`."""
+        return self._begin(self._verify)
 
-    def _audit(self, first: bool) -> Work:
+    def _verify(self) -> Work:
+        specs, reasons = self._reader.specs, self._plan.reasons
+        if self._mirror is None:
+            self._unproven, self._others = proof.verify(self._plan, self._memory, specs, proof.checkpoint(self._runner))
+            tensors = fallback.mirrored(self._plan, specs, proof.checkpoint(self._runner)) if reasons else {}
+            logger.info("deltasync load plan: compared=%d reloaded=%d", len(specs) - len(self._unproven), len(tensors))
+            layers = {name: self._plan.layers[name] for name in tensors}
+            self._mirror = fallback.Mirror(self._runner, layers, tensors, reasons)
+            self._hold(self._mirror.segments)
+        return Work("verified", Audit({}, self._memory.regions, reasons, is_complete(self._runner.get_model())))
+
+    def _hold(self, segments: dict[str, list[Segment]]) -> None:
+        self._plan.segments.update(segments)
+        self._memory = LiveMemory(self._reader.specs, self._plan.segments)
+        self._follower = Follower(self._reader, self._memory)
+
+    def audit(self, ignored: list[str]) -> Work:
+        """Start to read every bit of live memory; ends in `audited`.
+
+        `ignored` tensors, which no worker loads, are kept on the host of the first one from now on: the model's fingerprint
+        counts them.
+        """
+        return self._begin(lambda: self._audit(ignored))
+
+    def _audit(self, ignored: list[str]) -> Work:
         before = time.perf_counter()
-        reloaded = self._verify() if first else {}
+        self._unproven -= set(ignored)
+        if ignored and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+            self._hold(proof.kept({name: self._reader.specs[name] for name in ignored}, proof.checkpoint(self._runner)))
         self._memory.audit()
         logger.info("deltasync audit: audit_s=%.3f", time.perf_counter() - before)
-        return Work("audited", Audit(self._memory.parts, self._memory.regions if first else {}, reloaded))
+        return Work("audited", Audit(self._memory.parts, self._memory.regions))
 
-    def _verify(self) -> dict[str, str]:
-        """Prove the load plan against the checkpoint. Returns the tensors that take the fallback, and why."""
-        specs, reasons = self._reader.specs, self._plan.reasons
-        if self._mirror is not None:
-            return reasons
-        self._unproven = proof.verify(self._plan, self._memory, specs, proof.checkpoint(self._runner))
-        tensors = fallback.mirrored(self._plan, specs, proof.checkpoint(self._runner)) if reasons else {}
-        logger.info("deltasync load plan: compared=%d reloaded=%d", len(specs) - len(self._unproven), len(tensors))
-        if tensors:
-            self._mirror = fallback.Mirror(self._runner, {name: self._plan.layers[name] for name in tensors}, tensors)
-            self._memory = LiveMemory(specs, self._plan.segments | self._mirror.segments)
-            self._follower = Follower(self._reader, self._memory)
-        return reasons
+    def prove(self) -> list[str]:
+        """Make sure that the fallback works. Changes live memory and puts it back.
 
-    def prove(self) -> None:
-        """Make sure that the fallback works. Changes live memory and puts it back."""
-        if self._mirror is not None:
-            self._mirror.prove()
+        Returns the checkpoint's tensors that the channel lacks, and that vLLM's loader puts where none of the channel is.
+        """
+        assert self._mirror is not None
+        self._mirror.prove()
+        if not self._others:
+            return []
+        try:
+            others = plan.record(self._runner.get_model(), self._others)
+        except ModelMismatchError as error:
+            logger.warning("deltasync could not see what vLLM loads that the channel lacks: %s", error)
+            return []
+        known = {segment.place for held in self._plan.segments.values() for segment in held}
+        return [
+            name
+            for name, held in others.segments.items()
+            if name in others.reasons or any(segment.place not in known for segment in held)
+        ]
 
     def settle(self, total: int) -> Live:
         """Compare the model's fingerprint, as audited over all workers (-1 if copies differ), with the live version's."""

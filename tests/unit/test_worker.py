@@ -20,9 +20,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ModelMismatchError
 from deltasync.follow import Course
 from deltasync.kernels import cpu
-from deltasync.live import LiveMemory, Segment, model_fingerprint
+from deltasync.live import model_fingerprint
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import int_view
 from tests.channels import Made
 from tests.faults import flipped
 from vllm_plugin import extension, worker
@@ -65,7 +64,9 @@ def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
 
 def proven(of: WorkerReplica, url: str) -> int | None:
     """Audit, compare and identify, as the driver does at first; the version that is live."""
-    of._audit(first=True)
+    of._verify()
+    of.prove()
+    of._audit([])
     found = Course(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
     return None if of._follower.version is None else of._follower.version.version
@@ -105,25 +106,20 @@ class TestProof:
         monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
         assert proven(replica(Model(), url), url) is None
 
-    def test_a_tied_tensor_is_proven_by_the_one_that_it_is(self) -> None:
+    def test_two_tensors_in_one_place_are_refused(self) -> None:
         class Tied(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.embed = torch.nn.Parameter(torch.randn(4, 3), requires_grad=False)
 
             def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-                for _, tensor in weights:
-                    self.embed.copy_(tensor)
+                for name, tensor in weights:
+                    self.embed[2 if name == "row" else slice(None)].copy_(tensor)
 
-        model = Tied()
-        specs = {name: TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head", "other")}
-        plan = record(model, specs)
-        plan.segments["other"] = [Segment(int_view(torch.zeros(4, 3)).reshape(4, 3), (3, 1), 0)]
-        memory = LiveMemory(specs, plan.segments)
-        assert proof.verify(plan, memory, specs, [("embed", model.embed.clone())]) == {"other"}
-        assert not plan.reasons
-        assert proof.verify(plan, memory, specs, [("embed", -model.embed)]) == {"head", "other"}
-        assert plan.reasons.keys() == {"embed"}
+        specs = {name: TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head")}
+        for other in (specs["head"], TensorSpec("row", "float32", (3,))):
+            with pytest.raises(ModelMismatchError, match=f"embed and {other.name} into the same memory"):
+                record(Tied(), {"embed": specs["embed"], other.name: other})
 
 
 class TestHanded:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from vllm_plugin import logger
 
@@ -30,6 +32,26 @@ def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Mo
         return copies[module]
 
     return copy_of(model), {twin: module for module, twin in copies.items()}
+
+
+_NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
+
+
+def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module, or another object, holds by name: registered, or in an attribute of any kind.
+
+    The KV cache is left out.
+    """
+    attributes = {name: value for name, value in vars(holder).items() if name not in _NOT_HELD}
+    if isinstance(holder, torch.nn.Module):
+        attributes |= {**holder._buffers, **holder._parameters}
+    found = {}
+    for name, value in attributes.items():
+        leaves = tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                found[name if leaf is value else f"{name}[{number}]"] = leaf
+    return found
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -65,6 +87,28 @@ def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
 
 def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | None:
     return None if tensor is None else (tensor.dtype, tensor.shape)
+
+
+_built: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()  # names of modules
+
+
+def note_modules() -> None:
+    """Make vLLM note a model's modules before it loads weights: loading may drop some. Call before a model is configured."""
+    from vllm.model_executor.model_loader import utils
+
+    record = utils.record_metadata_for_reloading
+
+    @functools.wraps(record)
+    def record_metadata_for_reloading(model: torch.nn.Module) -> None:
+        _built[model] = frozenset(name for name, _ in model.named_modules())
+        record(model)
+
+    utils.record_metadata_for_reloading = record_metadata_for_reloading
+
+
+def is_complete(model: torch.nn.Module) -> bool:
+    """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
+    return model in _built and _built[model] <= {name for name, _ in model.named_modules()}
 
 
 def keep_weights_addressable() -> None:
