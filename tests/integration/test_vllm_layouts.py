@@ -31,7 +31,7 @@ RELOADED = {
     "fp8": {CHANGED: 14},
 }
 REFUSED = {
-    "gpt_oss": "having it load them again does not change GptOssRoutedExperts, so this model cannot be updated",
+    "gpt_oss": "having it load them again does not change model.layers.0.mlp.experts.down_proj, so this model cannot be updated",
     "deepseek_v2_fp8": "vLLM computed W_UK_T, W_UV of MLAAttention from weights of other layers, and would not do so again",
 }
 

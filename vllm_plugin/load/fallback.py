@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -117,7 +117,7 @@ class Mirror:
                 vars(layer).update(attributes[layer][0])  # a reload that failed may have left others
                 layer._parameters, layer._buffers = attributes[layer][1:]
                 for name in _differences(layer, tensors):
-                    held_tensors(layer)[name].copy_(tensors[name])
+                    held_tensors(layer)[name].data.copy_(tensors[name])
         if problem is not None:
             reasons = f" ({self._reasons[names[0]]})" if names[0] in self._reasons else ""
             raise ModelMismatchError(
@@ -178,15 +178,15 @@ class Mirror:
         Raises:
             Exception: whatever vLLM raises; the layers then hold unknown values.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
         layers = {layer for name in changed for layer in self._layers.get(name, ())}
         if not layers:
             return 0.0
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
         before = time.perf_counter()
         names = [name for name, of in self._layers.items() if of & layers]
         model = self._runner.get_model()
-        with torch.no_grad():
+        with torch.no_grad(), _kept_attributes(layers):
             for layer in layers:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
@@ -196,6 +196,21 @@ class Mirror:
                 for layer in layers:
                     finalize_layerwise_reload(layer, self._runner.model_config)
         return time.perf_counter() - before
+
+
+@contextlib.contextmanager
+def _kept_attributes(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, where the body makes others."""
+    before = [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items() if _is_tensor(value)]
+    yield
+    for attributes, name, tensor in before:
+        other = attributes.get(name)
+        if other is not tensor and _is_tensor(other) and (other.dtype, other.shape) == (tensor.dtype, tensor.shape):
+            attributes[name] = tensor.copy_(other)
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and not value.is_meta
 
 
 def _together(layers: Mapping[str, Set[torch.nn.Module]]) -> list[tuple[set[torch.nn.Module], set[str]]]:
