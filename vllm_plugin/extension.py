@@ -13,6 +13,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError
 from deltasync.kernels import segment_kernels
 from deltasync.tensors.bits import int_view
+from vllm_plugin.load.layers import note_loaded
 from vllm_plugin.messages import Answer, answer
 from vllm_plugin.worker import WorkerReplica
 
@@ -32,6 +33,7 @@ class DeltaSyncWorkerExtension:
         if channel is not None:
             _check(channel)
             warm_up_first(worker)
+            _note_loaded(worker)
         return worker
 
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Answer:
@@ -87,6 +89,19 @@ def warm_up_first(worker: Any) -> None:
         return warm_up()
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _note_loaded(worker: Any) -> None:
+    """Make a vLLM worker note what loading made beside parameters, before it warms the model up."""
+    if not hasattr(worker, "load_model"):
+        return
+    load_model = worker.load_model
+
+    def noted_load_model(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        note_loaded(worker.model_runner.get_model())
+
+    worker.load_model = noted_load_model
 
 
 def _hook_sleep(worker: Any, replica: WorkerReplica) -> None:

@@ -40,7 +40,7 @@ from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
 from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
-from vllm_plugin.load.layers import is_complete
+from vllm_plugin.load.layers import is_complete, note_loaded
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset(
@@ -92,11 +92,12 @@ class WorkerReplica:
         self._coming = torch.empty(0)  # a tensor that the driver hands over whole
         self._asleep = False
         before = time.perf_counter()
+        note_loaded(model)
         self._plan = self._record(model)
         self._mirror: fallback.Mirror | None = None
         self._unproven: set[str] = set()
         self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
-        self._copies = copies.find(model)
+        self._copies: list[copies.DerivedCopy] = []
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._memory.warm_up()
         self._follower = Follower(self._reader, self._memory)
@@ -205,19 +206,22 @@ class WorkerReplica:
         Returns the checkpoint's tensors that the channel lacks, and that vLLM's loader puts where none of the channel is.
         """
         assert self._mirror is not None
-        self._mirror.prove()
+        model, held = self._runner.get_model(), self._plan.segments.values()
+        covered = {segment.live.untyped_storage().data_ptr() for segments in held for segment in segments}
+        self._mirror.prove(covered)
+        self._copies = copies.find(model, covered, self._mirror.modules)
         if not self._others:
             return []
         try:
-            others = plan.record(self._runner.get_model(), self._others)
+            others = plan.record(model, self._others)
         except ModelMismatchError as error:
             logger.warning("deltasync could not see what vLLM loads that the channel lacks: %s", error)
             return []
-        known = {segment.place for held in self._plan.segments.values() for segment in held}
+        known = {segment.place for segments in held for segment in segments}
         return [
             name
-            for name, held in others.segments.items()
-            if name in others.reasons or any(segment.place not in known for segment in held)
+            for name, segments in others.segments.items()
+            if name in others.reasons or any(segment.place not in known for segment in segments)
         ]
 
     def settle(self, total: int) -> Live:

@@ -44,7 +44,7 @@ from tests.integration.vllm_server import save_model
 from vllm_plugin.driver import Driver
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.load.layers import keep_weights_addressable
+from vllm_plugin.load.layers import keep_weights_addressable, note_built
 from vllm_plugin.metrics import Metrics
 
 
@@ -229,6 +229,7 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
+    note_built()
     keep_weights_addressable()
     for name in sys.argv[2:]:
         with laying_out(CASES[name].experts):

@@ -20,7 +20,7 @@ from deltasync.errors import ModelMismatchError
 from deltasync.live import Segment
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import cast, int_view
-from vllm_plugin.load.layers import as_loaded, held_tensors, prepare_reload
+from vllm_plugin.load.layers import as_loaded, held_tensors, is_made, prepare_reload
 from vllm_plugin.load.plan import LoadPlan
 
 Weights = Mapping[str, torch.Tensor]
@@ -77,10 +77,16 @@ class Mirror:
         """The places of the mirrored tensors."""
         return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
 
-    def prove(self) -> None:
+    @property
+    def modules(self) -> set[torch.nn.Module]:
+        """The modules that are loaded again."""
+        return set().union(*self._layers.values())
+
+    def prove(self, covered: Set[int] = frozenset()) -> None:
         """Make sure that reloading a changed tensor changes its layers, and that the unchanged mirror restores live memory.
 
-        Of layers that are alike, tensor by tensor in the first, and with all tensors at once in the others.
+        Of layers that are alike, tensor by tensor in the first, and with all tensors at once in the others. `covered` are
+        addresses of storages that commits write by themselves.
 
         Raises:
             ModelMismatchError: it does not; live memory is as before.
@@ -88,17 +94,17 @@ class Mirror:
         known = set()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             kind = *sorted(re.sub("[0-9]+", "#", name) for name in names), *sorted(type(layer).__name__ for layer in layers)
-            self._prove(layers, sorted(names), one_by_one=kind not in known)
+            self._prove(layers, sorted(names), kind not in known, covered)
             known.add(kind)
 
-    def _prove(self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool) -> None:
+    def _prove(self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]) -> None:
         live = {layer: {name: each for name, each in held_tensors(layer).items() if not each.is_meta} for layer in layers}
         before = {layer: {name: _on_host(tensor) for name, tensor in tensors.items()} for layer, tensors in live.items()}
         places = {layer: {name: tensor.data_ptr() for name, tensor in tensors.items()} for layer, tensors in live.items()}
         attributes = {layer: (dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
-            idle = self._idle(names, before) if one_by_one else self._idle_at_once(names, before)
+            idle = self._stale(names, before, covered) + (self._idle(names, before) if one_by_one else [])
             if idle:
                 problem = f"does not change {idle[0]}"
             self.reload(names)
@@ -125,11 +131,17 @@ class Mirror:
                 f"load them again {problem}, so this model cannot be updated."
             ) from cause
 
-    def _idle_at_once(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> list[str]:
-        """Reload with all tensors changed. Returns the layers that this does not change."""
+    def _stale(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]) -> list[str]:
+        """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does not change."""
+        model, found = self._runner.get_model(), []
         with self._changed(names):
             self.reload(names)
-        return sorted(type(layer).__name__ for layer in before if not _differences(layer, before[layer]))
+        for layer, held in before.items():
+            changed, now, kind = _differences(layer, held), held_tensors(layer), type(layer).__name__
+            made = [name for name in held.keys() - changed if is_made(model, layer, name)]
+            stale = [name for name in made if now[name].untyped_storage().data_ptr() not in covered]
+            found += [kind] if not changed else [f"{kind}.{name}" for name in sorted(stale)]
+        return found
 
     def _idle(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> list[str]:
         """Reload with half of the tensors changed, as many times as their numbers have bits.
@@ -200,7 +212,7 @@ class Mirror:
 
 @contextlib.contextmanager
 def _kept_attributes(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, where the body makes others."""
+    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, if the body makes others."""
     before = [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items() if _is_tensor(value)]
     yield
     for attributes, name, tensor in before:
@@ -230,10 +242,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _differences(layer: torch.nn.Module, tensors: Weights) -> list[str]:
+def _differences(layer: torch.nn.Module, tensors: Weights) -> set[str]:
     """Return the names of a layer's tensors whose bits differ from these, which are on the host."""
     now = held_tensors(layer)
-    return [name for name in tensors if name not in now or not torch.equal(_bits(now[name]).cpu(), _bits(tensors[name]))]
+    return {name for name in tensors if name not in now or not torch.equal(_bits(now[name]).cpu(), _bits(tensors[name]))}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
