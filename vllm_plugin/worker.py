@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -22,6 +22,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
+    CommitError,
     ConfigError,
     CorruptDataError,
     DeltaSyncError,
@@ -62,6 +63,9 @@ CALLS = frozenset(
 )
 """Methods of `WorkerReplica` that the driver may call."""
 
+_Place = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]
+"""Where a module holds a tensor: its parameters or buffers, the name, the tensor, its memory, and the address of that."""
+
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
 
@@ -98,6 +102,8 @@ class WorkerReplica:
         self._unproven: set[str] = set()
         self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
         self._copies: list[copies.DerivedCopy] = []
+        self._places: list[_Place] = []
+        self._is_stale = False  # whether reloading layers, or refreshing copies, has failed
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._memory.warm_up()
         self._follower = Follower(self._reader, self._memory)
@@ -130,6 +136,17 @@ class WorkerReplica:
         """Accept calls again: the weights are in memory. An audit has to find out their bits."""
         self._asleep = False
         self._follower.settled = False
+
+    def put_back(self) -> None:
+        """Put parameters and buffers of the model back if something replaced them, or their memory."""
+        for held, name, tensor, data, address in self._places:
+            if held.get(name) is not tensor or tensor.data_ptr() != address:
+                held[name] = tensor
+                tensor.data = data
+                self._follower.settled = False
+                logger.error(
+                    "deltasync: something replaced %s in vLLM's model, which follows a channel; it was put back", name
+                )
 
     def call(self, method: str, *args: Any) -> Any:
         """Call one of `CALLS`. Call `prove`, `commit`, `confirm` and `undo` only while generation is paused.
@@ -209,6 +226,15 @@ class WorkerReplica:
         model, held = self._runner.get_model(), self._plan.segments.values()
         covered = {segment.live.untyped_storage().data_ptr() for segments in held for segment in segments}
         self._mirror.prove(covered)
+        places = [
+            (of, name, tensor)
+            for each in model.modules()
+            for of in (each._parameters, each._buffers)
+            for name, tensor in of.items()
+        ]
+        self._places = [
+            (of, name, tensor, tensor.data, tensor.data_ptr()) for of, name, tensor in places if tensor is not None
+        ]
         self._copies = copies.find(model, covered, self._mirror.modules)
         if not self._others:
             return []
@@ -225,7 +251,18 @@ class WorkerReplica:
         ]
 
     def settle(self, total: int) -> Live:
-        """Compare the model's fingerprint, as audited over all workers (-1 if copies differ), with the live version's."""
+        """Compare the model's fingerprint, as audited over all workers (-1 if copies differ), with the live version's.
+
+        Layers whose reload failed are loaded again first: the audit has read their mirror.
+
+        Raises:
+            CommitError: that failed; it is not known what the weights are.
+        """
+        if self._is_stale:
+            try:
+                self._reload(())
+            except Exception as error:
+                raise CommitError(f"vLLM could not load layers again, whose weights are uncertain: {error}") from error
         self._follower.settle(total)
         return Live(self._follower.version)
 
@@ -285,7 +322,7 @@ class WorkerReplica:
         assert staged is not None
         try:
             self._committed = self._follower.commit(staged)
-            reload_s = self._reload(staged)
+            reload_s = self._reload(staged.staged.fingerprints)
         except Exception:
             self.undo()
             raise
@@ -304,13 +341,15 @@ class WorkerReplica:
         try:
             self._follower.confirm(committed, fingerprints, total)
         except FingerprintMismatchError:
-            self._reload(committed)
+            self._reload(committed.staged.fingerprints)
             raise
 
-    def _reload(self, staged: StagedVersion) -> float:
-        """Have vLLM recompute what it derived from the weights that were written. Returns the seconds for the fallback."""
-        reload_s = 0.0 if self._mirror is None else self._mirror.reload(staged.staged.fingerprints)
+    def _reload(self, changed: Iterable[str]) -> float:
+        """Have vLLM recompute what it derives from the tensors that were written. Returns the seconds for the fallback."""
+        self._is_stale = True
+        reload_s = 0.0 if self._mirror is None else self._mirror.reload(changed)
         copies.refresh(self._copies)
+        self._is_stale = False
         return reload_s
 
     def undo(self) -> None:
@@ -319,7 +358,7 @@ class WorkerReplica:
         self._follower.settled = False
         if committed is not None:
             self._follower.rollback(committed)
-            self._reload(committed)
+            self._reload(committed.staged.fingerprints)
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each of this worker's segments of a tensor, from live memory, in the order of its regions."""

@@ -18,7 +18,7 @@ import torch
 
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import ModelMismatchError
+from deltasync.errors import CommitError, ConfigError, ModelMismatchError
 from deltasync.follow import Course
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
@@ -333,6 +333,101 @@ class TestDerivedCopies:
         if spec is None or spec.origin is None:
             pytest.skip("no vLLM")
         assert re.search(pattern, Path(spec.origin).parent.joinpath(path).read_text())
+
+
+class TestUnsettled:
+    """What computes is what is asserted, whoever touches the weights."""
+
+    def test_after_a_reload_that_failed_no_version_is_named_until_one_succeeds(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        weights = checkpoint()
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        model = Model(shuffled=True)
+        fails = False
+
+        def reload(mirror: Mirror, names: Any) -> float:
+            """In the place of vLLM's own, as it loads a shuffled layer."""
+            layers = mirror.dirty | {layer for name in names for layer in mirror._layers.get(name, ())}
+            mirror.dirty = layers
+            if layers:
+                model.experts.data.copy_(mirror._tensors["experts"].roll(4, 0))
+                model.plain.data.copy_(mirror._tensors["plain"])
+                if fails:
+                    model.plain.data.zero_()
+                    raise RuntimeError("out of memory")
+            mirror.dirty = set()
+            return 0.0
+
+        monkeypatch.setattr(Mirror, "reload", reload)
+        of = replica(model, memory_url)
+        assert proven(of, memory_url) == 1
+        before = model.state_dict()["plain"].clone()
+        weights["plain"].add_(1)
+        assert of._stage(handed([channel.delta(weights)])).state == "staged"
+        total = model_fingerprint(of._memory.fingerprints)
+        fails = True
+        for body in (lambda: of.commit(alone=True), lambda: of.settle(total)):
+            with pytest.raises((RuntimeError, CommitError)):
+                body()
+            assert not of.settled()
+            of._audit([])  # reads the mirror, which was rolled back
+            assert model_fingerprint(of._memory.fingerprints) == total
+        fails = False
+        live = of.settle(total).version
+        assert (live and live.version, of.settled()) == (1, True)
+        assert torch.equal(model.plain, before)
+
+    def test_what_is_replaced_is_put_back_before_the_next_step_and_audited(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        model, steps = Model(), []
+        vllm_worker = extension.DeltaSyncWorkerExtension()
+        vllm_worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=lambda: steps.append("reloaded"))
+        vllm_worker.execute_model = lambda: steps.append(model.plain.sum().item())
+        assert vllm_worker.deltasync_open(url) == {"result": None}
+        of = vllm_worker._deltasync_replica
+        proven(of, url)
+        wanted = model.plain.sum().item()
+        for replace in (
+            lambda: setattr(model, "plain", torch.nn.Parameter(-model.plain, requires_grad=False)),
+            lambda: setattr(model.plain, "data", -model.plain.data),
+        ):
+            replace()
+            assert of.settled()
+            vllm_worker.execute_model()
+            assert (steps.pop(), of.settled()) == (wanted, False)
+            of._follower.settled = True
+        for load in (vllm_worker.model_runner.reload_weights, model.load_weights):
+            with pytest.raises(ConfigError, match="Nothing was loaded"):
+                load({})
+        assert steps == []
+
+    def test_weights_that_sleep_before_the_first_version_are_left_alone(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class VllmWorker:
+            model_runner = SimpleNamespace(get_model=Model)
+
+            def sleep(self, level: int = 1) -> None: ...
+
+            def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+        monkeypatch.setenv("DELTASYNC_CHANNEL", url)
+        monkeypatch.setenv("VLLM_PLUGINS", "deltasync")
+        of = type("Worker", (VllmWorker, extension.DeltaSyncWorkerExtension), {})()
+        of.sleep(1)
+        assert of.deltasync_open(url)["error"]["kind"] == "SleepingError"
+        of.wake_up(["kv_cache"])
+        assert of.deltasync_open(url)["error"]["kind"] == "SleepingError"
+        of.wake_up()
+        assert of.deltasync_open(url) == {"result": None}
+        of.sleep(2)
+        assert of.deltasync_call("stage", [])["error"]["kind"] == "SleepingError"
 
 
 RUNNER = SimpleNamespace(get_model=lambda model=torch.nn.Identity(): model)  # noqa: B008

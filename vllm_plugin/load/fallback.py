@@ -56,8 +56,10 @@ def mirrored(
 class Mirror:
     """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from them.
 
-    `layers` has the modules that each tensor is loaded into, none for those that are only kept. `reasons` says why they are
-    mirrored.
+    `layers` has the modules that each tensor is loaded into. `reasons` says why they are mirrored.
+
+    Attributes:
+        dirty: Modules that hold unknown values, because reloading them failed.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Mirror:
         self._runner = runner
         self._layers = layers
         self._tensors = tensors
+        self.dirty: set[torch.nn.Module] = set()
 
     @property
     def segments(self) -> dict[str, list[Segment]]:
@@ -124,6 +127,7 @@ class Mirror:
                 layer._parameters, layer._buffers = attributes[layer][1:]
                 for name in _differences(layer, tensors):
                     held_tensors(layer)[name].data.copy_(tensors[name])
+            self.dirty = set()
         if problem is not None:
             reasons = f" ({self._reasons[names[0]]})" if names[0] in self._reasons else ""
             raise ModelMismatchError(
@@ -185,14 +189,17 @@ class Mirror:
                 self._tensors[name].copy_(tensor)
 
     def reload(self, changed: Iterable[str]) -> float:
-        """Load the layers of those changed tensors that are mirrored. Mutates live weights. Returns the seconds it took.
+        """Load the layers of those changed tensors that are mirrored, and what is `dirty`. Mutates live weights.
+
+        Returns the seconds it took.
 
         Raises:
-            Exception: whatever vLLM raises; the layers then hold unknown values.
+            Exception: whatever vLLM raises; the layers then hold unknown values, and are `dirty`.
         """
-        layers = {layer for name in changed for layer in self._layers.get(name, ())}
+        layers = self.dirty | {layer for name in changed for layer in self._layers.get(name, ())}
         if not layers:
             return 0.0
+        self.dirty = layers
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         before = time.perf_counter()
@@ -207,6 +214,7 @@ class Mirror:
             finally:
                 for layer in layers:
                     finalize_layerwise_reload(layer, self._runner.model_config)
+        self.dirty = set()
         return time.perf_counter() - before
 
 
