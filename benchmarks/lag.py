@@ -32,7 +32,7 @@ from benchmarks import common
 from deltasync import Publisher, Replica
 from deltasync.config import ReplicaSettings
 from deltasync.errors import NotPublishedError
-from deltasync.follow import Poll
+from deltasync.following import Poll
 from deltasync.stores import open_store
 from deltasync.tensors.bits import bits_of
 from tests.http_faults import FaultProxy
@@ -157,7 +157,7 @@ def follow(url: str, pipe: Connection) -> None:
     store = open_store(url)
     replica = Replica(store)
     before: int | None = None
-    with Poll(store, ReplicaSettings.from_env().poll_interval_s, lambda _: None) as poll:
+    with Poll(ReplicaSettings.from_env().poll_interval_s).watching(store, lambda _: None) as poll:
         while not pipe.poll():
             with contextlib.suppress(NotPublishedError):
                 replica.poll()

@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.common import table
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Follower
+from deltasync.following import Follower
 
 TENSOR = 8_000_000  # elements of a tensor, about as many as those of a layer have
 
@@ -52,7 +52,7 @@ def measure(url: str, elements: int, repeats: int) -> dict[str, Any]:
     reader = ChannelReader(open_store(url))
     replica = Replica(reader.store)
     replica.sync(1)
-    follower = replica._follower
+    follower = replica._target.follower
     assert isinstance(follower, Follower)
     commits, rollbacks = zip(*(commit_and_rollback(follower, reader) for _ in range(repeats)), strict=True)
     loads, again = [], []

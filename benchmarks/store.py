@@ -24,7 +24,7 @@ from benchmarks import common
 from benchmarks.common import say, table, timed
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key

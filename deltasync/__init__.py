@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync import errors
     from deltasync.config import Retention
-    from deltasync.follow import Following, Replica, follow
+    from deltasync.following import Following, Replica, follow
     from deltasync.publish import Publisher, Receipt
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Following": "deltasync.follow",
+    "Following": "deltasync.following",
     "Publisher": "deltasync.publish",
     "Receipt": "deltasync.publish",
-    "Replica": "deltasync.follow",
+    "Replica": "deltasync.following",
     "Retention": "deltasync.config",
-    "follow": "deltasync.follow",
+    "follow": "deltasync.following",
     "open_store": "deltasync.stores",
 }
 

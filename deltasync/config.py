@@ -26,7 +26,7 @@ DTYPE = rf"fp8|{_CASTS}(,[^,=]+={_CASTS})*"
 """Pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)."""
 _DTYPES = "one of bfloat16, float16, float32, fp8, keep, or dtypes by names as in bfloat16,*.router.*=float32"
 PIN = r"newest|(?P<version>[1-9][0-9]{0,17})|every (?P<every>[1-9][0-9]{0,8})|(?P<behind>[1-9][0-9]{0,8}) behind"
-"""Pattern of the setting `pin` (`deltasync.follow.Pin`)."""
+"""Pattern of the setting `pin` (`deltasync.following.Pin`)."""
 
 
 @dataclasses.dataclass(frozen=True)

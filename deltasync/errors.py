@@ -27,6 +27,7 @@
     │   │   └── ShareError                       9      decoding needs more of some tensors than this process holds
     │   ├── FingerprintMismatchError             9    rolled back to the previous version; re-anchor
     │   ├── SleepingError                        9    vLLM sleeps; live weights untouched, retry when it wakes up
+    │   ├── PinnedError                          9    the replica is pinned to other versions; it stays there
     │   └── CommitError                          9    weights uncertain, reload
     └── AckTimeoutError                         10  the version is published, but the fleet does not serve it yet
 
@@ -63,9 +64,13 @@ class DeltaSyncError(Exception):
     """Root of all errors raised by deltasync.
 
     Messages quote URLs and text from channels, servers and replicas, so each is made one printable line without credentials.
+
+    Attributes:
+        key: Key of the record whose objects are missing or damaged; None for another cause.
     """
 
     exit_code = 1
+    key: str | None = None
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(redacted(arg)) if isinstance(arg, str) else arg for arg in args))
@@ -191,6 +196,10 @@ class FingerprintMismatchError(ApplyError):
 
 class SleepingError(ApplyError):
     """vLLM sleeps, so its weights are not in memory; nothing was changed."""
+
+
+class PinnedError(ApplyError):
+    """The replica's pin keeps it from the version that was asked for, or was changed meanwhile."""
 
 
 class CommitError(ApplyError):

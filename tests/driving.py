@@ -1,4 +1,4 @@
-"""The driver and its routes over one real worker in this process, and a trainer for it."""
+"""vLLM's target and its routes over one real worker in this process, and a trainer for it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from deltasync import open_store
 from deltasync.channel.documents import Delta
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
+from deltasync.following import Follow, Pin
 from deltasync.stores import Store
 from tests.channels import Made
-from vllm_plugin.driver import Driver
 from vllm_plugin.endpoints import DeltaSyncEndpoints
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.metrics import Metrics
+from vllm_plugin.target import EngineTarget, OnLoop, open_reader
 
 PATIENCE_S = 60.0
 PLAIN = Namespace(worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")
@@ -91,6 +92,38 @@ class Engine(IdleEngine):
             self.events.append((what, self.driver.version))
 
 
+class Driver(Follow):
+    """The follow loop over an engine, whose steps are taken one by one, in another thread than the event loop's."""
+
+    target: EngineTarget
+
+    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics) -> None:
+        reader = open_reader(settings)
+        target = EngineTarget(engine, reader, settings, metrics, OnLoop(asyncio.get_running_loop()))
+        super().__init__(reader, target, settings, observer=metrics, prefetch=False)
+        self.pauses = target.pauses
+
+    @property
+    def caught_up(self) -> bool:
+        return self._caught_up == self._begun
+
+    async def look(self, pin: Pin | None = None, *, asked: bool = False) -> None:
+        """Take one step; `status` tells how it went."""
+        self._asked |= asked
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.step, pin, audits=True)
+
+    async def look_until_done(self, pin: Pin | None = None) -> None:
+        await asyncio.to_thread(self.catch_up, pin)
+
+    async def reach(self, version: int | None = None) -> int:
+        reached = self.request(version)
+        await until(lambda: reached() is not None)
+        served = reached()
+        assert served is not None
+        return served
+
+
 class Trainer:
     """Publishes what the engine's model started from, and then changes of it, record by record."""
 
@@ -140,14 +173,12 @@ def registry() -> CollectorRegistry:
 @contextlib.asynccontextmanager
 async def following(engine: Engine, url: str, registry: CollectorRegistry, **settings: Any) -> AsyncIterator[Driver]:
     driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit", **settings), Metrics(registry))
-    task = asyncio.create_task(driver.run())
+    driver.start()
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield driver
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.to_thread(driver.stop)
 
 
 async def until(condition: Any) -> None:
@@ -184,8 +215,8 @@ def serving(
     @app.post("/v1/completions")
     async def complete(to: int = 0, stream: bool = False) -> Any:
         if to:
-            assert plugin._driver is not None
-            await plugin._driver.reach(to)
+            assert plugin._follow is not None
+            await asyncio.to_thread(plugin._follow.wait, to)
         return StreamingResponse(iter(["data: [DONE]\n\n"]), media_type="text/event-stream") if stream else {}
 
     plugin.attach_router(app)

@@ -1,6 +1,6 @@
 """Following a channel that holds an adapter: vLLM's runtime LoRA loads each version under a name of its own.
 
-    next way -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
+    next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the versions apart. The
 last versions can be requested by name. Older ones are unloaded once no request uses them.
@@ -12,6 +12,7 @@ import asyncio
 import shutil
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,24 +22,23 @@ from safetensors.torch import load_file, save_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
 from deltasync.channel.documents import Version, sha256_hex
+from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
     ConfigError,
     CorruptDataError,
-    FingerprintMismatchError,
     MissingVersionError,
     SleepingError,
 )
-from deltasync.follow import Follower, Pin
+from deltasync.following import Commit, Follower, Identify, StagedVersion
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
-from vllm_plugin.driver import HISTORY, Driver
-from vllm_plugin.messages import CommitReply, Status
-from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
+from vllm_plugin.metrics import generated_tokens, running_requests
+from vllm_plugin.target import OnLoop, Run, unique_name
 
 KEPT = 2
 """How many of the newest versions can be requested by name."""
@@ -47,157 +47,148 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GRACE_S = 60.0  # for requests that have looked up a version's name and do not run yet
 
 
-class _Ahead(NamedTuple):
-    """A version in the tensors that vLLM has not loaded yet, and what was noted when staging it began."""
+class _Staged(NamedTuple):
+    """A version that is ready to be loaded, and what was noted when staging it began."""
 
-    way: Sequence[Stored]
+    staged: StagedVersion
+    config: bytes
     tokens_before: int
-    running: int
     begun_s: float
-    changed: int
 
 
-class AdapterDriver(Driver):
-    """Follows the channel of an adapter for one server, through vLLM's served `models`. Workers take no part.
+class AdapterTarget:
+    """The adapter that vLLM's served `models` have under the name `settings.adapter`. Workers take no part.
+
+    Attributes:
+        version: The version that the adapter's name means.
+        served: Names of the versions that may be requested, oldest first.
 
     Raises:
         ConfigError: the adapter has the name of a served model.
     """
 
-    def __init__(self, engine: Any, settings: ReplicaSettings, metrics: Metrics, models: Any) -> None:
-        super().__init__(engine, settings, metrics)
+    def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: Run) -> None:
         assert settings.adapter is not None
         if models.is_base_model(settings.adapter):
             raise ConfigError(f"The adapter cannot be named {settings.adapter}, as a model that vLLM serves.")
+        self.version: Version | None = None
+        self.served: list[str] = []
+        self._engine, self._reader, self._models, self._run = engine, reader, models, run
         self._adapter = settings.adapter
-        self._models = models
-        self._follower: Follower | None = None
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._last: Stored | None = None  # of `version`
         self._config = b""
-        self._ahead: _Ahead | None = None
+        self._names: OrderedDict[int, str] = OrderedDict()
         self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
-        self._served: list[str] = []  # names of versions, oldest first
         self._retired: dict[str, float] = {}  # when each version that is not served by name any more was last in use
-
-    async def run(self) -> None:
-        """Follow the channel until cancelled; then remove all files."""
-        with self._root:
-            await super().run()
-
-    def status(self, commit_count: int = HISTORY) -> Status:
-        """Return the driver's status, with the model names that requests may use."""
-        status = super().status(commit_count)
-        status.adapters = [self._adapter, *reversed(self._served)] if self._served else []
-        return status
-
-    async def digest(self) -> dict[str, Any]:
-        """Return the version served, and the sha256 of every tensor in the files that vLLM loaded it from."""
-        async with self._busy:
-            version = self.identity
-            path = None if version is None else self._folder(self._versioned(version)) / _WEIGHTS
-            tensors = {} if path is None else await asyncio.to_thread(load_file, path)
-        sha256 = {name: sha256_hex(bits_of(tensor).data) for name, tensor in tensors.items()}
-        return {"version": self.version, "sha256": sha256}
+        self._follower: Follower  # of what vLLM has loaded, in host memory
+        self._tensors: dict[str, torch.Tensor]
 
     @property
-    def _have(self) -> Version | None:
-        return None if self._follower is None else self._follower.version
+    def progressed_s(self) -> float:
+        """As `Target.progressed_s`."""
+        return self._follower.progressed_s if hasattr(self, "_follower") else 0.0
 
-    async def _follow_once(self, pin: Pin) -> bool:
-        """Take the next step. Returns whether there was nothing to take."""
-        await self._scout.ask("published", self._check_published)
-        async with self._busy:
-            await self._retire()
-            if await self._engine.is_sleeping():
-                raise SleepingError("vLLM sleeps. No adapter is loaded until it wakes up.")
-            if self._follower is not None and not self._follower.settled:
-                await asyncio.to_thread(self._find_out, self._follower)
-        way = await self._scout.next(self._have, pin)
-        async with self._busy:
-            if way:
-                self._state = "staging"
-                self._ahead = await asyncio.to_thread(self._advance, way)
-            if self._ahead is not None and self._have != self.identity:
-                await self._load(self._ahead)
-            self._ahead = None
-            self._report("serving", self._course.problem)
-        return not way
+    @property
+    def models(self) -> list[str]:
+        """The model names that requests may use, the newest first."""
+        return [self._adapter, *reversed(self.served)] if self.served else []
 
-    def _find_out(self, follower: Follower) -> None:
-        """Audit the bits in memory."""
-        before = follower.version
-        follower.settle()
-        if follower.version != before:
-            self._scout.acquit()
+    def open(self, identify: Identify) -> None:
+        """Make host memory for the adapter's tensors."""
+        self._refuse_asleep()
+        memory, self._tensors = LiveMemory.on_host(self._reader.specs)
+        memory.audit()
+        self._follower = Follower(self._reader, memory)
 
-    def _advance(self, way: Sequence[Stored]) -> _Ahead:
-        """Bring the tensors to the end of a way."""
-        began = generated_tokens(), running_requests(), time.perf_counter()
-        if self._follower is None:
-            memory, self._tensors = LiveMemory.on_host(self._reader.specs)
-            memory.audit()
-            self._follower = Follower(self._reader, memory)
-        failed = None
-        try:
-            for stored in way:
-                if stored.use_anchor:
-                    failed = stored.key
-                    self._config = self._read_config(stored)
-            failed = None
-            staged = self._follower.stage(way)
-            self._follower.confirm(self._follower.commit(staged))
-        except BaseException as error:
-            is_blamed = isinstance(error, CorruptDataError | MissingVersionError | FingerprintMismatchError)
-            self._scout.failed((way, failed or self._follower.failed, error) if is_blamed else None)
-            raise
-        return _Ahead(way, *began, staged.staged.changed)
+    def is_settled(self, asked: bool) -> bool:
+        """Whether the host memory holds what vLLM has loaded. Also unloads versions that nobody uses."""
+        self._refuse_asleep()
+        self._run(self._retire())
+        return self._follower.settled and self._follower.version == self.version
+
+    def _refuse_asleep(self) -> None:
+        if self._run(self._engine.is_sleeping()):
+            raise SleepingError("vLLM sleeps. No adapter is loaded until it wakes up.")
+
+    def settle(self) -> None:
+        """Bring the host memory back to the version that vLLM has loaded, from the file that it was loaded from."""
+        if self._last is not None:
+            for name, tensor in load_file(self._folder(self._versioned(self._last.version)) / _WEIGHTS).items():
+                bits_of(self._tensors[name])[:] = bits_of(tensor)
+        self._follower.identified(self._last)
+        self._follower.settle()
+        self.version = self._follower.version
+
+    def stage(self, chain: Sequence[Stored]) -> _Staged:
+        """As `Target.stage`."""
+        tokens_before, begun_s, config = generated_tokens(), time.perf_counter(), self._config
+        for stored in chain:
+            if stored.use_anchor:
+                config = self._read_config(stored)
+        return _Staged(self._follower.stage(chain), config, tokens_before, begun_s)
 
     def _read_config(self, stored: Stored) -> bytes:
         anchor = stored.record.anchor
         assert anchor is not None
         for file in anchor.companions:
             if file.key == f"{anchor.directory}/{_CONFIG}":
-                return self._reader.fetch(file)
+                try:
+                    return self._reader.fetch(file)
+                except (CorruptDataError, MissingVersionError) as error:
+                    error.key = stored.key
+                    raise
         raise ConfigError(
-            f"{self._channel} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
+            f"{self._reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
             "adapter_only=True, or start the server without --adapter."
         )
 
-    async def _load(self, ahead: _Ahead) -> None:
+    def commit(self, staged: _Staged) -> Commit:
         """Write the tensors, have vLLM load them, and serve them under the adapter's name too."""
-        version = ahead.way[-1].version
+        running, chain = running_requests(), staged.staged.way
+        version = self._follower.confirm(self._follower.commit(staged.staged))
         name = self._versioned(version)
-        await asyncio.to_thread(self._write, self._folder(name))
-        written = time.perf_counter()
-        self._state = "committing"
-        reply = await self._models.load_lora_adapter(
-            LoadLoRAAdapterRequest(lora_name=name, lora_path=str(self._folder(name)))
+        self._write(self._folder(name), staged.config)
+        written_s = time.perf_counter()
+        self._run(self._load(name))
+        self.version, self._last, self._config = version, chain[-1], staged.config
+        return Commit(
+            version=version.version,
+            sha256=version.sha256,
+            anchor=chain[0].use_anchor,
+            changed=staged.staged.staged.changed,
+            stage_s=written_s - staged.begun_s,
+            reload_s=time.perf_counter() - written_s,
+            tokens_during_sync=generated_tokens() - staged.tokens_before,
+            running_requests=running,
         )
-        if not isinstance(reply, str):
-            raise ApplyError(f"vLLM did not load {name}: {reply.error.message}")
-        self._models.lora_requests[self._adapter] = self._models.lora_requests[name]
-        self._served.append(name)
-        self.identity, self._served_s = version, time.monotonic()
-        done = CommitReply(ahead.changed, written - ahead.begun_s, 0.0, time.perf_counter() - written)
-        self._committed(ahead.way, done, generated_tokens() - ahead.tokens_before, ahead.running, 0.0)
 
-    def _write(self, folder: Path) -> None:
+    async def _load(self, name: str) -> None:
+        """Have vLLM load a version, unless it still has it, and make the adapter's name mean it."""
+        if name not in self._models.lora_requests:
+            request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(self._folder(name)))
+            reply = await self._models.load_lora_adapter(request)
+            if not isinstance(reply, str):
+                raise ApplyError(f"vLLM did not load {name}: {reply.error.message}")
+        self._models.lora_requests[self._adapter] = self._models.lora_requests[name]
+        self._retired.pop(name, None)
+        self.served = [*(each for each in self.served if each != name), name]
+
+    def _write(self, folder: Path, config: bytes) -> None:
         """Write the tensors as a PEFT directory, and compare the files with them."""
-        assert self._follower is not None
         folder.mkdir(exist_ok=True)
-        (folder / _CONFIG).write_bytes(self._config)
+        (folder / _CONFIG).write_bytes(config)
         save_file(self._tensors, folder / _WEIGHTS, {"format": "pt"})
         tensors = load_file(folder / _WEIGHTS)
         written = {name: cpu.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()}
         if written != self._follower.memory.fingerprints:
-            raise FingerprintMismatchError(f"{folder} does not hold the bits of version {self._have} that were written.")
+            raise ApplyError(f"{folder} does not hold the bits of version {self._follower.version} that were written.")
 
     async def _retire(self) -> None:
         """Unload versions older than those that are kept, and remove their directories, once no request uses them."""
         used = {state.lora_name for state in self._engine.output_processor.request_states.values()}
-        for name in [name for name in self._served[:-KEPT] if name not in used]:
+        for name in [name for name in self.served[:-KEPT] if name not in used]:
             await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
-            self._served.remove(name)
+            self.served.remove(name)
             self._retired[name] = time.monotonic()
         for name, since in list(self._retired.items()):
             if name in used:
@@ -206,8 +197,19 @@ class AdapterDriver(Driver):
                 await asyncio.to_thread(shutil.rmtree, self._folder(name))
                 del self._retired[name]
 
+    def digest(self) -> dict[str, str]:
+        """Return the sha256 of every tensor in the file that vLLM loaded the version from."""
+        path = None if self.version is None else self._folder(self._versioned(self.version)) / _WEIGHTS
+        tensors = {} if path is None else load_file(path)
+        return {name: sha256_hex(bits_of(tensor).data) for name, tensor in tensors.items()}
+
+    def close(self) -> None:
+        """Give up what is being loaded."""
+        if isinstance(self._run, OnLoop):
+            self._run.cancel()
+
     def _versioned(self, version: Version) -> str:
-        return f"{self._adapter}-v{self._name(version)}"
+        return f"{self._adapter}-v{unique_name(self._names, version)}"
 
     def _folder(self, name: str) -> Path:
         return Path(self._root.name) / name

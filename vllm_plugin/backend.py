@@ -8,7 +8,7 @@
     POST /finish_weight_update           {"weight_version": "7"}
 
 vLLM calls each of these on all workers of an engine at once, between two steps. In `update_weights` the first worker runs
-the driver, and reaches the other workers by a collective that they wait in, instead of RPCs. Start and finish do nothing:
+the follow loop, and reaches the others through a collective that they wait in, instead of RPCs. Start and finish do nothing:
 weights are patched in place, without vLLM's layerwise reload.
 """
 
@@ -32,13 +32,13 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, ConfigError
-from deltasync.follow import Pin
-from vllm_plugin.driver import Driver
+from deltasync.errors import ConfigError
+from deltasync.following import Follow, Pin
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.messages import Answer, Failure, answer, parse
 from vllm_plugin.metrics import Metrics
+from vllm_plugin.target import open_follow
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ def _reported_once(method: Callable[[DeltaSyncEngine, Any], Any]) -> Callable[[D
 
 
 class _WorkersEngine(IdleEngine):
-    """Presents the workers to the driver as an engine client. The weight version comes from `/finish_weight_update`."""
+    """Presents the workers as an engine client. The weight version comes from `/finish_weight_update`."""
 
     def __init__(self, call: Callable[..., list[Answer]]) -> None:
         self._call = call
@@ -111,14 +111,14 @@ class DeltaSyncEngine(WeightTransferEngine):
         super().__init__(config, vllm_config, device, model)
         self.group = get_world_group()
         if self.group.world_size != vllm_config.parallel_config.world_size:
-            raise ConfigError("The backend 'deltasync' does not span data-parallel engines: let the driver follow instead.")
+            raise ConfigError("The backend 'deltasync' does not span data-parallel engines: let the server follow instead.")
         if vllm_config.model_config.enable_sleep_mode:
-            raise ConfigError("The backend 'deltasync' is not told when vLLM sleeps: let the driver follow instead.")
+            raise ConfigError("The backend 'deltasync' is not told when vLLM sleeps: let the server follow instead.")
         self._worker = DeltaSyncWorkerExtension()
         self._worker.model_runner = SimpleNamespace(
             get_model=lambda: model, load_config=vllm_config.load_config, model_config=vllm_config.model_config
         )
-        self._driver: Driver | None = None  # of the first worker only
+        self._follow: Follow | None = None  # of the first worker only
         self._channel: str | None = None
         self._loop = asyncio.new_event_loop()
 
@@ -163,21 +163,19 @@ class DeltaSyncEngine(WeightTransferEngine):
         settings = ReplicaSettings.from_env().with_called_channel(channel)
         if settings.channel is None:
             raise ConfigError('No channel is named: set DELTASYNC_CHANNEL, or send {"init_info": {"channel": URL}}.')
-        if self._driver is not None and self._channel == settings.channel:
+        if self._follow is not None and self._channel == settings.channel:
             return
-        if self._driver is not None and self._driver.version is not None:
+        if self._follow is not None and self._follow.version is not None:
             raise ConfigError(f"This server follows {self._channel}; restart it to follow another channel.")
-        self._driver = Driver(_WorkersEngine(self._call), settings, Metrics(CollectorRegistry()))
+        engine, run = _WorkersEngine(self._call), self._loop.run_until_complete
+        self._follow = open_follow(engine, settings, Metrics(CollectorRegistry()), run)
         self._channel = settings.channel
 
     def _serve(self, version: int | None) -> None:
-        if self._driver is None:
+        if self._follow is None:
             self._choose(None)
-        assert self._driver is not None
-        self._loop.run_until_complete(self._driver.look_until_done(None if version is None else Pin(version)))
-        status = self._driver.status(0)
-        if status.error is not None or not self._driver.caught_up:
-            raise ApplyError(status.error or f"Version {version} is not live.")
+        assert self._follow is not None
+        self._follow.catch_up(None if version is None else Pin(version))
 
     def _together(self, lead: Callable[[], None]) -> None:
         """Run `lead` on the first worker while the others serve its calls. If it fails, all raise its error."""

@@ -1,10 +1,10 @@
-"""vLLM's endpoint plugin `deltasync`: starts the driver with the server and adds its routes.
+"""vLLM's endpoint plugin `deltasync`: starts the follow loop with the server and adds its routes.
 
 GET  /deltasync/                 a live page for people
 GET  /deltasync/status           version served, lag, errors, and each commit's numbers
 GET  /deltasync/ready            200 while a version that is new enough is served, otherwise 503; needs no token
-POST /deltasync/sync             look at the channel now, and reply once a version is served
-POST /deltasync/pin              stay at a version, or skip some, and reply once that is served
+POST /deltasync/sync             refresh now, and reply once a version is served
+POST /deltasync/pin              stay at a version, or skip some, and reply once that is served; 409 keeps the old pin
 POST /receive_weight_update      as /deltasync/sync, for trainers that speak PipelineRL's inference contract; also
 POST /request_weight_update      under the name in its paper, with POST /init_process_group, which does nothing
 GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYNC_DIGEST_ROUTE=1)
@@ -31,21 +31,22 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError, redacted
-from deltasync.follow import Pin
+from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError, redacted
+from deltasync.following import HISTORY, Follow, Pin
 from vllm_plugin import compat, logger
-from vllm_plugin.driver import HISTORY, Driver
 from vllm_plugin.engine import is_salted
-from vllm_plugin.messages import PinTo, Status, Sync, WeightUpdate, body_of
+from vllm_plugin.messages import PinTo, ServerStatus, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.pauses import other_pauses
 from vllm_plugin.requests import is_loopback, stranger, token_matches, wait_ready
+from vllm_plugin.target import EngineTarget, OnLoop, open_follow, open_reader
 from vllm_plugin.versions import note_spans, versions_header
 
 _Body = TypeVar("_Body")
 
 _BODY_BYTES = 4 << 20  # PipelineRL's trainer names every tensor in its body
 _MOST_HELD = 64  # requests that wait for a version
+_TICK_S = 1.0
 _PAGE_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -66,7 +67,7 @@ def _rank(args: Namespace) -> int | None:
     return rank
 
 
-def _in_short(status: Status) -> dict[str, Any]:
+def _in_short(status: ServerStatus) -> dict[str, Any]:
     """Return what may be read without the token."""
     return {"state": status.state, "version": status.version, "newest_version": status.newest_version}
 
@@ -87,8 +88,8 @@ class DeltaSyncEndpoints:
 
     def __init__(self) -> None:
         self._settings = ReplicaSettings.from_env()
-        self._driver: Driver | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._follow: Follow | None = None
+        self._ticking: asyncio.Task[None] | None = None
         self._refused = "deltasync follows nothing: set DELTASYNC_CHANNEL."
         self._logprobs_mode: str | None = None
         self._metrics: Metrics | None = None
@@ -121,22 +122,18 @@ class DeltaSyncEndpoints:
         @app.post("/deltasync/sync", dependencies=guarded)
         async def sync(request: Request) -> Response:
             wanted = await _body(request, Sync)
-            return await self._sync(wanted.timeout_s, version=wanted.version)
+            return await self._sync(request, wanted.timeout_s, version=wanted.version)
 
         @app.post("/deltasync/pin", dependencies=guarded)
         async def pin(request: Request) -> Response:
             wanted = await _body(request, PinTo)
-            try:
-                self._running().pin = Pin.parse(wanted.pin)
-            except ConfigError as error:
-                raise _Refused(422, str(error)) from None
-            return await self._sync(wanted.timeout_s)
+            return await self._pin(request, wanted)
 
         if self._settings.digest_route:
 
             @app.get("/deltasync/digest", dependencies=guarded)
             async def digest() -> dict[str, Any]:
-                return await self._running().digest()
+                return await asyncio.to_thread(self._digest)
 
         self._attach_pipeline_rl(app)
 
@@ -149,9 +146,9 @@ class DeltaSyncEndpoints:
             return _json({"error": f"{type(error).__name__}: {error}"}, 503)
 
         app.include_router(APIRouter(lifespan=self._lifespan))
-        app.add_middleware(other_pauses, pauses=lambda: None if self._driver is None else self._driver.pauses)
+        app.add_middleware(other_pauses, pauses=lambda: None if (engine := self._engine()) is None else engine.pauses)
         if self._settings.adapter is None:  # a reply names the version of an adapter as its model
-            app.add_middleware(versions_header, live_version=lambda: None if self._driver is None else self._driver.version)
+            app.add_middleware(versions_header, live=lambda: None if (engine := self._engine()) is None else engine.live)
         if self._settings.wait_ready:
             app.add_middleware(wait_ready, not_ready=self._not_ready)
 
@@ -163,7 +160,7 @@ class DeltaSyncEndpoints:
         @app.post("/request_weight_update", dependencies=guarded)
         async def receive_weight_update(request: Request) -> Response:
             wanted = await _body(request, WeightUpdate)
-            return await self._sync(wanted.timeout_s, step=wanted.version)
+            return await self._sync(request, wanted.timeout_s, step=wanted.version)
 
         @app.post("/init_process_group", dependencies=guarded)
         async def init_process_group() -> Response:
@@ -173,14 +170,12 @@ class DeltaSyncEndpoints:
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Stop following before vLLM stops its engine, which would look like a fault."""
         yield
-        if self._driver is not None and self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            await self._driver.stop()
+        if self._follow is not None and self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.to_thread(self._follow.stop)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the driver, or note why it cannot start. vLLM serves in any case."""
+        """Start to follow, or note why it cannot start. vLLM serves in any case."""
         channel = self._settings.channel
         if channel is None:
             return
@@ -237,37 +232,94 @@ class DeltaSyncEndpoints:
 
     def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
         if self._settings.adapter is not None:
-            from vllm_plugin.adapters import AdapterDriver
+            from vllm_plugin.adapters import AdapterTarget
 
-            self._driver = AdapterDriver(engine, self._settings, metrics, state.openai_serving_models)
+            reader, run = open_reader(self._settings), OnLoop(asyncio.get_running_loop())
+            target = AdapterTarget(engine, reader, self._settings, state.openai_serving_models, run)
+            self._follow = Follow(reader, target, self._settings, observer=metrics, log=logger)
         else:
             note_spans(engine)
-            self._driver = Driver(engine, self._settings, metrics)
+            self._follow = open_follow(engine, self._settings, metrics, OnLoop(asyncio.get_running_loop()))
         self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
-        self._task = asyncio.create_task(self._driver.run(), name="deltasync-driver")
+        self._ticking = asyncio.create_task(self._tick(self._follow, metrics), name="deltasync-tick")
+        logger.info(
+            "deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s",
+            *(self._follow.reader.store.url, self._follow.pin, self._settings.replica_id, self._follow.reader.store.url),
+        )
+        self._follow.start()
 
-    def _status(self, commit_count: int) -> Status:
-        settings = self._settings
-        if self._driver is None and settings.channel is not None:
+    async def _tick(self, follow: Follow, metrics: Metrics) -> None:
+        """Keep the metrics true while a step hangs."""
+        while True:
+            metrics.followed(follow)
+            await asyncio.sleep(_TICK_S)
+
+    def _engine(self) -> EngineTarget | None:
+        """What the loop moves, unless that is an adapter."""
+        target = None if self._follow is None else self._follow.target
+        return target if isinstance(target, EngineTarget) else None
+
+    def _status(self, commit_count: int) -> ServerStatus:
+        settings, follow = self._settings, self._follow
+        if follow is None and settings.channel is not None:
             channel = redacted(settings.channel)
-            return Status(replica_id=settings.replica_id, channel=channel, state="refused", error=self._refused)
-        status = self._running().status(commit_count)
-        status.logprobs_mode = self._logprobs_mode
-        return status
+            return ServerStatus(replica_id=settings.replica_id, channel=channel, state="refused", error=self._refused)
+        follow, engine = self._running(), self._engine()
+        found = ServerStatus(**msgspec.structs.asdict(follow.status(commit_count)), logprobs_mode=self._logprobs_mode)
+        found.kv_cache = settings.kv_cache
+        if engine is None:
+            found.adapters = getattr(follow.target, "models", [])
+        elif engine.workers.is_open:
+            found.reloaded_tensors, found.reloaded = engine.workers.reloaded_count, engine.workers.reasons
+            found.patched_tensors = len(follow.reader.specs) - found.reloaded_tensors
+        return found
+
+    def _digest(self) -> dict[str, Any]:
+        with self._running().between_steps() as target:
+            number = None if target.version is None else target.version.version
+            return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
 
     def _not_ready(self) -> str | None:
-        return self._refused if self._driver is None else self._driver.not_ready
+        engine = self._engine()
+        if engine is not None and engine.pauses.held:
+            return f"This server does not generate now. {self._running().error or ''}".rstrip()
+        return self._refused if self._follow is None else self._follow.not_ready
 
-    async def _sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Response:
-        """Reply once what `Driver.reach` takes is served, or with 504 after `timeout_s`."""
-        driver, before = self._running(), time.monotonic()
+    async def _pin(self, request: Request, wanted: PinTo) -> Response:
+        """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was changed meanwhile."""
+        follow = self._running()
+        try:
+            pin = Pin.parse(wanted.pin)
+        except ConfigError as error:
+            raise _Refused(422, str(error)) from None
+        self._refuse_crowds()
+        try:
+            async with asyncio.timeout(wanted.timeout_s):
+                await asyncio.to_thread(follow.check_pin, pin)
+        except MissingVersionError as error:
+            raise _Refused(409, f"{error} The pin stays: {follow.pin}.") from None
+        except TimeoutError:
+            raise _Refused(504, f"The store does not say whether it is there. The pin stays: {follow.pin}.") from None
+        follow.set_pin(pin, checked=True)
+        return await self._sync(request, wanted.timeout_s)
+
+    def _refuse_crowds(self) -> None:
         if self._held.locked():
             raise _Refused(429, f"{_MOST_HELD} requests wait for versions already.", {"retry-after": "1"})
+
+    async def _sync(
+        self, request: Request, timeout_s: float, *, version: int | None = None, step: int | None = None
+    ) -> Response:
+        """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""
+        follow, before = self._running(), time.monotonic()
+        self._refuse_crowds()
         try:
-            async with self._held, asyncio.timeout(timeout_s):
-                served = await driver.reach(version, step)
-        except TimeoutError:
-            status = driver.status(0)
+            async with self._held:
+                served = await _wait(follow, request, timeout_s, version, step)
+        except PinnedError as error:
+            raise _Refused(409, str(error)) from None
+        if served is None:
+            status = self._status(0)
             wanted = "The newest version" if version is None else f"Version {version}"
             sentence = (
                 f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this replica serves "
@@ -289,10 +341,43 @@ class DeltaSyncEndpoints:
             challenge = {"www-authenticate": 'Basic realm="deltasync"'}
             raise _Refused(401, "Send DELTASYNC_HTTP_TOKEN as a bearer token, or as the password of any user.", challenge)
 
-    def _running(self) -> Driver:
-        if self._driver is None:
+    def _running(self) -> Follow:
+        if self._follow is None:
             raise _Refused(503, self._refused)
-        return self._driver
+        return self._follow
+
+
+async def _wait(follow: Follow, request: Request, timeout_s: float, version: int | None, step: int | None) -> int | None:
+    """Return the number of the version served once it is what a client asks for; None after `timeout_s`, or if it left.
+
+    Raises:
+        PinnedError: as `Follow.request`.
+    """
+    loop, stepped = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is about to end
+            loop.call_soon_threadsafe(stepped.set)
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    follow.on_step.append(wake)
+    reached, gone = follow.request(version, step), asyncio.create_task(left())
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (served := reached()) is None and not gone.done():
+                waiting = asyncio.create_task(stepped.wait())
+                await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                stepped.clear()
+            return served
+    except TimeoutError:
+        return None
+    finally:
+        follow.on_step.remove(wake)
+        gone.cancel()
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:

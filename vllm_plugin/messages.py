@@ -22,6 +22,7 @@ from deltasync.errors import (
     describe,
     error_of,
 )
+from deltasync.following import Status
 from deltasync.live import Parts
 from deltasync.tensors import Region
 from vllm_plugin import logger
@@ -99,6 +100,7 @@ class Work(msgspec.Struct):
     Attributes:
         state: `idle`, `working`, or how it ended: `verified`, `audited`, `staged`, `unsettled`, `lacking`, `failed`.
         blamed: The key of the record that is damaged or lacks something, None if staging failed for another reason.
+        idle_s: Seconds since work that goes on last came a step further.
         lacking: The tensors that the worker needs whole to decode the version.
     """
 
@@ -106,6 +108,7 @@ class Work(msgspec.Struct):
     audit: Audit | None = None
     failure: Failure | None = None
     blamed: str | None = None
+    idle_s: float = 0.0
     lacking: list[str] = []
 
 
@@ -116,7 +119,7 @@ class Live(msgspec.Struct):
 
 
 class CommitReply(msgspec.Struct):
-    """Result of a commit in one worker, or in all together. `Commit` explains the fields.
+    """Result of a commit in one worker, or in all together. `deltasync.following.Commit` explains the fields.
 
     `parts` has the fingerprints of the worker's segments of the changed tensors; empty if it is the only worker.
     """
@@ -128,37 +131,6 @@ class CommitReply(msgspec.Struct):
     parts: Parts = {}
 
 
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """One version that became live, as the status reports it.
-
-    Attributes:
-        sha256: The digest of its record.
-        changed: The number of elements that changed.
-        stage_s: Time to fetch, check, decode and translate it in the worker, while tokens are generated.
-        pause_s: From asking vLLM to pause until it had resumed.
-        scatter_s: The share of the pause for writing live weights, or the mirror of the tensors that take the fallback.
-        reload_s: The share of the pause for loading the layers of those tensors again.
-        lag_s: From encoding, by the publisher's clock, until the version was served; None where `Course.lag_s` is.
-        tokens_during_sync: Tokens that the server generated between the start of staging and the resume.
-        running_requests: Requests in flight when generation was paused.
-        served_at: Seconds since the epoch.
-    """
-
-    version: int
-    sha256: str
-    anchor: bool
-    changed: int
-    payload_bytes: int
-    stage_s: float
-    pause_s: float
-    scatter_s: float
-    reload_s: float
-    lag_s: float | None
-    tokens_during_sync: int
-    running_requests: int
-    served_at: float
-
-
 class Reason(msgspec.Struct):
     """A reason why tensors take the fallback, their number, and the name of the first."""
 
@@ -167,26 +139,13 @@ class Reason(msgspec.Struct):
     first: str
 
 
-class Status(msgspec.Struct, kw_only=True):
+class ServerStatus(Status, kw_only=True):
     """Reply of `GET /deltasync/status`, see docs/operations.md. `adapters` are the model names that requests may use."""
 
-    replica_id: str
-    channel: str
-    run_id: str | None = None
-    state: str
-    version: int | None = None
-    epoch: str | None = None
-    sha256: str | None = None
-    newest_version: int | None = None
-    pin: str | None = None
-    last_look_s_ago: float | None = None
-    error: str | None = None
     kv_cache: str | None = None
-    trusted_keys: list[str] | None = None
     patched_tensors: int | None = None
     reloaded_tensors: int | None = None
-    reloaded: list[Reason] = []
-    commits: list[Commit] = []
+    reloaded: list[Reason] = msgspec.field(default_factory=list)
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
     logprobs_mode: str | None = None
 
@@ -211,13 +170,13 @@ class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.follow.Pin.parse` takes."""
+    """Body of `POST /deltasync/pin`. `pin` is what `deltasync.following.Pin.parse` takes."""
 
     pin: str
     timeout_s: HeldSeconds = 60.0
 
 
-describe(Failure, Audit, Work, CommitReply, Live, Status, WeightUpdate, Sync, PinTo)
+describe(Failure, Audit, Work, CommitReply, Live, ServerStatus, WeightUpdate, Sync, PinTo)
 
 
 def body_of(data: bytes, kind: type[_T]) -> _T:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_plugin.messages import Commit
+from deltasync.channel.record import Stored
+from deltasync.following import Commit, Follow
 
 _LONG_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _PAUSE_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -36,9 +38,12 @@ class Metrics:
         )
         self.following.set(1)
         self._newest = gauge("deltasync_newest_version", "Newest version seen in the channel, 0 before the first.")
-        self._looked_at = gauge(
-            "deltasync_last_look_timestamp_seconds",
-            "When the channel's store last answered a look, seconds since the epoch; 0 before the first time.",
+        self._followed_at = gauge(
+            "deltasync_last_followed_timestamp_seconds",
+            "When the channel could last be followed, seconds since the epoch; 0 before the first time.",
+        )
+        self._followed = gauge(
+            "deltasync_seconds_since_followed", "Seconds since the channel could last be followed: how long it is stuck."
         )
         self._lag = histogram(
             "deltasync_lag_seconds",
@@ -56,26 +61,33 @@ class Metrics:
         self._payload = counter("deltasync_payload_bytes", "Bytes downloaded for committed versions.")
         self._commits = counter("deltasync_commits", "Commits, by what was applied.", ["kind"])
         self.rollbacks = counter("deltasync_rollbacks", "Commits that were undone; the version before stayed served.")
-        self._errors = counter("deltasync_errors", "Looks at the channel that failed, by the error's class.", ["class"])
+        self._errors = counter("deltasync_errors", "Steps that failed, by the error's class.", ["class"])
         for kind in ("delta", "fold", "anchor"):
             self._commits.labels(kind)
 
-    def looked(self, served: int | None, newest: int | None, last_look_s_ago: float | None) -> None:
-        """Note a look at the channel: the version served, the newest one, and when the store last answered."""
-        self._served.set(0 if served is None else served)
-        self._newest.set(0 if newest is None else newest)
-        self._looked_at.set(0 if last_look_s_ago is None else time.time() - last_look_s_ago)
+    def stepped(self, follow: Follow) -> None:
+        """Note a step of the follow loop."""
+        self._served.set(follow.version or 0)
+        self._newest.set(follow.newest or 0)
+        self.followed(follow)
 
-    def committed(self, commit: Commit, fold: bool) -> None:
-        """Note a commit. `fold` tells whether its way has a fold."""
-        self._commits.labels("anchor" if commit.anchor else "fold" if fold else "delta").inc()
+    def followed(self, follow: Follow) -> None:
+        """Note when the channel could last be followed; call it every second, because a step may hang."""
+        ago_s = follow.followed_s_ago
+        self._followed.set(0 if ago_s is None else ago_s)
+        self._followed_at.set(0 if ago_s is None else time.time() - ago_s)
+
+    def committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
+        """Note a commit."""
+        kind = "anchor" if commit.anchor else "fold" if any(stored.is_fold for stored in chain) else "delta"
+        self._commits.labels(kind).inc()
         self._payload.inc(commit.payload_bytes)
         self._stage.observe(commit.stage_s)
         if commit.lag_s is not None:
             self._lag.observe(commit.lag_s)
 
-    def failed(self, error: Exception) -> None:
-        """Note a look at the channel that ended with an error."""
+    def failed(self, error: BaseException) -> None:
+        """Note a step that ended with an error."""
         self._errors.labels(type(error).__name__).inc()
 
 

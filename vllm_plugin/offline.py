@@ -1,23 +1,26 @@
-"""`vllm_plugin.follow(llm, channel)`: the driver for vLLM's offline `LLM`, which generates only when asked."""
+"""`vllm_plugin.follow(llm, channel)`: the follow loop for vLLM's offline `LLM`, which generates only when asked."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ApplyError, CommitError, ConfigError
+from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
 from vllm_plugin import compat
-from vllm_plugin.driver import Driver
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.metrics import Metrics
+from vllm_plugin.target import is_held, open_follow
+
+_POLL_S = 0.05
 
 
 class _OfflineEngine(IdleEngine):
-    """Presents an `LLM` to the driver as an engine client."""
+    """Presents an `LLM` as an engine client."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -34,13 +37,14 @@ class OfflineReplica:
 
     def __init__(self, llm: Any, settings: ReplicaSettings) -> None:
         self._llm = llm
-        self._driver = Driver(_OfflineEngine(llm), settings, Metrics(CollectorRegistry()))
         self._loop = asyncio.new_event_loop()
+        run = self._loop.run_until_complete
+        self._follow = open_follow(_OfflineEngine(llm), settings, Metrics(CollectorRegistry()), run)
 
     @property
     def version(self) -> int | None:
         """The version that the `LLM` holds, None before the first."""
-        return self._driver.version
+        return self._follow.version
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
         """Bring the weights to the newest version, drop the prefix cache, and return the version that is live.
@@ -53,21 +57,26 @@ class OfflineReplica:
             ApplyError: the weights were not brought there, and why; the version before is still live.
             CommitError: the weights are uncertain. Call again before anything is generated, or load the model again.
         """
-        driver, before, deadline = self._driver, self._driver.identity, time.monotonic() + timeout_s
-        while True:
-            self._loop.run_until_complete(driver.look_until_done(deadline=deadline))
-            live, status = driver.version, driver.status(0)
-            if driver.caught_up and live is not None and (version is None or live >= version):
-                break
-            if driver.pauses.held:
-                raise CommitError(f"The weights are uncertain: generate nothing. {status.error or ''}".strip())
-            if status.state == "failed" or time.monotonic() > deadline:
-                wanted = version or status.newest_version
-                raise ApplyError(f"Version {wanted} is not live, but version {live}. {status.error or ''}".strip())
-            time.sleep(0.05)
-        if driver.identity != before:
-            self._llm.reset_prefix_cache()
-        return live
+        follow, before, deadline = self._follow, self._follow.identity, time.monotonic() + timeout_s
+        try:
+            while True:
+                live = follow.catch_up(wait_s=max(0.0, deadline - time.monotonic()))
+                if version is None or live >= version:
+                    return live
+                if time.monotonic() > deadline:
+                    raise AckTimeoutError(f"After {timeout_s:g} s nothing newer is published.")
+                time.sleep(_POLL_S)
+        except DeltaSyncError as error:
+            if is_held(follow):
+                with contextlib.suppress(Exception):
+                    follow.audit()
+            if is_held(follow):
+                raise CommitError(f"The weights are uncertain: generate nothing. {error}") from error
+            wanted = version or follow.newest
+            raise ApplyError(f"Version {wanted} is not live, but version {follow.version}. {error}") from error
+        finally:
+            if follow.identity != before:
+                self._llm.reset_prefix_cache()
 
     def close(self) -> None:
         """Stop following. The `LLM` keeps its weights."""

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_plugin import logger
 from vllm_plugin.salt import SESSION, number_of
+
+if TYPE_CHECKING:
+    from vllm_plugin.target import LiveVersions
 
 HEADER = "x-deltasync-versions"
 SPANS_HEADER = "x-deltasync-spans"
@@ -92,11 +95,12 @@ def _spans_text(choices: Choices) -> str | None:
     return text if len(text) <= _LONGEST else None
 
 
-def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASGIApp:
+def versions_header(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
     """ASGI middleware that adds the headers.
 
-    `x-deltasync-versions: first..last` names the versions that were live while the request ran: no token was made by a
-    version before `first` or after `last`. A streamed reply's headers leave before its tokens, so there it is `first..`.
+    `x-deltasync-versions: first..last` names the least and the greatest version that were live while the request ran, also
+    where the server was moved away and back: no token was made by one before `first` or after `last`. A streamed reply's
+    headers leave before its tokens, so there it is `first..`.
     There is no header if no version was served when the request came.
 
     `x-deltasync-spans` lists `[version, tokens]` for each choice and each version that made some of its tokens. A streamed
@@ -117,15 +121,16 @@ def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASG
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
             receive = await _naming_session(scope, receive, version[0].rstrip("."))
-        first = live_version()
-        if first is None:
+        versions = live()
+        if versions is None or versions.now is None:
             await app(scope, receive, send)
             return
+        mark = versions.mark
         choices: Choices = {}
 
         async def send_with_versions(message: Message) -> None:
             try:
-                _add(message, first, live_version, choices)
+                _add(message, versions.since(mark), choices)
             except Exception:  # the reply goes on without them
                 logger.exception("deltasync could not name the versions of a reply")
             await send(message)
@@ -136,12 +141,13 @@ def versions_header(app: ASGIApp, live_version: Callable[[], int | None]) -> ASG
     return call
 
 
-def _add(message: Message, first: int, live_version: Callable[[], int | None], choices: Choices) -> None:
-    """Add what is known to a message of the reply."""
+def _add(message: Message, live: tuple[int, int] | None, choices: Choices) -> None:
+    """Add to a message of the reply what is known: the least and the greatest version that were `live`, and the choices."""
     if message["type"] == "http.response.start":
         headers = MutableHeaders(scope=message)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
-        headers.append(HEADER, f"{first}.." if streamed else f"{first}..{live_version() or ''}")
+        if live is not None:
+            headers.append(HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
         if not streamed and (spans := _spans_text(choices)) is not None:
             headers.append(SPANS_HEADER, spans)
     elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(choices)) is not None:

@@ -32,7 +32,7 @@ from deltasync.errors import (
     ShareError,
     SleepingError,
 )
-from deltasync.follow import Follower, StagedVersion
+from deltasync.following import Follower, StagedVersion
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Segment
 from deltasync.stores import Store
@@ -95,6 +95,7 @@ class WorkerReplica:
         self._committed: StagedVersion | None = None
         self._coming = torch.empty(0)  # a tensor that the driver hands over whole
         self._asleep = False
+        self._begun_s = 0.0  # when the background work began
         before = time.perf_counter()
         note_loaded(model)
         self._plan = self._record(model)
@@ -171,12 +172,13 @@ class WorkerReplica:
         if work is None:
             return Work("idle")
         if not work.done():
-            return Work("working")
+            return Work("working", idle_s=time.monotonic() - max(self._begun_s, self._follower.progressed_s))
         self._work = None
         error = work.exception()
         return work.result() if error is None else Work("failed", failure=Failure.of(error))
 
     def _begin(self, action: Callable[[], Work]) -> Work:
+        self._begun_s = time.monotonic()
         self._work = self._thread.submit(action)
         return self.poll()
 
@@ -296,7 +298,7 @@ class WorkerReplica:
         except ShareError as error:
             return Work("lacking", lacking=list(error.tensors))
         except DeltaSyncError as error:
-            failed = self._follower.failed if len(read) == len(way) else way[len(read)][0]
+            failed = error.key if len(read) == len(way) else way[len(read)][0]
             is_blamed = isinstance(error, CorruptDataError | MissingVersionError)
             return Work("failed", failure=Failure.of(error), blamed=failed if is_blamed else None)
         return Work("staged")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ class Workers:
 
     Attributes:
         reasons: Why tensors take the fallback.
+        progressed_s: When the slowest worker's background work last came a step further, by `time.monotonic`.
         fingerprints: Each tensor's fingerprint over all workers, as of the last audit, or commit of several workers.
     """
 
@@ -42,6 +44,12 @@ class Workers:
         self._regions: list[dict[str, list[Region]]] = []  # which elements of each tensor each worker holds
         self.reasons: list[Reason] = []
         self.fingerprints: dict[str, int] = {}
+        self.progressed_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is known what the workers hold."""
+        return bool(self._regions)
 
     @property
     def reloaded_count(self) -> int:
@@ -193,10 +201,13 @@ class Workers:
         """Have all workers do background work while tokens are generated. Returns what each ended with."""
         wait_s, longest_s = _POLL_S
         replies = await self._call(Work, method, *args)
+        self.progressed_s = time.monotonic()
         while any(reply.state == "working" for reply in replies):
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s)
             later = await self._call(Work, "poll")
+            idle_s = [reply.idle_s for reply in later if reply.state == "working"]
+            self.progressed_s = max(self.progressed_s, time.monotonic() - max(idle_s, default=0.0))
             replies = [new if old.state == "working" else old for old, new in zip(replies, later, strict=True)]
         return replies
 

@@ -16,7 +16,7 @@ from benchmarks.codec import simulate
 from benchmarks.common import say
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import NotPublishedError
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of, spec_of

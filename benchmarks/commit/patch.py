@@ -19,7 +19,7 @@ from benchmarks.common import peak_extra_bytes, timed
 from deltasync.channel import payloads
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Follower
+from deltasync.following import Follower
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec

@@ -68,7 +68,11 @@ def cheapest(start: int, target: int, hops: Iterable[Hop]) -> list[Hop] | None:
 
 
 def find_way(
-    reader: ChannelReader, have: Version | None, target: Version, avoid: Mapping[str, str] | None = None
+    reader: ChannelReader,
+    have: Version | None,
+    target: Version,
+    avoid: Mapping[str, str] | None = None,
+    at_hand: Stored | None = None,
 ) -> list[Stored]:
     """Find the records and folds from one version to another; each is read, and its digest checked.
 
@@ -77,6 +81,7 @@ def find_way(
         have: The version that the replica has, None for nothing.
         target: The version that it wants.
         avoid: Keys of objects not to use, because they are missing or damaged, or gave wrong bits, and the reason.
+        at_hand: A record that was read already.
 
     Returns:
         The way, empty if `have` is `target`. It may start with full weights (`Stored.use_anchor`).
@@ -87,7 +92,7 @@ def find_way(
     """
     if have == target:
         return []
-    search = _Search(reader, target, avoid or {})
+    search = _Search(reader, target, avoid or {}, at_hand)
     if have is not None and 0 < target.version - have.version <= _NEAR:
         numbers = range(have.version + 1, target.version + 1)
         try:
@@ -151,10 +156,13 @@ class _ForkedError(MissingVersionError):
 class _Search:
     """The search for a way to one version; `avoid` is as in `find_way`."""
 
-    def __init__(self, reader: ChannelReader, target: Version, avoid: Mapping[str, str]) -> None:
+    def __init__(
+        self, reader: ChannelReader, target: Version, avoid: Mapping[str, str], at_hand: Stored | None = None
+    ) -> None:
         self._reader = reader
         self._target = target
         self._avoid = avoid
+        self._at_hand = at_hand
         self._epochs: dict[int, str] = {}  # of each listed version
         self._known: dict[str, ObjectInfo] = {}
 
@@ -239,6 +247,8 @@ class _Search:
         """The object, or why it cannot be used."""
         if key in self._avoid:
             return self._avoid[key] or f"{key} is left out."
+        if self._at_hand is not None and self._at_hand.key == key:
+            return self._at_hand
         try:
             return self._reader.stored(key, known=self._known.get(key))
         except (MissingVersionError, FormatError) as error:

@@ -281,26 +281,31 @@ class ChannelReader:
     def newest(self, listed: Sequence[tuple[Slot, ObjectInfo]] | None = None) -> Stored | None:
         """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
 
-        Up to `MOST_DAMAGED` damaged records are passed over; the limit bounds the cost of a flood of them.
-
         Args:
             listed: The result of `slots`; None to list them now.
 
         Raises:
-            FormatError: there are records, and none of these can be read.
+            FormatError: there are records, and none of the newest `MOST_DAMAGED` can be read.
         """
-        found = self.slots() if listed is None else listed
-        newest_first = sorted(found, key=lambda pair: pair[0].newness, reverse=True)
+        found, damaged = self.newest_readable(self.slots() if listed is None else listed)
+        if found is None and damaged is not None:
+            raise damaged
+        return found
+
+    def newest_readable(self, listed: Sequence[tuple[Slot, ObjectInfo]]) -> tuple[Stored | None, FormatError | None]:
+        """As `newest`, and why the newest of the damaged records that were passed over cannot be read; None if none was.
+
+        Up to `MOST_DAMAGED` are passed over; the limit bounds the cost of a flood of them.
+        """
+        newest_first = sorted(listed, key=lambda pair: pair[0].newness, reverse=True)
         problem: FormatError | None = None
         for slot, info in newest_first[: MOST_DAMAGED + 1]:
             try:
                 if (stored := self.slot(slot, info)) is not None:
-                    return stored
+                    return stored, problem
             except FormatError as error:
                 problem = problem or error
-        if problem is not None:
-            raise problem
-        return None
+        return None, problem
 
     def numbered(self, version: int) -> Stored:
         """The record of a version by its number, in the greatest epoch. Raises MissingVersionError if there is none."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,25 +15,50 @@ from deltasync.cli.output import echo, echo_json, show_copied, with_bars
 
 if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
-    from deltasync.housekeeping import Copied
-    from deltasync.stores import ObjectInfo
+    from deltasync.following import Commit, Follow, MemoryTarget
+    from deltasync.housekeeping import Copied, Relay
 
 
-class _News(threading.Event):
-    """Set when a store reports a new record."""
+class _Printer:
+    """Prints what a `Follow` does. Ends it when no version came for `timeout_s`, or when it cannot begin."""
 
-    _info: ObjectInfo | None = None
+    def __init__(self, target: MemoryTarget, timeout_s: float | None, as_json: bool) -> None:
+        self._target, self._timeout_s, self._as_json = target, timeout_s, as_json
+        self._seen_s = self._begun_s = time.monotonic()
+        self._waits = False
+        self.joins = True  # nothing is printed before the newest version
+        self.problem: BaseException | None = None  # why there is no version
 
-    def report(self, info: ObjectInfo | None) -> None:
-        """Callback for `Poll`."""
-        self._info = info
-        self.set()
+    def committed(self, commit: Commit, chain: Any) -> None:
+        if not self.joins:
+            self.show()
 
-    def take(self) -> ObjectInfo | None:
-        """Return what was reported since the last call, and clear the event."""
-        self.clear()
-        info, self._info = self._info, None
-        return info
+    def show(self) -> None:
+        """Print the version that is held."""
+        identity, now_s = self._target.version, time.monotonic()
+        assert identity is not None and self._target.follower is not None
+        sync_s, self._seen_s = now_s - self._begun_s, now_s
+        fingerprint = sum(self._target.follower.memory.fingerprints.values()) % (1 << 64)
+        if self._as_json:
+            checked = {"sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"}
+            echo_json({**dataclasses.asdict(identity), **checked})
+        else:
+            echo(f"version {identity}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
+
+    def failed(self, error: BaseException) -> None:
+        self.problem = error
+        if self._target.version is not None:
+            echo(f"deltasync: {error} Staying at version {self._target.version}.", err=True)
+
+    def stepped(self, follow: Follow) -> None:
+        if not self.joins:
+            self._begun_s = time.monotonic()
+        if follow.state == "waiting" and not self._waits:
+            echo(f"deltasync: {follow.error}", err=True)
+        self._waits = follow.state == "waiting"
+        is_over = self._timeout_s is not None and self._begun_s - self._seen_s > self._timeout_s
+        if is_over or (self._target.version is None and self.problem is not None):
+            follow.end()
 
 
 @channel_command("one JSON object per version")
@@ -50,48 +74,24 @@ def follow(reader: ChannelReader, once: bool, where: str | None, timeout_s: floa
     """
     from deltasync.config import ReplicaSettings
     from deltasync.errors import DeltaSyncError, NotPublishedError
-    from deltasync.follow import NEWEST, Pin, Poll, Replica
+    from deltasync.following import Follow, MemoryTarget
 
+    target = MemoryTarget(reader)
+    printer = _Printer(target, timeout_s, as_json)
     settings = ReplicaSettings.from_env(pin=where)
-    pin = Pin.parse(settings.pin)
-    replica = Replica(reader)
-    news = _News()
-    seen_s = time.monotonic()
-    waiting: DeltaSyncError | None = None
-    poll = None
-    while True:
-        known, failed = news.take(), False
-        before, started = replica.identity, time.perf_counter()
-        try:
-            if before is not None:
-                replica.poll(known, pin)
-            else:
-                with_bars(lambda progress: replica.sync() if pin == NEWEST else replica.poll(pin=pin))
-        except DeltaSyncError as error:
-            if once or (before is None and not isinstance(error, NotPublishedError)):
-                raise
-            failed = before is not None
-            if failed or waiting is None:
-                now = f"Staying at version {before}." if failed else "Waiting for the first version."
-                echo(f"deltasync: {error} {now}", err=True)
-            waiting = None if failed else error
-        identity = replica.identity
-        if identity != before and identity is not None:
-            seen_s = time.monotonic()
-            sync_s = time.perf_counter() - started
-            fingerprint = sum(replica.fingerprints.values()) % (1 << 64)
-            if as_json:
-                checked = {"sync_s": round(sync_s, 4), "fingerprint": f"{fingerprint:016x}"}
-                echo_json({**dataclasses.asdict(identity), **checked})
-            else:
-                echo(f"version {identity}  {sync_s:.3f} s  fingerprint {fingerprint:016x}")
-        if once or (timeout_s is not None and time.monotonic() - seen_s > timeout_s):
-            if identity is None and waiting is not None:
-                raise waiting
-            return
-        if poll is None:
-            poll = Poll(reader.store, settings.poll_interval_s, news.report)
-        news.wait(poll.delay_s(identity != before, settled=not failed))
+    following = Follow(reader, target, settings, observer=printer, heartbeats=False)
+    target.joining = True
+    try:
+        with_bars(lambda progress: following.catch_up())
+        printer.show()
+    except DeltaSyncError as error:
+        if once or (following.version is None and not isinstance(error, NotPublishedError)):
+            raise
+    target.joining = printer.joins = False
+    if not once:
+        following.run()
+    if following.version is None:
+        raise printer.problem or NotPublishedError(f"{reader.store.url} holds no version yet.")
 
 
 @channel_command("one JSON object per step that copied something", metavar="SOURCE")
@@ -104,34 +104,46 @@ def relay(reader: ChannelReader, targets: tuple[str, ...], once: bool, as_json: 
     can be read, and the same command continues. Ends with Ctrl-C or SIGTERM.
     """
     from deltasync import housekeeping
-    from deltasync.config import ReplicaSettings
-    from deltasync.errors import ChannelInUseError, ConfigError, DeltaSyncError, ObjectExistsError, RunMismatchError
-    from deltasync.follow import Poll
     from deltasync.stores import open_store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def show(copied: Copied) -> int:
-        return show_copied(copied, as_json, f"version {copied.version}: {copied.objects} objects, {copied.bytes:,} bytes")
-
-    relay = housekeeping.Relay(reader, [open_store(target) for target in targets])
+    printer = _CopyPrinter(as_json)
+    printer.relay = relay = housekeeping.Relay(reader, [open_store(target) for target in targets], printer)
     if once:
         copied = with_bars(relay.step)
-        sys.exit(0 if copied is None else show(copied))
-    last_error, news = "", _News()
-    with Poll(reader.store, ReplicaSettings.from_env().poll_interval_s, news.report) as poll:
-        while True:
-            known, copied, failed = news.take(), None, False
-            try:
-                copied = relay.step(known) if relay.version else with_bars(relay.step)
-                last_error = ""
-            except (RunMismatchError, ChannelInUseError, ObjectExistsError, ConfigError):
-                raise  # a target holds something else
-            except DeltaSyncError as error:
-                failed = True
-                if str(error) != last_error:
-                    last_error = str(error)
-                    echo(f"deltasync: {error} Trying again.", err=True)
-            if copied is not None:
-                show(copied)
-            news.wait(poll.delay_s(copied is not None, settled=not failed))
+        sys.exit(0 if copied is None else printer.show(copied))
+    relay.follow.run()
+    if printer.problem is not None:
+        raise printer.problem
+
+
+class _CopyPrinter:
+    """Prints what a relay does. Ends it when a target holds something else."""
+
+    relay: Relay
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._told = ""
+        self.problem: BaseException | None = None
+
+    def show(self, copied: Copied) -> int:
+        line = f"version {copied.version}: {copied.objects} objects, {copied.bytes:,} bytes"
+        return show_copied(copied, self._as_json, line)
+
+    def committed(self, commit: Commit, chain: Any) -> None:
+        """Do nothing: `stepped` tells what was copied."""
+
+    def failed(self, error: BaseException) -> None:
+        from deltasync.errors import ChannelInUseError, ConfigError, ObjectExistsError, RunMismatchError
+
+        if isinstance(error, RunMismatchError | ChannelInUseError | ObjectExistsError | ConfigError):
+            self.problem = error
+            self.relay.follow.end()
+
+    def stepped(self, follow: Follow) -> None:
+        if (copied := self.relay.take_copied()) is not None and (copied.objects or copied.problems):
+            self.show(copied)
+        if follow.error is not None and follow.error != self._told and self.problem is None:
+            echo(f"deltasync: {follow.error} Trying again.", err=True)
+        self._told = follow.error or ""

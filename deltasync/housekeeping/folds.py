@@ -18,7 +18,7 @@ from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping.walk import Progress, quiet
 from deltasync.kernels import cpu_diff
 from deltasync.live import model_fingerprint

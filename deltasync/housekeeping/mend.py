@@ -23,7 +23,7 @@ from deltasync.errors import (
     NotPublishedError,
     StoreError,
 )
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping.folds import write_anchor, write_fold
 from deltasync.housekeeping.retention import line
 from deltasync.housekeeping.transfer import companions

@@ -2,104 +2,124 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import File, Head, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
-from deltasync.follow import Course
+from deltasync.following import Commit, Follow, Identify, Observer
 from deltasync.housekeeping.transfer import Copied, Outcome, copy, read_object
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, in_parallel, quiet
 from deltasync.stores.base import ObjectInfo, Store
 
-_LOOK_S = 60.0  # between two listings of folds and announced anchors
+_REFRESH_S = 60.0  # between two listings of folds and announced anchors
 
 
-class Relay:
-    """Copies a channel to other stores, version by version. Not thread-safe.
+class _Copies:
+    """The copies of a channel in other stores, as a `Target`: staging copies files, a commit the records that name them.
 
-    At the targets nothing is deleted and nothing but head is replaced; nothing is written to the source. Each target is
-    empty or holds an earlier copy. Several relays may serve one target.
-
-    Raises:
-        ConfigError: a URL occurs twice.
+    Attributes:
+        copied: What was stored since it was last None.
     """
 
-    def __init__(self, source: ChannelReader, targets: Sequence[Store]) -> None:
-        urls = [source.store.url, *(target.url for target in targets)]
-        if len(set(urls)) < len(urls):
-            raise ConfigError("SOURCE and every TARGET must be different URLs.")
+    progressed_s = 0.0
+
+    def __init__(self, source: ChannelReader, stores: Sequence[Store]) -> None:
         self.version: Version | None = None
-        self._source, self._targets = source, targets
-        self._course = Course(source, prefetch=False)
-        self._behind, self._started = True, False
+        self.copied: Copied | None = None
+        self.progress: Progress = quiet
+        self._source, self._targets = source, stores
+        self._behind = True  # unless the last step ended well
         self._head_due = False
-        self._folds: set[str] = set()  # keys of those that the targets have
-        self._look_due_s = 0.0
+        self._folds: set[str] = set()  # keys of those that the stores have
+        self._refresh_due_s = 0.0
 
-    def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
-        """Copy what is new, and return what was stored in all targets together; None if nothing was new.
+    def open(self, identify: Identify) -> None:
+        self._catch_up()
 
-        After return everything that was copied can be read at every target. If it raised, the next step copies what is
-        missing there. `known` is what an event told of a new record.
+    def is_settled(self, asked: bool) -> bool:
+        return not self._behind and time.monotonic() < self._refresh_due_s
 
-        Raises:
-            NotPublishedError: the source holds no channel yet.
-            RunMismatchError, ChannelInUseError, ObjectExistsError: a target holds something else.
-            StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
-        """
+    def settle(self) -> None:
+        """Copy what the stores lack: all of it, or only new folds if nothing failed."""
         if self._behind:
-            return self._catch_up(progress)
-        way = self._course.next(self.version, known=known)
-        self._behind = True  # unless this step ends well
-        if not self._is_next(way):
-            return self._catch_up(progress)
-        now_s = time.monotonic()
-        if now_s >= self._look_due_s:
-            way += self._new_folds()
-            self._look_due_s = now_s + _LOOK_S
-        done: list[Outcome] = []
-        for stored in way:
-            done += self._copy_stored(stored)
-            if any(isinstance(each, DeltaSyncError) for each in done):
-                return self._catch_up(progress)  # which leaves out what is damaged, and reports it
-            if stored.is_fold:
-                self._folds.add(stored.key)
-            else:
-                self.version, self._head_due = stored.version, True
-        if self._head_due:
-            self._copy_head()
-        self._behind = False
-        return Copied.of(self.version, done) if way else None
+            self._catch_up()
+            return
+        self._behind = True
+        for stored in self._new_folds():
+            self._behind = not self._copy(stored)
+            self._folds.add(stored.key)
+        self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
 
-    def _catch_up(self, progress: Progress) -> Copied | None:
-        before, started, folds = self.version, self._started, {info.key for _, info in self._source.folds()}
-        each = [copy(self._source, target, progress=progress) for target in self._targets]
-        oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
-        problems = {str(problem): problem for copied in each for problem in copied.problems}
-        self.version, self._folds, self._head_due, self._behind = oldest.version, folds, True, False
-        self._look_due_s, self._started = time.monotonic() + _LOOK_S, True
-        total = Copied(
-            version=self.version,
-            objects=sum(copied.objects for copied in each),
-            bytes=sum(copied.bytes for copied in each),
-            skipped=sum(copied.skipped for copied in each),
-            problems=[*problems.values()],
-        )
-        return total if total.objects or problems or before != self.version or not started else None
-
-    def _is_next(self, way: Sequence[Stored]) -> bool:
-        """Whether these are the next records of this epoch. A new epoch also has a seal and a document to copy."""
-        have = self.version
-        for stored in way:
+    def stage(self, chain: Sequence[Stored]) -> Sequence[Stored] | None:
+        """Copy the files of the next records of this epoch; None if the chain is another one, or a file is damaged."""
+        have, self._behind = self.version, True  # unless the commit ends well
+        for stored in chain:
+            # A new epoch also has a seal and a document to copy.
             if have is None or stored.is_fold or stored.record.base != have or stored.record.epoch != have.epoch:
-                return False
+                return None
             have = stored.version
-        return True
+        return chain if all([self._copy_files(stored) for stored in chain]) else None
+
+    def commit(self, staged: Sequence[Stored]) -> Commit:
+        """Copy the records, then head."""
+        for stored in staged:
+            self._copy_record(stored)
+            self.version, self._head_due = stored.version, True
+        self._copy_head()
+        self._behind = False
+        last = staged[-1].version
+        return Commit(version=last.version, sha256=last.sha256, anchor=False)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _catch_up(self) -> None:
+        folds = {info.key for _, info in self._source.folds()}
+        each = [copy(self._source, target, progress=self.progress) for target in self._targets]
+        oldest = min(each, key=lambda copied: ("", 0) if copied.version is None else copied.version.slot.newness)
+        self.version, self._folds, self._head_due, self._behind = oldest.version, folds, True, False
+        self._refresh_due_s = time.monotonic() + _REFRESH_S
+        problems = {str(problem): problem for copied in each for problem in copied.problems}
+        skipped = sum(copied.skipped for copied in each)
+        self._add(sum(copied.objects for copied in each), sum(copied.bytes for copied in each), skipped, problems.values())
+
+    def _add(self, objects: int = 0, bytes_: int = 0, skipped: int = 0, problems: Iterable[DeltaSyncError] = ()) -> None:
+        """Add what was stored to `copied`."""
+        copied = self.copied or Copied.of(self.version, [])
+        self.copied = Copied(
+            version=self.version,
+            objects=copied.objects + objects,
+            bytes=copied.bytes + bytes_,
+            skipped=copied.skipped + skipped,
+            problems=[*copied.problems, *problems],
+        )
+
+    def _copy(self, stored: Stored) -> bool:
+        """Copy the files of a fold, then the object itself; return whether none of its files is damaged."""
+        if is_whole := self._copy_files(stored):
+            self._copy_record(stored)
+        return is_whole
+
+    def _copy_files(self, stored: Stored) -> bool:
+        """Copy the files that a record names; return whether none is damaged."""
+        done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
+        found = Copied.of(self.version, done)
+        self._add(found.objects, found.bytes, found.skipped)
+        return not found.problems
+
+    def _copy_record(self, stored: Stored) -> None:
+        item = File(key=stored.key, bytes=stored.size, sha256=stored.sha256)
+        done = self._copy_file(item) if stored.data is None else self._store(stored.key, stored.data)
+        if isinstance(done, DeltaSyncError):
+            raise done
+        self._add(objects=int(done is not None), bytes_=done or 0, skipped=int(done is None))
 
     def _new_folds(self) -> list[Stored]:
         """Folds and announced anchors that the targets lack, of versions that they have."""
@@ -107,14 +127,6 @@ class Relay:
         new = [(span, info) for span, info in self._source.folds() if info.key not in self._folds]
         found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
-
-    def _copy_stored(self, stored: Stored) -> list[Outcome]:
-        """Copy the files of a record or fold, then the object itself, unless one of its files is damaged."""
-        done = in_parallel(self._copy_file, stored.record.files, "files", quiet, WHOLE)
-        if not any(isinstance(each, DeltaSyncError) for each in done):
-            item = File(key=stored.key, bytes=stored.size, sha256=stored.sha256)
-            done.append(self._copy_file(item) if stored.data is None else self._store(stored.key, stored.data))
-        return done
 
     def _copy_file(self, item: File) -> Outcome:
         data = attempt(functools.partial(read_object, self._source), item)
@@ -137,6 +149,54 @@ class Relay:
             for target in self._targets:
                 target.put(keys.HEAD, data)
             self._head_due = newest != self.version
+
+
+class Relay:
+    """Copies a channel to other stores, version by version, by the loop that replicas follow it with. Not thread-safe.
+
+    At the targets nothing is deleted and nothing but head is replaced; nothing is written to the source. Each target is
+    empty or holds an earlier copy. Several relays may serve one target.
+
+    Attributes:
+        follow: The loop. Its `run` goes on until it is stopped.
+
+    Raises:
+        ConfigError: a URL occurs twice.
+    """
+
+    def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:
+        urls = [source.store.url, *(target.url for target in targets)]
+        if len(set(urls)) < len(urls):
+            raise ConfigError("SOURCE and every TARGET must be different URLs.")
+        self._copies = _Copies(source, targets)
+        settings = ReplicaSettings.from_env(pin="newest")
+        self.follow = Follow(source, self._copies, settings, observer=observer, prefetch=False, heartbeats=False)
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that every target has."""
+        return self._copies.version
+
+    def step(self, known: ObjectInfo | None = None, *, progress: Progress = quiet) -> Copied | None:
+        """Copy what is new, and return what was stored in all targets together; None if nothing was new.
+
+        After return everything that was copied can be read at every target. If it raised, the next step copies what is
+        missing there. `known` is what an event told of a new record.
+
+        Raises:
+            NotPublishedError: the source holds no version yet.
+            RunMismatchError, ChannelInUseError, ObjectExistsError: a target holds something else.
+            StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
+        """
+        self._copies.progress = progress
+        while not self.follow.step(known=known):
+            pass
+        return self.take_copied()
+
+    def take_copied(self) -> Copied | None:
+        """Return what was stored since the last call; None if nothing was."""
+        copied, self._copies.copied = self._copies.copied, None
+        return None if copied is None else dataclasses.replace(copied, version=self.version)
 
 
 def _create(target: Store, key: str, data: bytes) -> bool:

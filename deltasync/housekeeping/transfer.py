@@ -26,7 +26,7 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
 )
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, digests, in_parallel, quiet, survey
 from deltasync.stores.base import ObjectInfo, Store
 

@@ -26,7 +26,7 @@ from deltasync.housekeeping.retention import References
 from deltasync.housekeeping.walk import WHOLE, Progress, attempt, digests, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
-    from deltasync.follow import Follower, StagedVersion
+    from deltasync.following import Follower, StagedVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class Examined:
 
     def replay(self, progress: Progress = quiet) -> None:
         """Apply every version, anchor and fold to weights in host memory, and compare the bits; read every file."""
-        from deltasync.follow import Follower  # which needs torch, as nothing else here does
+        from deltasync.following import Follower  # which needs torch, as nothing else here does
         from deltasync.live import LiveMemory
 
         memory, _ = LiveMemory.on_host(self.reader.specs)

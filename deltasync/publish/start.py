@@ -15,7 +15,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import PublisherSettings
 from deltasync.errors import ApplyError, ChainError, ConfigError, CorruptDataError, FormatError, ModelMismatchError
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.publish import put
 from deltasync.publish.log import Log
 from deltasync.publish.opening import open_channel

@@ -16,7 +16,7 @@ from unittest import mock
 
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Course, Follower
+from deltasync.following import ChannelCursor, Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory, Staged
 from deltasync.live.staging import HostStaging
@@ -55,7 +55,7 @@ def patched(tell: Tell) -> Iterator[None]:
         for owner, name, step in (
             (ChannelReader, "head", "head is read"),
             (ChannelReader, "stored", "a record is read"),
-            (Course, "next", "the way is planned"),
+            (ChannelCursor, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "keep", "the cache has a file"),
             (HostStaging, "add", "a tensor is translated"),

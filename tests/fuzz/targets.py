@@ -36,7 +36,7 @@ from deltasync.channel.signing import Trusted
 from deltasync.cli import watch
 from deltasync.dashboard import Observer, Snapshot, page
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError, printable
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.kernels import coder
 from deltasync.stores import Store
 from deltasync.stores.base import check_key

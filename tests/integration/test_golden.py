@@ -19,7 +19,7 @@ from deltasync import Replica
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError
-from deltasync.follow import Follower
+from deltasync.following import Follower
 from deltasync.kernels import cpu
 from deltasync.live import LiveMemory
 from deltasync.stores import open_store

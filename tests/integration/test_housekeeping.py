@@ -36,7 +36,7 @@ from deltasync.errors import (
     RunMismatchError,
     StoreError,
 )
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping import Keep, folds
 from deltasync.kernels import cpu, cpu_diff
 from deltasync.stores import ObjectInfo, Store, open_store

@@ -6,7 +6,7 @@ import torch
 
 from deltasync import housekeeping
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping import Keep
 from deltasync.stores import open_store
 from tests.channels import Made, filled

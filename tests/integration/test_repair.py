@@ -17,7 +17,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, Trusted, new_key
 from deltasync.cli import main
 from deltasync.errors import ConfigError, CorruptDataError, DeltaSyncError, NotPublishedError
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping import Repair, source_of
 from deltasync.stores import Store, open_store
 from tests.channels import EPOCH, Made, filled, states_of

@@ -36,7 +36,7 @@ before = answer()
 replica = vllm_plugin.follow(llm, channel)
 told(replica.sync())
 told([before != answer(), llm.llm_engine.get_weight_version(), replica.version])
-told(replica._loop.run_until_complete(replica._driver.digest())["sha256"])
+told(replica._follow.target.digest())
 try:
     replica.sync(version=99, timeout_s=0.2)
 except ApplyError as error:

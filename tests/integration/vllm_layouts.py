@@ -39,13 +39,15 @@ from vllm.model_executor.utils import replace_parameter
 
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
+from deltasync.errors import DeltaSyncError
+from deltasync.following import Follow
 from deltasync.tensors.bits import cast, dtype_for
 from tests.integration.vllm_server import save_model
-from vllm_plugin.driver import Driver
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_built
 from vllm_plugin.metrics import Metrics
+from vllm_plugin.target import EngineTarget, open_follow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +191,7 @@ def differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 
 class Engine(IdleEngine):
-    """vLLM's engine client as far as the driver goes, with one worker in this process."""
+    """vLLM's engine client as far as its target goes, with one worker in this process."""
 
     def __init__(self, config: VllmConfig, model: torch.nn.Module) -> None:
         self.worker = DeltaSyncWorkerExtension()
@@ -201,6 +203,17 @@ class Engine(IdleEngine):
         return [getattr(self.worker, method)(*args)]
 
 
+def caught_up(following: Follow) -> dict[str, Any]:
+    """Take what there is, and return the status as the server gives it."""
+    with contextlib.suppress(DeltaSyncError):
+        following.catch_up()
+    target = following.target
+    assert isinstance(target, EngineTarget)
+    told: dict[str, Any] = msgspec.to_builtins(following.status())
+    reloaded, reasons = target.workers.reloaded_count, target.workers.reasons
+    return told | {"reloaded_tensors": reloaded, "reloaded": msgspec.to_builtins(reasons)}
+
+
 def follow(folder: Path, case: Case) -> dict[str, Any]:
     path = save_model(folder, case.config, **case.fields)
     first = {name: cast(w, dtype_for(name, case.dtype)) for name, w in load_file(path / "model.safetensors").items()}
@@ -209,17 +222,15 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
     config, model = load(path, case.arguments)
     loaded = tensors_of(model)
     channel = f"file://{folder}/channel"
-    driver = Driver(Engine(config, model), ReplicaSettings(channel=channel, replica_id="here"), Metrics(CollectorRegistry()))
+    settings, run = ReplicaSettings(channel=channel, replica_id="here"), asyncio.new_event_loop().run_until_complete
+    following = open_follow(Engine(config, model), settings, Metrics(CollectorRegistry()), run)
     told: dict[str, Any] = {"model": type(model).__name__}
     with Publisher(channel, dtype=case.dtype) as publisher:
         publisher.publish(first.items() if kept else [(name, w.float()) for name, w in first.items()]).wait(60)
-        asyncio.run(driver.look())
-        asyncio.run(driver.look())
-        told["first"] = msgspec.to_builtins(driver.status())
+        told["first"] = caught_up(following)
         told["touched"] = differences(tensors_of(model), loaded)
         publisher.publish(second.items() if kept else [(name, w.float()) for name, w in second.items()]).wait(60)
-        asyncio.run(driver.look())
-        told["second"] = msgspec.to_builtins(driver.status())
+        told["second"] = caught_up(following)
     shutil.copytree(path, folder / "second")
     save_file(second, folder / "second" / "model.safetensors", metadata={"format": "pt"})
     wanted = tensors_of(load(folder / "second", case.arguments)[1])

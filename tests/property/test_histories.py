@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from deltasync.channel import keys
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.errors import DeltaSyncError, ObjectMissingError
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.stores import open_store
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made, made, trained

@@ -15,7 +15,7 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.housekeeping import Keep
 from deltasync.stores import open_store
 from tests.channels import Made

@@ -18,7 +18,7 @@ from deltasync import Publisher, Replica, housekeeping, open_store
 from deltasync.channel import payloads
 from deltasync.channel.plan import find_way
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Follower
+from deltasync.following import Follower
 from deltasync.housekeeping import Keep
 from deltasync.kernels import cpu, reference
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint

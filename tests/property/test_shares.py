@@ -18,7 +18,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.codec import tiles
 from deltasync.errors import FingerprintMismatchError, ShareError
-from deltasync.follow import Follower
+from deltasync.following import Follower
 from deltasync.live import LiveMemory, Segment, combine, model_fingerprint
 from deltasync.tensors.bits import bits_of
 

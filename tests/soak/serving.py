@@ -20,7 +20,7 @@ from tests.soak import clock
 
 def _patch_driver() -> None:
     """Once vLLM has loaded the plugin."""
-    while (driver := getattr(sys.modules.get("vllm_plugin.driver"), "Driver", None)) is None:
+    while (driver := getattr(sys.modules.get("vllm_plugin.target"), "EngineTarget", None)) is None:
         time.sleep(0.01)
     announce, served = driver._announce, Path(os.environ["SOAK_SERVED"])
 
@@ -28,7 +28,7 @@ def _patch_driver() -> None:
         if version is not None:
             from tests.soak.settings import digest_of, note
 
-            note(served, [version.sha256, digest_of(await self._workers.digest())])
+            note(served, [version.sha256, digest_of(await self.workers.digest())])
         await announce(self, version)
 
     driver._announce = noting

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError
+from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.following import Follow, Status
 from tests.conftest import assert_same_bits
 from vllm_plugin import adapters
-from vllm_plugin.adapters import AdapterDriver
-from vllm_plugin.messages import Status
-from vllm_plugin.metrics import Metrics
+from vllm_plugin.adapters import AdapterTarget
+from vllm_plugin.target import open_reader
 
 CONFIG = {"adapter_config.json": b'{"r": 2}'}
 
@@ -63,13 +63,16 @@ class Bench:
         self.publisher = Publisher(url, dtype="keep", **({"model_files": CONFIG} | publisher))
         self.vllm = VLLM()
         settings = ReplicaSettings(channel=url, adapter="policy")
-        self.driver = AdapterDriver(self.vllm, settings, Metrics(CollectorRegistry()), self.vllm)
+        reader, self.loop = open_reader(settings), asyncio.new_event_loop()
+        self.target = AdapterTarget(self.vllm, reader, settings, self.vllm, self.loop.run_until_complete)
+        self.follow = Follow(reader, self.target, settings)
 
     def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.driver._root.cleanup()
+        self.target._root.cleanup()
+        self.loop.close()
         self.publisher.close()
 
     def publish(self) -> None:
@@ -78,8 +81,10 @@ class Bench:
         self.publisher.publish(self.tensors.items()).wait(60)
 
     def look(self) -> Status:
-        asyncio.run(self.driver.look())
-        return self.driver.status()
+        with contextlib.suppress(DeltaSyncError):
+            while not self.follow.step():
+                pass
+        return self.follow.status()
 
     def folders(self) -> list[str]:
         (folder,) = {path.parent for path in self.vllm.lora_requests.values()}
@@ -97,7 +102,7 @@ def test_versions_are_loaded_by_name_and_the_newest_by_the_adapters(memory_url: 
             assert_same_bits(load_file(folder / "adapter_model.safetensors"), bench.tensors)
             assert (folder / "adapter_config.json").read_bytes() == CONFIG["adapter_config.json"]
         assert bench.vllm.loads == ["policy-v1", "policy-v2"]
-        assert status.adapters == ["policy", "policy-v2", "policy-v1"]
+        assert bench.target.models == ["policy", "policy-v2", "policy-v1"]
 
 
 def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +192,6 @@ def test_damage_on_the_disk_is_not_loaded(memory_url: str, monkeypatch: pytest.M
 def test_the_name_of_a_served_model_is_refused(memory_url: str) -> None:
     settings = ReplicaSettings(channel=memory_url, adapter="model")
     with pytest.raises(ConfigError, match="cannot be named model"):
-        AdapterDriver(VLLM(), settings, Metrics(CollectorRegistry()), VLLM())
+        AdapterTarget(VLLM(), open_reader(settings), settings, VLLM(), run=lambda work: work)
     with pytest.raises(ConfigError, match="adapter must be"):
         ReplicaSettings(channel=memory_url, adapter="a b")

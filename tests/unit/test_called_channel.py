@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+
 import pytest
 
 from deltasync.errors import ConfigError
@@ -10,10 +13,11 @@ backend = pytest.importorskip("vllm_plugin.backend", reason="needs vLLM")
 
 
 @pytest.fixture
-def engine() -> object:
+def engine() -> Iterator[object]:
     engine = object.__new__(backend.DeltaSyncEngine)
-    engine._driver, engine._channel = None, None
-    return engine
+    engine._follow, engine._channel, engine._loop = None, None, asyncio.new_event_loop()
+    yield engine
+    engine._loop.close()
 
 
 def test_the_configured_channel_wins_over_what_a_caller_sends(monkeypatch: pytest.MonkeyPatch, engine: object) -> None:
@@ -21,7 +25,7 @@ def test_the_configured_channel_wins_over_what_a_caller_sends(monkeypatch: pytes
     for asked in ("memory://other", "s3://bucket/run?endpoint=http://internal"):
         with pytest.raises(ConfigError, match="caller"):
             engine._choose(asked)  # type: ignore[attr-defined]
-        assert engine._driver is None  # type: ignore[attr-defined]
+        assert engine._follow is None  # type: ignore[attr-defined]
     engine._choose(None)  # type: ignore[attr-defined]
     assert engine._channel == "memory://configured"  # type: ignore[attr-defined]
 

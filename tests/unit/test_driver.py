@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,14 +22,13 @@ from deltasync import open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
-from deltasync.follow.pin import Pin
+from deltasync.following import Commit, Follow, Pin
 from tests import driving
-from tests.driving import PATIENCE_S, PLAIN, Engine, Trainer, following, serving, until, value
+from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
 from vllm_plugin import compat
-from vllm_plugin.driver import Driver
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.messages import Commit, Failure
+from vllm_plugin.messages import Failure
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.requests import token_matches
 
@@ -103,21 +102,21 @@ def test_reach_makes_the_driver_look_at_once(
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltasync.follow.poll._FIRST_S", 1000.0)
+    monkeypatch.setattr("deltasync.following.poll._FIRST_S", 1000.0)
 
     async def body() -> None:
         trainer.publish()
         driver = Driver(
             engine, ReplicaSettings(channel=memory_url, poll_interval_s=1000, replica_id="unit"), Metrics(registry)
         )
-        task = asyncio.create_task(driver.run())
+        driver.start()
         async with asyncio.timeout(PATIENCE_S):
             await until(lambda: driver.version is not None and driver.status().state == "serving")
             version = trainer.publish()
             await asyncio.sleep(0.1)
             assert driver.version != version
             assert await driver.reach(version) == version
-        task.cancel()
+        await asyncio.to_thread(driver.stop)
 
     asyncio.run(body())
 
@@ -260,10 +259,10 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         called = await looks()
         assert ("commit", True) in called and ("settled",) not in called  # a commit has told
         with monkeypatch.context() as patch:
-            patch.setattr(driver._scout, "next", AsyncMock(side_effect=StoreError("The store does not answer.")))
+            patch.setattr(driver.cursor, "next", Mock(side_effect=StoreError("The store does not answer.")))
             assert await looks() == []
             assert driver.status().state == "failed"
-        monkeypatch.setattr("vllm_plugin.driver._SURE_S", 0.0)
+        monkeypatch.setattr("vllm_plugin.target._SURE_S", 0.0)
         assert await looks() == [("settled",)] * 3
 
     asyncio.run(body())
@@ -321,8 +320,9 @@ def test_a_workers_error_keeps_its_class() -> None:
 def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> None:
     write = """
 from vllm_plugin.metrics import Metrics
+from types import SimpleNamespace
 metrics = Metrics()
-metrics.looked(5, 7, 0.5)
+metrics.stepped(SimpleNamespace(version=5, newest=7, followed_s_ago=0.5))
 metrics.pause.observe(0.02)
 """
     read = """
@@ -596,16 +596,13 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
         trainer.publish()
         async with following(engine, memory_url, registry, ready_behind=1) as driver:
             await until(lambda: driver.not_ready is None)
-            newest = driver._course.newest
+            newest = driver.cursor.newest
             assert newest is not None
             for behind, ready in ((1, True), (2, False)):
-                driver._course.newest = dataclasses.replace(newest, version=newest.version + behind)
+                driver.cursor.newest = dataclasses.replace(newest, version=newest.version + behind)
                 assert (driver.not_ready is None) is ready
             assert "2 behind version 3" in (driver.not_ready or "")
-            driver._course.newest = newest
-            driver.pauses.held = True
-            assert "does not generate now" in (driver.not_ready or "")
-            driver.pauses.held = False
+            driver.cursor.newest = newest
 
     asyncio.run(body())
 
@@ -622,14 +619,14 @@ def test_no_request_is_answered_before_the_server_was_ready_if_asked_so(
         client.post("/deltasync/sync")
         assert client.post("/v1/completions").status_code == 200
         with monkeypatch.context() as patch:  # once ready, it answers on
-            patch.setattr(Driver, "not_ready", "behind")
+            patch.setattr(Follow, "not_ready", "behind")
             assert client.post("/v1/completions").status_code == 200
 
 
 def test_a_server_that_cannot_tell_whether_it_is_ready_does_not_answer(
     engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Driver, "not_ready", property(lambda _: 1 // 0))
+    monkeypatch.setattr(Follow, "not_ready", property(lambda _: 1 // 0))
     with serving(engine, monkeypatch, CHANNEL=memory_url, WAIT_READY="1") as client:
         assert client.post("/v1/completions").status_code == 503
 
@@ -661,7 +658,7 @@ def test_generation_stays_paused_after_a_commit_that_could_not_be_undone(
             await driver.look()
         assert "CommitError" in driver.status().error
         assert engine.events[-1] == ("pause", 1), "not resumed"
-        assert driver.not_ready is not None and driver.pauses.held
+        assert driver.pauses.held
         before = len(engine.events)
         while driver.version != 2:
             await driver.look()

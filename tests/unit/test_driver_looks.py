@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -15,14 +14,11 @@ from prometheus_client import CollectorRegistry
 from deltasync import open_store
 from deltasync.channel import heartbeat, keys
 from deltasync.config import ReplicaSettings
-from deltasync.errors import StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo
 from tests import driving
-from tests.driving import PATIENCE_S, Engine, Trainer, serving, until
+from tests.driving import PATIENCE_S, Driver, Engine, Trainer, serving, until
 from tests.faults import FaultyStore, flipped
-from vllm_plugin import background, workers
-from vllm_plugin.background import Looks
-from vllm_plugin.driver import Driver
+from vllm_plugin import workers
 from vllm_plugin.metrics import Metrics
 
 engine = driving.engine  # a fixture
@@ -34,7 +30,7 @@ Scene = Callable[[Driver], Coroutine[Any, Any, None]]
 def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
     """The store of driver, worker and trainer."""
     store = FaultyStore(open_store(memory_url))
-    for module in ("driver", "worker"):
+    for module in ("target", "worker"):
         monkeypatch.setattr(f"vllm_plugin.{module}.open_nearest", lambda _: store)
     yield store
     store.heal()
@@ -132,7 +128,7 @@ def test_another_version_of_the_same_number_is_noticed_and_told_apart(
         trainer.weights = {name: tensor.clone() for name, tensor in channel.bits[at_2.sha256].items()}
         trainer.weights["w"].view(torch.int16)[7] -= 3
         assert trainer.publish() == 3
-        driver._course._look_due_s = 0.0  # the next of its looks now and then
+        driver.cursor._refresh_due_s = 0.0  # the next of its looks now and then
         await follow(driver)
         assert served(engine, driver, trainer)
         assert driver.identity != lost and driver.version == 3
@@ -179,7 +175,7 @@ def test_what_is_damaged_while_it_runs_is_gone_around(
             channel.announce(channel.tip)
         else:
             channel.fold(base, channel.tip)
-        driver._course._look_due_s = 0.0
+        driver.cursor._refresh_due_s = 0.0
         await follow(driver)
         assert served(engine, driver, trainer)
         assert driver.status(0).error is None
@@ -204,7 +200,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
         assert "FingerprintMismatchError" in driver.status(0).error
         await follow(driver)
         assert served(engine, driver, trainer)
-        assert not driver._course._left_out
+        assert not driver.cursor._skipped
 
     trainer.publish()
     play(engine, memory_url, scene)
@@ -233,20 +229,19 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         await follow(driver)
         status = driver.status(0)
         assert (status.state, driver.not_ready) == ("serving", None)
-        assert 0 <= status.last_look_s_ago < 5
-        store.fail_at("read", times=1000)
+        assert 0 <= status.followed_s_ago < 5
+        for prefix in (keys.VERSIONS, keys.HEAD):
+            store.fail_at("read", prefix, times=1000)
         await driver.look()
         assert driver.status(0).state == "failed"
         assert driver.not_ready is None, "a short outage"
-        driver._served_s -= 100
-        assert driver._course.looked_s is not None
-        driver._course.looked_s -= 100
+        driver._good_s -= 100
         status = driver.status(0)
         assert (status.state, status.version, status.newest_version) == ("stale", 1, 1)
-        assert status.last_look_s_ago > 100
-        assert status.error.startswith("The last good look at the channel was 100 s ago. TransientStoreError")
+        assert status.followed_s_ago > 100
+        assert status.error.startswith("The channel could last be followed 100 s ago. TransientStoreError")
         assert driver.not_ready == status.error
-        driver._beats.tell(driver.status(0))
+        driver._heartbeats.tell(driver.status(0))
         await until(lambda: list(store.inner.list(keys.REPLICAS)))
         (beat,) = heartbeat.read_all(store.inner, "run")
         assert (beat.state, beat.serving) == ("stale", trainer.channel.tip)
@@ -264,70 +259,41 @@ def test_who_polls_rarely_is_stale_later(
 ) -> None:
     async def scene(driver: Driver) -> None:
         await follow(driver)
-        driver._served_s -= 100
-        assert driver._course.looked_s is not None
-        driver._course.looked_s -= 100
+        driver._good_s -= 100
         assert (driver.status(0).state == "stale") is stale
 
     trainer.publish()
     play(engine, memory_url, scene, poll_interval_s=interval_s)
 
 
-def test_a_store_that_hangs_keeps_the_driver_from_nothing_else(
-    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", [keys.VERSIONS, keys.PARTS])
+def test_a_store_that_hangs_is_seen_and_keeps_nobody(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_LOOK_S", 0.1)
+    """Also while workers stage."""
+    monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
+    monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
 
-    async def scene(driver: Driver) -> None:
-        while not driver.caught_up:  # compiling may take longer than a look may
-            await driver.look()
-        trainer.publish()
-        gate = store.hold_at("read", keys.VERSIONS)
-        for _ in range(3):
-            before = time.monotonic()
-            await driver.look()
-            assert time.monotonic() - before < 5
-            status = driver.status(0)
-            assert (status.state, status.version) == ("failed", 1)
-            assert "The store has not answered for 0.1 s" in status.error
-        assert sum(thread.name == "deltasync-look" for thread in threading.enumerate()) == 1
-        assert (await driver.digest())["version"] == 1
-        store.calls.clear()
-        gate.opened.set()
-        while not served(engine, driver, trainer):
-            await driver.look()
-        assert len([key for _, key in store.calls if key == trainer.channel.tip.key]) == 1  # type: ignore[union-attr]
+    async def body() -> None:
+        async with driving.following(engine, memory_url, CollectorRegistry()) as driver:
+            await driver.reach(1)
+            gate = store.hold_at("read", where)
+            trainer.publish(parts=where == keys.PARTS)
+            driver.poke()
+            await until(lambda: driver.state == "stale")
+            assert "could last be followed" in (driver.error or "") and driver.not_ready == driver.error
+            assert driver.version == 1
+            gate.opened.set()
+            assert await driver.reach(2) == 2
+            await until(lambda: driver.not_ready is None)
+            store.hold_at("read", keys.VERSIONS)
+            driver.poke()
+            before_s = time.monotonic()
+        assert time.monotonic() - before_s < 15
+        store.heal()
 
     trainer.publish()
-    play(engine, memory_url, scene)
-
-
-def test_a_store_that_hangs_after_wrong_bits_keeps_the_server_from_nothing_else(
-    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The record is read again, to find out whether the store or an answer was at fault."""
-
-    async def scene(driver: Driver) -> None:
-        await follow(driver)
-        trainer.publish_lies()
-        await driver.look()
-        assert "FingerprintMismatchError" in driver.status(0).error
-        gate = store.hold_at("read", keys.VERSIONS)
-        opening = threading.Timer(5, gate.opened.set)
-        opening.start()
-        with monkeypatch.context() as patch:
-            patch.setattr(background, "_LOOK_S", 0.1)
-            await driver.look()
-        assert not gate.opened.is_set()
-        assert "The store has not answered for 0.1 s" in driver.status(0).error
-        opening.cancel()
-        gate.opened.set()
-        for _ in range(5):
-            await driver.look()
-        assert driver.version == 1 and driver._course._left_out
-
-    trainer.publish()
-    play(engine, memory_url, scene)
+    asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
 
 
 def test_a_heartbeat_that_hangs_does_not_keep_following_waiting(
@@ -340,7 +306,7 @@ def test_a_heartbeat_that_hangs_does_not_keep_following_waiting(
                 trainer.publish()
                 assert await driver.reach(version) == version
         store.heal()
-        await driver.stop()
+        await until(lambda: list(store.inner.list(keys.REPLICAS)))
         (beat,) = heartbeat.read_all(store.inner, "run")
         assert (beat.state, beat.version) == ("stopped", 3)
 
@@ -355,11 +321,11 @@ def test_status_of_a_server_whose_store_hangs_is_answered(
         assert client.post("/deltasync/sync").json()["version"] == 1
         store.hold_at("read")
         store.hold_at("list")
-        before = client.get("/deltasync/status").json()["last_look_s_ago"]
+        before = client.get("/deltasync/status").json()["followed_s_ago"]
         time.sleep(0.3)
         status = client.get("/deltasync/status").json()
         assert status["version"] == 1
-        assert status["last_look_s_ago"] > 0.2 or before > 0.2
+        assert status["followed_s_ago"] > 0.2 or before > 0.2
         late = client.post("/deltasync/sync", json={"timeout_s": 0.2})
         assert late.status_code == 504
         store.heal()
@@ -378,7 +344,7 @@ def test_callers_cost_no_requests_of_their_own(
         assert not any(caller.done() for caller in callers), "there may be a newer one"
         await driver.look()
         assert [await caller for caller in callers] == [2] * 64
-        assert len(store.calls) == 2
+        assert len(store.calls) == 4, "head and two slots at once, then a slot"
 
     trainer.publish()
     play(engine, memory_url, scene)
@@ -432,48 +398,3 @@ def test_an_event_takes_the_place_of_polling(
 
     trainer.publish()
     asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
-
-
-class TestLooks:
-    def test_what_is_asked_next_waits_for_what_hangs(self) -> None:
-        opened, done = threading.Event(), []
-
-        def slow() -> str:
-            opened.wait(PATIENCE_S)
-            done.append("slow")
-            return "slow"
-
-        async def body() -> None:
-            looks = Looks("unit")
-            for _ in range(2):
-                with pytest.raises(TransientStoreError, match=r"not answered for 0\.05 s"):
-                    await looks.take("a", slow, 0.05)
-            opened.set()
-            assert await looks.take("b", lambda: "quick", PATIENCE_S) == "quick"
-            assert done == ["slow"]
-
-        asyncio.run(body())
-
-    def test_the_answer_counts_for_the_same_question(self) -> None:
-        opened = threading.Event()
-
-        async def body() -> None:
-            looks = Looks("unit")
-            with pytest.raises(TransientStoreError):
-                await looks.take("a", lambda: opened.wait(PATIENCE_S), 0.05)
-            opened.set()
-            assert await looks.take("a", lambda: pytest.fail("asked twice"), PATIENCE_S) is True
-
-        asyncio.run(body())
-
-    def test_errors_are_raised(self) -> None:
-        def fail() -> None:
-            raise StoreError("refused")
-
-        async def body() -> None:
-            looks = Looks("unit")
-            for _ in range(2):
-                with pytest.raises(StoreError, match="refused"):
-                    await looks.take("a", fail, PATIENCE_S)
-
-        asyncio.run(body())

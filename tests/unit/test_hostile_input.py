@@ -190,7 +190,8 @@ def test_a_listing_of_100_000_strange_keys_costs_a_bounded_number_of_reads(memor
     for has_head in (True, False):
         store.calls.clear()
         running = Replica(store)
-        running._follower, running._tensors = replica._follower, replica._tensors
+        running._target.follower, running._target.tensors = replica._target.follower, replica._target.tensors
+        running._follow.cursor.newest, running._follow._opened = replica.identity, True
         channel.delta(trained(channel.bits[channel.tip.sha256], 40 + has_head))
         channel.head()
         if not has_head:

@@ -25,7 +25,7 @@ ROOMS = (
     "channel",
     "ranks",
     "live",
-    "follow",
+    "following",
     "housekeeping",
     "publish",
     "dashboard",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ConfigError, MissingVersionError, NotPublishedError
-from deltasync.follow import NEWEST, Course, Pin, Replica
+from deltasync.following import NEWEST, ChannelCursor, Pin, Replica
 from deltasync.stores import Store, open_store
 from tests import driving
 from tests.channels import made, trained
@@ -101,15 +102,15 @@ def test_a_replica_goes_back_and_on_again(store: Store) -> None:
 def test_staying_at_a_version_costs_no_requests_between_looks(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     made(store, 4)
-    course, pin = Course(ChannelReader(store)), Pin(2)
-    have = course.next(None, pin=pin)[-1].version  # full weights, first
-    have = course.next(have, pin=pin)[-1].version
+    cursor, pin = ChannelCursor(ChannelReader(store)), Pin(2)
+    have = cursor.next(None, pin=pin)[-1].version  # full weights, first
+    have = cursor.next(have, pin=pin)[-1].version
     assert have.version == 2
     before = len(store.calls)
     for _ in range(10):
-        assert course.next(have, pin=pin) == []
+        assert cursor.next(have, pin=pin) == []
     assert len(store.calls) == before
-    assert course.next(have, pin=pin, now=True) == [] and len(store.calls) > before
+    assert cursor.next(have, pin=pin, refresh=True) == [] and len(store.calls) > before
 
 
 def test_another_version_of_the_pinned_number_is_noticed(store: Store) -> None:
@@ -146,7 +147,7 @@ def test_a_server_is_pinned_while_it_follows(
             assert torch.equal(engine.model.w, bits[2])
             assert (driver.not_ready, driver.status(0).pin, engine.weight_version) == (None, "2", "2")
             for where, version in (("4", 4), ("1", 1), ("1 behind", 3), ("newest", 4)):
-                driver.pin = Pin.parse(where)
+                driver.set_pin(Pin.parse(where))
                 await driver.reach(None)
                 assert (driver.version, engine.weight_version) == (version, str(version))
                 assert torch.equal(engine.model.w, bits[version]) and driver.not_ready is None
@@ -165,11 +166,13 @@ def test_the_route_pins_and_answers_when_it_is_served(
         assert client.post("/deltasync/pin", json={"pin": "1"}).json()["version"] == 1
         assert client.get("/deltasync/status").json()["pin"] == "1"
         late = client.post("/deltasync/sync", json={"version": 3, "timeout_s": 0.2})
-        assert late.status_code == 504
-        assert late.json()["error"] == (
-            "Version 3 is not served after 0.2 s: this replica serves version 1, the newest is version 3, "
-            "and it is serving, pinned: 1."
-        )
+        assert late.status_code == 409
+        assert late.json()["error"] == "This replica is pinned to version 1 and will not serve version 3."
+        before = time.monotonic()
+        wrong = client.post("/deltasync/pin", json={"pin": "99", "timeout_s": 60})
+        assert wrong.status_code == 409 and "Version 99 is not in" in wrong.json()["error"]
+        assert "The pin stays: 1." in wrong.json()["error"] and time.monotonic() - before < 30
+        assert client.get("/deltasync/status").json()["pin"] == "1"
         for body in ({"pin": "7 ahead"}, {"pin": 1}, {}, {"pin": "1", "version": 2}):
             assert client.post("/deltasync/pin", json=body).status_code == 422
         assert client.post("/deltasync/pin", json={"pin": "newest"}).json()["version"] == 3

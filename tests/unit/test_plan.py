@@ -12,7 +12,7 @@ from deltasync.channel import keys, record
 from deltasync.channel.documents import Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import MissingVersionError
-from deltasync.follow import Course, course
+from deltasync.following import ChannelCursor, cursor
 from deltasync.stores import Store
 from tests.channels import Made, made, trained
 from tests.conftest import assert_same_bits
@@ -53,8 +53,8 @@ def test_a_cold_start_reads_few_documents_before_weights(store: FaultyStore) -> 
     calls = asked(store)
     before = calls[: [key.startswith(keys.ANCHORS) for key in calls].index(True)]
     folds = keys.fold(0, 59, channel.epoch)
-    assert sorted(before[:4]) == sorted([keys.CHANNEL, keys.HEAD, keys.VERSIONS, keys.FOLDS])
-    assert sorted(before[4:]) == sorted([folds, keys.slot(60, channel.epoch)])
+    assert sorted(before[:3]) == sorted([keys.CHANNEL, keys.HEAD, keys.slot(60, channel.epoch)])
+    assert sorted(before[3:]) == sorted([keys.VERSIONS, keys.FOLDS, folds])
     assert holds(replica, channel)
 
 
@@ -75,7 +75,7 @@ class TestFolds:
         replica.sync()
         assert holds(replica, channel)
         read = {key for key in asked(store) if key.endswith(".safetensors")}
-        slots = [keys.slot(number, channel.epoch) for number in (2, 20, 21)]
+        slots = [keys.slot(number, channel.epoch) for number in (2, 21, 22)]
         assert read == {keys.fold(2, 19, channel.epoch), *slots}
 
     def test_a_cold_start_takes_it_after_the_anchor(self, store: FaultyStore) -> None:
@@ -85,8 +85,8 @@ class TestFolds:
         replica.sync()
         assert holds(replica, channel)
         read = {key for key in asked(store) if keys.slot_of(key) is not None}
-        assert read == {keys.slot(number, channel.epoch) for number in (1, 20, 21)}, (
-            "the start, what the fold leads to, the next"
+        assert read == {keys.slot(number, channel.epoch) for number in (1, 20, 21, 22)}, (
+            "the start, what the fold leads to, the next two"
         )
 
     @pytest.mark.parametrize("damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"])
@@ -117,7 +117,7 @@ class TestFolds:
         store.calls.clear()
         replica.sync()
         assert holds(replica, channel)
-        assert {keys.slot(number, channel.epoch) for number in range(2, 21)} <= set(asked(store))
+        assert {keys.slot(number, channel.epoch) for number in range(2, 20)} <= set(asked(store))
 
     def test_records_that_are_gone_are_bridged_by_a_fold(self, store: FaultyStore) -> None:
         channel = made(store, 20, folds=[(2, 19)])
@@ -163,7 +163,7 @@ class TestBatches:
             channel.delta(model, parts=number % 2)
         channel.head()
         replica = at(store, 1)
-        with caplog.at_level("INFO", "deltasync.follow.replica"):
+        with caplog.at_level("INFO", "deltasync.following.loop"):
             assert replica.sync() == 5
         assert ["steps=4" in line.getMessage() for line in caplog.records] == [True]
         assert holds(replica, channel)
@@ -181,8 +181,8 @@ class TestBatches:
         self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, most: int, records: int
     ) -> None:
         channel = made(store, 9)
-        monkeypatch.setattr(course, "_BATCH", most)
-        way = Course(ChannelReader(store)).next(identity(store, 1))
+        monkeypatch.setattr(cursor, "_BATCH", most)
+        way = ChannelCursor(ChannelReader(store)).next(identity(store, 1))
         assert [stored.record.version for stored in way] == list(range(2, 2 + records))
         replica = at(store, 1)
         assert replica.sync() == 9
@@ -195,8 +195,8 @@ class TestBatches:
         made(store, 9)
         reader = ChannelReader(store)
         sizes = [reader.numbered(number).record.payload_bytes for number in range(2, 10)]
-        monkeypatch.setattr(course, "_BATCH_BYTES", sum(sizes[:records]))
-        assert len(Course(reader).next(identity(store, 1))) == records
+        monkeypatch.setattr(cursor, "_BATCH_BYTES", sum(sizes[:records]))
+        assert len(ChannelCursor(reader).next(identity(store, 1))) == records
 
     def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(self, store: FaultyStore) -> None:
         channel = made(store, 6)

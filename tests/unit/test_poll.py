@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.errors import NotPublishedError
-from deltasync.follow import Poll
+from deltasync.errors import NotPublishedError, StoreError
+from deltasync.following import Poll
 from deltasync.stores import ObjectInfo, Store
 from tests.faults import FaultyStore
 
@@ -48,7 +48,7 @@ def store(memory_url: str) -> Store:
 
 
 def test_the_wait_grows_up_to_the_interval_and_begins_anew_after_a_version(store: Store) -> None:
-    with Poll(store, 0.1, lambda _: None) as poll:
+    with Poll(0.1).watching(store, lambda _: None) as poll:
         waits = [poll.delay_s(moved=False) for _ in range(10)]
         assert waits[0] <= 0.02
         assert all(0.9 * 0.1 <= wait <= 0.1 for wait in waits[5:])
@@ -57,13 +57,13 @@ def test_the_wait_grows_up_to_the_interval_and_begins_anew_after_a_version(store
 
 
 def test_an_interval_below_the_first_wait_is_kept(store: Store) -> None:
-    with Poll(store, 0.001, lambda _: None) as poll:
+    with Poll(0.001).watching(store, lambda _: None) as poll:
         assert poll.delay_s(moved=False) <= 0.001
 
 
 def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("deltasync.follow.poll.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("deltasync.following.poll.time.monotonic", lambda: now_s)
 
     def looks_until(version_s: float) -> list[float]:
         """Look until a version that appears then is found; when it was looked."""
@@ -74,7 +74,7 @@ def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch:
             found.append(now_s)
         return found
 
-    with Poll(store, 1.0, lambda _: None) as poll:
+    with Poll(1.0).watching(store, lambda _: None) as poll:
         late_s = [looks_until(4.0 * number)[-1] - 4.0 * number for number in range(1, 8)]
         assert max(late_s[2:]) <= 0.13  # 3 % of the time between two, that between the looks at them included
         assert len(looks_until(4.0 * 8)) < 65
@@ -84,11 +84,11 @@ def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch:
 
 def test_a_store_that_tells_of_changes_is_hardly_looked_at(store: Store) -> None:
     watched = WatchedStore(store)
-    with Poll(watched, 1.0, lambda _: None) as poll:
+    with Poll(1.0).watching(watched, lambda _: None) as poll:
         assert watched.bell is not None
         assert poll.delay_s(moved=False) == 30.0
         assert poll.delay_s(moved=True) <= 0.02  # the next version may be there already
-        assert poll.delay_s(moved=False, settled=False) < 0.1  # what failed is tried again
+        assert poll.delay_s(moved=False, failure=StoreError("away")) < 0.1  # what failed is tried again
         watched.bell.live = False
         assert poll.delay_s(moved=False) <= 1.0
     assert watched.bell.closed

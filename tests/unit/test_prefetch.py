@@ -12,7 +12,7 @@ import pytest
 
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Replica
+from deltasync.following import Replica
 from deltasync.stores import open_store
 from tests.channels import EPOCH, Made, made, trained
 from tests.conftest import assert_same_bits
@@ -26,8 +26,8 @@ def _holds(replica: Replica, channel: Made) -> None:
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.follow.prefetch._EARLY", 0.0)
-    monkeypatch.setattr("deltasync.follow.prefetch._LATE", math.inf)
+    monkeypatch.setattr("deltasync.following.prefetch._EARLY", 0.0)
+    monkeypatch.setattr("deltasync.following.prefetch._LATE", math.inf)
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     reader = ChannelReader(store)
@@ -68,7 +68,7 @@ def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str
         now_s += seconds
 
     clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr("deltasync.follow.prefetch.time", clock)
+    monkeypatch.setattr("deltasync.following.prefetch.time", clock)
     store = FaultyStore(open_store(memory_url))
     channel = made(store, 2)
     replica = Replica(store)
@@ -81,7 +81,7 @@ def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str
     names = [file.key for file in last.record.payload_files]
     data = {key: store.read(key, 1 << 20) for key in (*names, last.key)}
     store.delete(*data)
-    prefetch = replica._course._prefetch
+    prefetch = replica._follow.cursor._prefetch
     assert prefetch is not None
 
     def asked(at_s: float) -> list[int]:

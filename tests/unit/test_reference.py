@@ -26,7 +26,7 @@ from deltasync.errors import (
     ModelMismatchError,
     UnsupportedFormatError,
 )
-from deltasync.follow import Course, Follower
+from deltasync.following import ChannelCursor, Follower
 from deltasync.housekeeping import Keep
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.stores import Store
@@ -135,18 +135,18 @@ class TestIdentify:
                 state = trained(state, seed) if seed < 11 else state
         return open_store(memory_url), state
 
-    def follower(self, store: Store, state: Weights) -> tuple[Follower, Course]:
+    def follower(self, store: Store, state: Weights) -> tuple[Follower, ChannelCursor]:
         reader = ChannelReader(store)
         memory, tensors = LiveMemory.on_host(reader.specs)
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
         memory.audit()
-        follower, course = Follower(reader, memory), Course(reader)
-        follower.identified(course.identify(model_fingerprint(memory.fingerprints)))
-        return follower, course
+        follower, cursor = Follower(reader, memory), ChannelCursor(reader)
+        follower.identified(cursor.identify(model_fingerprint(memory.fingerprints)))
+        return follower, cursor
 
-    def advance(self, follower: Follower, course: Course) -> int:
-        while way := course.next(follower.version):
+    def advance(self, follower: Follower, cursor: ChannelCursor) -> int:
+        while way := cursor.next(follower.version):
             follower.confirm(follower.commit(follower.stage(way)))
         assert follower.version is not None
         return follower.version.version
@@ -156,9 +156,9 @@ class TestIdentify:
     ) -> None:
         store, newest = channel
         shutil.rmtree(base)
-        follower, course = self.follower(store, weights())
+        follower, cursor = self.follower(store, weights())
         assert follower.version == ChannelReader(store).numbered(1).version
-        assert self.advance(follower, course) == 12
+        assert self.advance(follower, cursor) == 12
         again, _ = self.follower(store, newest)
         assert again.version == follower.version
         assert follower.memory.fingerprints == again.memory.fingerprints
@@ -169,7 +169,7 @@ class TestIdentify:
         store, newest = channel
         state = weights()
         state["model.norm.weight"][3] = 2.0
-        follower, course = self.follower(store, state)
+        follower, cursor = self.follower(store, state)
         assert follower.version is None
         reference = ChannelReader(store).numbered(1).record.reference
         assert reference is not None
@@ -179,10 +179,10 @@ class TestIdentify:
         store.delete(*(info.key for info in store.list(keys.FOLDS)))  # which announce full weights, once deltas are larger
         moved = base.rename(base.parent / "moved")
         with pytest.raises(MissingVersionError, match="which this machine cannot load"):
-            self.advance(follower, course)
+            self.advance(follower, cursor)
         moved.rename(base)
-        follower, course = self.follower(store, state)
-        assert self.advance(follower, course) == 12
+        follower, cursor = self.follower(store, state)
+        assert self.advance(follower, cursor) == 12
         assert follower.memory.fingerprints == self.follower(store, newest)[0].memory.fingerprints
 
     def test_a_replica_is_told_where_the_checkpoint_lies(self, channel: tuple[Store, Weights], base: Path) -> None:

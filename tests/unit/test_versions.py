@@ -12,6 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_plugin import versions
+from vllm_plugin.target import LiveVersions
 from vllm_plugin.versions import note_spans, versions_header
 
 Span = tuple[str, int]
@@ -45,7 +46,7 @@ class Engine:
 
 def request(
     body: Callable[[], Any],
-    live: int | None = 9,
+    live: Sequence[int | None] = (9,),
     sent: bytes = b"{}",
     path: str = "/v1/completions",
     **headers: str,
@@ -63,7 +64,7 @@ def request(
             if not message["more_body"]:
                 break
         got.update(body=data, length=dict(scope["headers"]).get(b"content-length"), then=(await receive())["type"])
-        await body()
+        await body_and_moves()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": b"reply"})
 
@@ -77,7 +78,15 @@ def request(
 
     raw = [(b"content-length", str(len(sent)).encode())]
     raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(versions_header(app, lambda: live)({"type": "http", "path": path, "headers": raw}, receive, send))
+    versions = LiveVersions()
+    versions.note(live[0])
+
+    async def body_and_moves() -> None:
+        await body()
+        for number in live[1:]:
+            versions.note(number)
+
+    asyncio.run(versions_header(app, lambda: versions)({"type": "http", "path": path, "headers": raw}, receive, send))
     reply = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
     return reply | {"status": str(messages[0]["status"])}, messages[1]["body"], got
 
@@ -89,6 +98,26 @@ async def drain(outputs: AsyncGenerator[Any]) -> None:
 
 def spans_of(body: Callable[[], Any]) -> Any:
     return json.loads(request(body)[0]["x-deltasync-spans"])
+
+
+@pytest.mark.parametrize(
+    ("live", "told"), [((5,), "5..5"), ((5, 2, 5), "2..5"), ((2, 5, 3), "2..5"), ((4, None, 7), "4..7"), ((5, None), "5..5")]
+)
+def test_the_range_is_of_all_versions_that_were_live(live: tuple[int | None, ...], told: str) -> None:
+    async def nothing() -> None:
+        pass
+
+    assert request(nothing, live=live)[0]["x-deltasync-versions"] == told
+
+
+def test_the_history_of_live_versions_is_bounded() -> None:
+    versions = LiveVersions()
+    for number in range(100_000):
+        versions.note(number)
+        if number == 99_000:
+            mark = versions.mark
+    assert versions.since(mark) == (99_000, 99_999) and versions.now == 99_999
+    assert len(versions._numbers) <= 8192
 
 
 def test_spans_are_those_that_vllm_tells_in_the_order_of_the_choices() -> None:
@@ -166,7 +195,7 @@ def test_a_session_is_named_in_the_salt_of_the_request(named: str, sent: bytes, 
     assert json.loads(got["body"]) == {"prompt": "x", "cache_salt": salt}
     assert int(got["length"]) == len(got["body"])
     assert got["then"] == "http.disconnect"
-    assert request(nothing, live=None, sent=sent, x_deltasync_session=named)[2] == got
+    assert request(nothing, live=(None,), sent=sent, x_deltasync_session=named)[2] == got
 
 
 @pytest.mark.parametrize("sent", [b"{", b"[1, 2]", b"", b'"text"', b"\xff\xfe", b'{"cache_salt": 5}', b"[" * 100_000])

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from deltasync.channel import keys
 from deltasync.channel.plan import find_way_back, goes_back, payload_bytes
 from deltasync.channel.reading import ChannelReader
-from deltasync.follow import Pin, Replica
+from deltasync.following import Pin, Replica
 from deltasync.stores import open_store
 from tests import driving
 from tests.channels import EPOCH, Made, Weights, trained, weights
@@ -154,7 +154,7 @@ def test_a_server_undoes(engine: Engine, trainer: Trainer, memory_url: str, regi
         async with following(engine, memory_url, registry) as driver:
             await driver.reach(4)
             for where, version in (("3", 3), ("1 behind", 3), ("1", 1), ("newest", 4)):
-                driver.pin = Pin.parse(where)
+                driver.set_pin(Pin.parse(where))
                 await driver.reach(None)
                 assert (driver.version, engine.weight_version) == (version, str(version))
                 assert torch.equal(engine.model.w, bits[version])

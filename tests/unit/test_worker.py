@@ -19,7 +19,7 @@ import torch
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, ModelMismatchError
-from deltasync.follow import Course
+from deltasync.following import ChannelCursor
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
 from deltasync.tensors import TensorSpec
@@ -68,7 +68,7 @@ def proven(of: WorkerReplica, url: str) -> int | None:
     of._verify()
     of.prove()
     of._audit([])
-    found = Course(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
+    found = ChannelCursor(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
     return None if of._follower.version is None else of._follower.version.version
 

@@ -207,7 +207,7 @@ def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
             with pytest.raises(ApplyError) as caught:
                 replica.sync(timeout_s=0)
             assert caught.type is ApplyError
-            assert not replica._driver.pauses.held
+            assert not replica._follow.target.pauses.held
     assert replica.sync() == 2
     assert torch.equal(engine.model.w, trainer.weights["w"])
     replica.close()

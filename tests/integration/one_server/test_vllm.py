@@ -16,7 +16,7 @@ from deltasync.channel import documents, heartbeat, keys
 from deltasync.channel.documents import Head
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from deltasync.follow.cursor import LOOK_S
+from deltasync.following.cursor import LOOK_S
 from tests.faults import flipped
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, start
 

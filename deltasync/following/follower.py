@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from deltasync.errors import CorruptDataError, DeltaSyncError, FingerprintMismat
 from deltasync.live import LiveMemory, Staged, model_fingerprint
 from deltasync.tensors import Patch, Region
 from deltasync.tensors.fold import fold_all
+
+_Item = TypeVar("_Item")
 
 _FETCHED_AHEAD = 4  # records, while one is decoded
 _HELD = 4  # times a tensor's elements may be held as patches that are not merged yet
@@ -46,14 +49,14 @@ class Follower:
     Attributes:
         version: The version whose bits are live; None if they are of no version.
         settled: Whether it is known which bits are live. If not, call `settle`.
-        failed: Key of the record whose missing or damaged objects made `stage` or `load` raise last; None for another cause.
+        progressed_s: When `stage` or `load` last finished a tensor or a file, by `time.monotonic`.
     """
 
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
         self.reader = reader
         self.memory = memory
         self.version: Version | None = None
-        self.failed: str | None = None
+        self.progressed_s = 0.0
         self._fingerprint: str | None = None
         self.settled = True
         self._loaded: list[Stored] = []  # the way that `load` has taken
@@ -93,14 +96,11 @@ class Follower:
         Raises:
             StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
         """
-        self.failed = None
         try:
             self._load(way)
         except DeltaSyncError:
             if self.version is None and self._loaded:
-                failed = self.failed
                 self._load([*self._loaded])
-                self.failed = failed
             raise
         return way[-1].version
 
@@ -115,10 +115,10 @@ class Follower:
                         self.version, self.settled = None, False
                         if stored.use_anchor:
                             self._loaded.clear()
-                            self.memory.load(payloads.weights(self.reader, stored))
+                            self.memory.load(self._progressing(payloads.weights(self.reader, stored)))
                         else:
                             patches = payloads.patches(self.reader, stored, self.memory.bits, self.memory.held, got)
-                            wanted |= self.memory.patch(patches)
+                            wanted |= self.memory.patch(self._progressing(patches))
                     done.append(dataclasses.replace(stored, data=None))
         finally:
             found = self.memory.fingerprints
@@ -129,6 +129,12 @@ class Follower:
         if self.version != way[-1].version:
             raise FingerprintMismatchError(f"The tensors of version {way[-1].record.version} are not its model.")
 
+    def _progressing(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yield items, and note when each was finished."""
+        for item in items:
+            yield item
+            self.progressed_s = time.monotonic()
+
     def stage(self, way: Sequence[Stored]) -> StagedVersion:
         """Fetch, check, decode, merge and translate the versions of a way. Live weights are untouched.
 
@@ -137,7 +143,6 @@ class Follower:
             ShareError: `complete` these tensors first.
         """
         before = time.perf_counter()
-        self.failed = None
         whole: list[Patch] = []
         with _map_out_of_memory(way[-1].record.version):
             patches: Iterator[tuple[Patch, int | None]]
@@ -154,6 +159,7 @@ class Follower:
         for patch, expected in patches:
             if patch.name in self._whole:  # of full weights a copy, so as not to hold all of their file
                 whole.append(patch if patch.index_K is not None else dataclasses.replace(patch, data=patch.data.copy()))
+            self.progressed_s = time.monotonic()
             yield patch, expected
 
     def _bits(self, name: str) -> np.ndarray:
@@ -174,11 +180,11 @@ class Follower:
 
     @contextlib.contextmanager
     def _blaming(self, stored: Stored) -> Iterator[None]:
-        """Note in `failed` that the objects of `stored` are missing or damaged."""
+        """Note in an error that the objects of `stored` are missing or damaged."""
         try:
             yield
         except (MissingVersionError, StageError, CorruptDataError) as error:
-            self.failed = stored.key
+            error.key = stored.key
             # Decoding from the old bits also fails if those are wrong; an audit finds out.
             if isinstance(error, CorruptDataError) and _needs_old(stored):
                 self.settled = False
@@ -206,8 +212,9 @@ class Follower:
         for patches in self._folded(way)[0].values():
             for merged in _fold(patches):
                 if merged.absolute:
-                    self.failed = way[0].key
-                    raise MissingVersionError(f"{merged.name} was written as a whole since, which cannot be undone.")
+                    error = MissingVersionError(f"{merged.name} was written as a whole since, which cannot be undone.")
+                    error.key = way[0].key
+                    raise error
                 yield dataclasses.replace(merged, data=np.negative(merged.data)), None
 
     def _folded(self, way: Sequence[Stored]) -> tuple[dict[str, list[Patch]], dict[str, int]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import threading
 import time
@@ -22,63 +21,63 @@ from typing import Any, Self
 
 import torch
 
-from deltasync.channel import heartbeat
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.nearest import open_nearest
 from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
-from deltasync.errors import (
-    AckTimeoutError,
-    ApplyError,
-    ConfigError,
-    DeltaSyncError,
-    ModelMismatchError,
-    NotPublishedError,
-    StoreError,
-    get_logger,
-    printable,
-)
-from deltasync.follow.follower import Follower
-from deltasync.follow.module_map import Names, places, plain_name, segment
-from deltasync.follow.pin import NEWEST, Pin
-from deltasync.follow.poll import Poll
-from deltasync.follow.replica import Replica
+from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, NotPublishedError, StageError
+from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.loop import Follow
+from deltasync.following.module_map import Names, places, plain_name, segment
+from deltasync.following.pin import Pin
+from deltasync.following.replica import MemoryTarget
+from deltasync.following.status import Commit, Status
+from deltasync.following.target import Identify
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.stores import ObjectInfo, Store
+from deltasync.stores import Store
 from deltasync.tensors.bits import int_view
 
-logger = get_logger(__name__)
+_ALONE_S = 30.0  # how long a commit waits for calls that run
+_WAIT_S = 5.0  # from when on such a wait is reported
 
 
 class _Gate:
     """Keeps forward calls, of which many may run, and commits, which run alone, apart.
 
-    While a commit waits, no forward call begins, except inside another one or beside one that runs.
+    While a commit waits, a call begins only in a thread that is inside already, in `hold()` or another forward call, or in
+    one that was started since such a call began, which may wait for it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
+        self._inside: dict[int, set[int | None]] = {}  # the threads inside, and the threads that ran when each entered
         self._closed = False  # a commit waits or runs
         self._mine = threading.local()
         self.problem: str | None = None  # why no forward call may begin
+        self.waits_since_s: float | None = None  # since when a commit waits for calls to end, by `time.monotonic`
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Return a context in which nothing is committed: for a forward call, or for several."""
         with self._changed:
-            self._changed.wait_for(lambda: self._inside > 0 or not self._closed)
+            self._changed.wait_for(lambda: not self._closed or self._belongs_inside())
             if self.problem is not None:
                 raise ApplyError(self.problem)
-            self._inside += 1
+            if not self.depth:
+                self._inside[threading.get_ident()] = {thread.ident for thread in threading.enumerate()}
         self._mine.depth = self.depth + 1
         try:
             yield
         finally:
             self._mine.depth -= 1
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
+            if not self.depth:
+                with self._changed:
+                    del self._inside[threading.get_ident()]
+                    self._changed.notify_all()
+
+    def _belongs_inside(self) -> bool:
+        own = threading.get_ident()
+        return self.depth > 0 or any(own not in others for others in self._inside.values())
 
     @property
     def depth(self) -> int:
@@ -87,23 +86,29 @@ class _Gate:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context in which nobody is inside. A thread that is inside would wait for itself."""
+        """Return a context in which nobody is inside. A thread that is inside would wait for itself.
+
+        Raises:
+            StageError: calls have not ended for `_ALONE_S`; others may begin again.
+        """
         assert not self.depth
         try:
             with self._changed:
-                self._closed = True
-                self._changed.wait_for(lambda: self._inside == 0)
+                self._closed, self.waits_since_s = True, time.monotonic()
+                if not self._changed.wait_for(lambda: not self._inside, _ALONE_S):
+                    raise StageError(
+                        f"A forward call or a hold() has not ended for {_ALONE_S:g} s; the weights are as before."
+                    )
+                self.waits_since_s = None
             yield
         finally:
             with self._changed:
-                self._closed = False
+                self._closed, self.waits_since_s = False, None
                 self._changed.notify_all()
 
 
-class _ModuleReplica(Replica):
-    """A replica over the memory of a module that may compute at any time."""
-
-    _is_alone = False
+class _ModuleTarget(MemoryTarget):
+    """The memory of a module that may compute at any time."""
 
     def __init__(self, module: torch.nn.Module, reader: ChannelReader, names: Names, gate: _Gate) -> None:
         super().__init__(reader)
@@ -112,49 +117,53 @@ class _ModuleReplica(Replica):
         self._served = False  # whether the module has ever had a version of the channel
         self._broken: str | None = None
 
-    def _advance(self, pin: Pin, *, known: ObjectInfo | None = None, look: bool = True) -> int:
+    def open(self, identify: Identify) -> None:
+        """Find the channel's tensors in the module, and which version they are, if any."""
+        self.tensors, self._ties = places(self._module, self.reader.specs, self._names)
+        segments = {name: [segment(tensor)] for name, tensor in self.tensors.items()}
+        memory = LiveMemory(self.reader.specs, segments)
+        memory.warm_up()
+        memory.audit()
+        found = identify(model_fingerprint(memory.fingerprints))
+        self.follower = Follower(self.reader, memory)
+        self.follower.identified(found)
+        self._served = found is not None
+        self._tell_gate()
+
+    def settle(self) -> None:
+        """As `Target.settle`."""
+        super().settle()
+        self._tell_gate()  # before anything is loaded in their place
+
+    def stage(self, chain: Sequence[Stored]) -> StagedVersion:
+        """As `Target.stage`."""
+        return self._opened.stage(chain)
+
+    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
+        """As `Target.commit`, between two forward calls."""
+        assert isinstance(staged, StagedVersion)
         try:
-            if self._follower is None:
-                self._open()
-            return super()._advance(pin, known=known, look=look)
+            with self._gate.alone():
+                for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:
+                    torch.accelerator.synchronize(device)  # what forward calls have launched
+                self._served = True
+                commit = self._exchange(staged)
+                for name, other in self._ties.items():
+                    if not torch.equal(int_view(self.tensors[name]), int_view(self.tensors[other])):
+                        self._broken = (
+                            f"{name} and {other} are one tensor in the module, and differ in version {commit.version}."
+                        )
+                        raise ModelMismatchError(self._broken)
+                return commit
         finally:
             self._tell_gate()
 
-    def _open(self) -> None:
-        """Find the channel's tensors in the module, and which version they are, if any."""
-        self._tensors, self._ties = places(self._module, self._reader.specs, self._names)
-        segments = {name: [segment(tensor)] for name, tensor in self._tensors.items()}
-        memory = LiveMemory(self._reader.specs, segments)
-        memory.warm_up()
-        memory.audit()
-        found = self._course.identify(model_fingerprint(memory.fingerprints))
-        self._follower = Follower(self._reader, memory)
-        self._follower.identified(found)
-        self._served = found is not None
-
-    def _settle(self) -> bool:
-        is_lost = super()._settle()
-        self._tell_gate()  # before anything is loaded in their place
-        return is_lost
-
     def _tell_gate(self) -> None:
         """Let no forward call begin while the weights are of no known version, unless they never were of one."""
-        follower = self._follower
+        follower = self.follower
         is_known = follower is None or (follower.settled and (follower.version is not None or not self._served))
-        unknown = "It is not known what the weights are, until a look at the channel has found out or loaded them anew."
+        unknown = "The weights are in an unknown state: forward calls are blocked until the next sync succeeds."
         self._gate.problem = self._broken or (None if is_known else unknown)
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        with self._gate.alone():
-            for device in {tensor.device for tensor in self._tensors.values() if tensor.device.type != "cpu"}:
-                torch.accelerator.synchronize(device)  # what forward calls have launched
-            self._served = True
-            yield
-            for name, other in self._ties.items():
-                if not torch.equal(int_view(self._tensors[name]), int_view(self._tensors[other])):
-                    self._broken = f"{name} and {other} are one tensor in the module, and differ in version {self.version}."
-                    raise ModelMismatchError(self._broken)
 
 
 def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
@@ -182,29 +191,19 @@ def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
 
 
 class Following:
-    """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it.
-
-    `error` says in one sentence what is wrong; None if nothing is.
-    """
+    """A module that follows a channel; made by `deltasync.follow`. Use it as a context, or `close` it."""
 
     def __init__(
         self, module: torch.nn.Module, store: Store, settings: ReplicaSettings, names: Names, background: bool
     ) -> None:
-        self._store, self._settings = store, settings
-        self._gate, self._pin = _Gate(), Pin.parse(settings.pin)
-        self._reader = ChannelReader(store, settings.trusted_keys)
-        self._replica = _ModuleReplica(module, self._reader, names, self._gate)
-        self._busy = threading.Lock()
-        self._wake, self._ended = threading.Event(), threading.Event()
-        self._known: ObjectInfo | None = None  # what the store told of a new record
-        self._moved = threading.Condition()
-        self.error: str | None = None
+        self._gate = _Gate()
+        reader = ChannelReader(store, settings.trusted_keys)
+        self._follow = Follow(reader, _ModuleTarget(module, reader, names, self._gate), settings)
         self._unwraps = contextlib.ExitStack()
         for each in module.modules():
             # In a wrapped model, the model inside has the `generate` that is called.
             if each is module or callable(getattr(type(each), "generate", None)):
                 self._unwraps.callback(_gated(each, self._gate))
-        self._thread = threading.Thread(target=self._run, name="deltasync-follow", daemon=True)
         try:
             with contextlib.suppress(NotPublishedError):
                 self.sync()
@@ -212,51 +211,64 @@ class Following:
             self.close()
             raise
         if background:
-            self._thread.start()
+            self._follow.start()
 
     @property
     def version(self) -> int | None:
         """The number of the version that the weights are, None before the first."""
-        return self._replica.version
+        return self._follow.version
 
     @property
     def digest(self) -> str | None:
         """The sha256 of this version's record."""
-        return self._replica.digest
+        identity = self._follow.identity
+        return None if identity is None else identity.sha256
+
+    @property
+    def error(self) -> str | None:
+        """What keeps the weights from newer versions, in one sentence; None if nothing does."""
+        since_s = self._gate.waits_since_s
+        waits_s = 0.0 if since_s is None else time.monotonic() - since_s
+        if waits_s > _WAIT_S:
+            return f"A version has waited for forward calls or a hold() to end for {waits_s:.0f} s."
+        return None if self._follow.state == "waiting" else self._follow.error
+
+    @property
+    def status(self) -> Status:
+        """State, versions and commits, as a server's `GET /deltasync/status`."""
+        return self._follow.status()
 
     @property
     def pin(self) -> str:
-        """Which versions it takes: `newest`, a number to stay at, `every 10`, `2 behind`. May be set at any time."""
-        return str(self._pin)
+        """Which versions it takes: `newest`, a number to stay at, `every 10`, `2 behind`. May be set at any time.
+
+        Raises:
+            MissingVersionError: when it is set to a number that the channel does not have; it stays as it was.
+        """
+        return str(self._follow.pin)
 
     @pin.setter
     def pin(self, text: str | int) -> None:
-        self._pin = Pin.parse(str(text))
-        self._wake.set()
+        self._follow.set_pin(Pin.parse(str(text)))
 
     def sync(self) -> int:
-        """Look now, and take what there is; return the number of the version that the weights are.
+        """Refresh now, and take what there is; return the number of the version that the weights are.
 
         Raises:
             NotPublishedError: the channel has no version yet.
             DeltaSyncError: the newest version could not be taken; the version before stays.
         """
         self._refuse_inside()
-        return self._advance()
+        return self._follow.catch_up()
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
-        """Wait until the weights are this version or a later one; by default, until they are any version.
+        """Wait until the weights are this version or a later one; pinned to a number, exactly that one. By default any.
 
         Raises:
             AckTimeoutError: they are not after `timeout_s`; it says why.
+            PinnedError: the pin keeps the module from that version.
         """
-        wanted = 1 if version is None else version
-        with self._moved:
-            if not self._moved.wait_for(lambda: (self.version or 0) >= wanted, timeout_s):
-                message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
-                raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
-            assert self.version is not None
-            return self.version
+        return self._follow.wait(version, timeout_s)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[int | None]:
@@ -267,13 +279,8 @@ class Following:
     def close(self) -> None:
         """Stop following. The module keeps its weights."""
         self._refuse_inside()
-        self._ended.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._follow.stop()
         self._unwraps.close()
-        if self._replica.identity is not None:
-            self._beat(heartbeat.STOPPED)
 
     def __enter__(self) -> Self:
         return self
@@ -284,70 +291,6 @@ class Following:
     def _refuse_inside(self) -> None:
         if self._gate.depth:
             raise ConfigError("Weights cannot change while this thread holds them, or inside a forward call.")
-
-    def _advance(self, known: ObjectInfo | None = None, look: bool = True) -> int:
-        with self._busy:
-            before = self._replica.identity
-            try:
-                version = self._replica._advance(self._pin, known=known, look=look)
-                self.error = None
-                return version
-            except DeltaSyncError as error:
-                self.error = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                if self._replica.identity != before:
-                    with self._moved:
-                        self._moved.notify_all()
-
-    def _run(self) -> None:
-        reported, beat_s = self.error, -math.inf
-
-        def on_change(info: ObjectInfo | None) -> None:
-            self._known = info
-            self._wake.set()
-
-        with Poll(self._store, self._settings.poll_interval_s, on_change) as poll:
-            while not self._ended.is_set():
-                self._wake.clear()
-                before = self._replica.identity
-                self._poll()
-                if self.error is not None and self.error != reported:
-                    logger.warning("deltasync: %s", self.error)
-                moved, now_s = self._replica.identity != before, time.monotonic()
-                if moved or self.error != reported or now_s - beat_s >= self._settings.heartbeat_interval_s:
-                    self._beat("serving" if self.error is None else "failed")
-                    beat_s = now_s
-                reported = self.error
-                self._wake.wait(poll.delay_s(moved, settled=self.error is None))
-
-    def _poll(self) -> None:
-        """Take one step, if there is one. An error is kept in `error`; the next poll tries again."""
-        known, self._known = self._known, None
-        try:
-            self._advance(known, look=False)
-        except DeltaSyncError:
-            pass
-        except Exception as error:  # the module keeps the weights it has, and says why
-            self.error = printable(f"Unexpected {type(error).__name__}: {error}")
-            logger.exception("deltasync failed unexpectedly")
-
-    def _beat(self, state: str) -> None:
-        serving = self._replica.identity
-        document = Heartbeat(
-            replica_id=self._settings.replica_id,
-            run_id=self._reader.run_id,
-            version=None if serving is None else serving.version,
-            epoch=None if serving is None else serving.epoch,
-            sha256=None if serving is None else serving.sha256,
-            state=state if serving is not None or state == "failed" else "waiting",
-            pin=None if self._pin == NEWEST else str(self._pin),
-            error=self.error,
-        )
-        try:
-            heartbeat.write(self._store, document)
-        except StoreError as error:
-            logger.warning("deltasync: heartbeat not written: %s", error)
 
 
 def follow(

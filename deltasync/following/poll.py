@@ -8,14 +8,17 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from deltasync.channel import keys
-from deltasync.stores.base import ObjectInfo, Store
+from deltasync.errors import StoreError
+from deltasync.stores.base import ObjectInfo, Store, Watch
 
 _FIRST_S = 0.02
 _GROWTH = 1.5
 _LIVE_S = 30.0
+_OUTAGE_S = 5.0  # longest wait between two attempts while the store fails
 # The next version is expected between these multiples of the shortest and the longest of the last times between two. Then
 # the waits are this fraction of the longest, or this fraction of the time until or since the mean, whichever is less.
 _EARLIEST, _LATEST = 0.75, 1.5
@@ -23,39 +26,52 @@ _LOOKS_APART = 0.03
 _LOOKS_CLOSE = 0.2
 
 
-class Poll(contextlib.AbstractContextManager["Poll"]):
+class Poll:
     """Waits between two requests: from 20 ms after a version, because another may follow soon, up to an interval.
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
-    time between two versions, and shorter near that time. A store that tells of new objects is only asked rarely while that
-    works: `on_change` is called from another thread, with what is known of a new record, to ask at once.
+    time between two versions, and shorter near that time. A store that announces new objects is only asked rarely while that
+    works.
     """
 
-    def __init__(self, store: Store, interval_s: float, on_change: Callable[[ObjectInfo | None], None]) -> None:
+    def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._delay_s = _FIRST_S
         self._moved_s: float | None = None
         self._between_s: deque[float] = deque(maxlen=4)
-        self._watch = store.watch(keys.VERSIONS, on_change)
+        self._watch: Watch | None = None
 
-    def delay_s(self, moved: bool, settled: bool = True) -> float:
-        """Return the seconds to wait; `moved` if the last request gave a new version, `settled` if nothing needs a retry."""
+    @contextlib.contextmanager
+    def watching(self, store: Store, on_change: Callable[[ObjectInfo | None], None]) -> Iterator[Self]:
+        """Return a context in which the store may announce records: `on_change` is called from another thread."""
+        self._watch = store.watch(keys.VERSIONS, on_change)
+        try:
+            yield self
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+            self._watch = None
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether the store announces new records at present."""
+        return self._watch is not None and self._watch.live
+
+    def delay_s(self, moved: bool, failure: BaseException | None = None) -> float:
+        """Return the seconds to wait; `moved` if the last request gave a new version, `failure` if it failed."""
         now_s = time.monotonic()
         if moved:
             if self._moved_s is not None:
                 self._between_s.append(now_s - self._moved_s)
             self._moved_s, self._delay_s = now_s, _FIRST_S
-        delay_s = min(self._delay_s, self._interval_s, self._due_s(now_s))
-        self._delay_s = min(_GROWTH * self._delay_s, self._interval_s)
-        if settled and not moved and self.told:
+        is_outage = isinstance(failure, StoreError)
+        longest_s = max(_OUTAGE_S, self._interval_s) if is_outage else self._interval_s
+        delay_s = min(self._delay_s, longest_s, math.inf if is_outage else self._due_s(now_s))
+        self._delay_s = min(_GROWTH * self._delay_s, longest_s)
+        if failure is None and not moved and self.is_pushed:
             return max(_LIVE_S, self._interval_s)
         # Random, so that many replicas do not keep asking at the same moment.
-        return delay_s * random.uniform(0.9, 1.0)
-
-    @property
-    def told(self) -> bool:
-        """Whether the store tells of new records at present."""
-        return self._watch is not None and self._watch.live
+        return max(delay_s * random.uniform(0.9, 1.0), getattr(failure, "retry_after_s", None) or 0.0)
 
     def _due_s(self, now_s: float) -> float:
         """Return how long to wait at most, by the rhythm of the last versions."""
@@ -67,7 +83,3 @@ class Poll(contextlib.AbstractContextManager["Poll"]):
         off_s = abs(statistics.fmean(self._between_s) - since_s)
         apart_s = min(_LOOKS_APART * longest_s, _LOOKS_CLOSE * off_s)
         return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
-
-    def __exit__(self, *_: object) -> None:
-        if self._watch is not None:
-            self._watch.close()

@@ -1,0 +1,32 @@
+"""Following a channel: the cursor, the one loop (`Follow`) and its targets in host memory and in a torch module."""
+
+from deltasync.following.cursor import ChannelCursor
+from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.loop import Follow, Observer
+from deltasync.following.module import Following, follow
+from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.poll import Poll
+from deltasync.following.replica import MemoryTarget, Replica
+from deltasync.following.status import HISTORY, Commit, Status
+from deltasync.following.target import Identify, Target
+
+__all__ = [
+    "HISTORY",
+    "NEWEST",
+    "ChannelCursor",
+    "Commit",
+    "Follow",
+    "Follower",
+    "Following",
+    "Identify",
+    "MemoryTarget",
+    "Observer",
+    "Pin",
+    "Poll",
+    "Replica",
+    "StagedVersion",
+    "Status",
+    "Target",
+    "follow",
+    "follower",
+]

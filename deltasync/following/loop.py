@@ -1,0 +1,526 @@
+"""The one follow loop: refresh, plan, stage, commit, confirm, settle, announce, report. Every engine is a `Target` of it.
+
+following = Follow(reader, target, settings)
+following.catch_up()                     in the caller's thread, or
+following.start(); following.wait(7)     in a daemon thread, so that a hung store stops nothing else
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from deltasync.channel import heartbeat
+from deltasync.channel.documents import Version
+from deltasync.channel.plan import payload_bytes
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.config import ReplicaSettings
+from deltasync.errors import (
+    AckTimeoutError,
+    ApplyError,
+    CorruptDataError,
+    DeltaSyncError,
+    FingerprintMismatchError,
+    MissingVersionError,
+    NotPublishedError,
+    PinnedError,
+    SleepingError,
+    TransientStoreError,
+    get_logger,
+    printable,
+)
+from deltasync.following.cursor import ChannelCursor
+from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.poll import Poll
+from deltasync.following.status import HISTORY, Commit, HeartbeatWriter, Status
+from deltasync.following.target import Target
+from deltasync.stores.base import ObjectInfo
+
+logger = get_logger(__name__)
+
+STALE_S, STALE_POLLS = 60.0, 20
+"""A replica is stale when it could last follow longer ago than so many seconds, and than so many poll intervals."""
+
+_DETOURS = 8  # chains that `catch_up` gives up before it raises
+_STEP_S = 60.0  # how long a caller waits for a step of another thread
+_STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
+
+
+class Observer(Protocol):
+    """Is told what a `Follow` does, from its thread."""
+
+    def stepped(self, follow: Follow) -> None:
+        """A step has ended, in whatever way."""
+        ...
+
+    def committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
+        """A version became live."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A step failed; told once for each request that failed, not while the same failure lasts."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """What somebody waits for: a version, a trainer's step, or with neither what was the newest version when it began."""
+
+    version: int | None
+    step: int | None
+    begun: int
+    pins: int
+
+
+class Follow:
+    """Keeps a target at the version of a channel that its pin points to.
+
+    Steps run one at a time, in the thread of `start` or in the caller's. Everything else may be called from any thread.
+
+    Attributes:
+        reader: The channel.
+        cursor: The position in it.
+        commits: The last `HISTORY` commits.
+        on_step: Called after each step, from its thread.
+    """
+
+    def __init__(
+        self,
+        reader: ChannelReader,
+        target: Target,
+        settings: ReplicaSettings,
+        *,
+        observer: Observer | None = None,
+        prefetch: bool = True,
+        heartbeats: bool = True,
+        log: logging.Logger = logger,
+    ) -> None:
+        self.reader, self.target, self.settings = reader, target, settings
+        self.cursor = ChannelCursor(reader, settings.max_age_s, prefetch)
+        self.commits: deque[Commit] = deque(maxlen=HISTORY)
+        self.on_step: list[Callable[[], None]] = []
+        self._observer, self._log = observer, log
+        self._pin, self._pins = Pin.parse(settings.pin), 0
+        self._state = "waiting"
+        self._error: str | None = "The channel was not read yet."
+        self._told: BaseException | None = None  # the last error that the observer was told
+        self._opened = False
+        self._step_of: tuple[Version, int | None] | None = None  # the version served, and the trainer's step of its record
+        self._good_s = self._audited_s = time.monotonic()
+        self._begun = 0  # number of steps
+        self._caught_up = -1  # number of the last step that found nothing to take
+        self._asked = False  # somebody waits: refresh, and retry what was skipped
+        self._known: ObjectInfo | None = None
+        self._stepping = threading.RLock()
+        self._changed = threading.Condition()
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._poll = Poll(settings.poll_interval_s)
+        self._goes_around = False  # the last step failed by a chain that the next one avoids
+        self._heartbeats = HeartbeatWriter(reader.store, settings.heartbeat_interval_s) if heartbeats else None
+
+    # State
+
+    @property
+    def identity(self) -> Version | None:
+        """The version that is live, with its digest; None before the first."""
+        return self.target.version
+
+    @property
+    def version(self) -> int | None:
+        """The number of this version."""
+        return None if self.identity is None else self.identity.version
+
+    @property
+    def newest(self) -> int | None:
+        """The number of the newest version that is known."""
+        return None if self.cursor.newest is None else self.cursor.newest.version
+
+    @property
+    def error(self) -> str | None:
+        """What keeps the replica from newer versions, in one sentence; None if nothing does."""
+        return self._stale or self._error
+
+    @property
+    def state(self) -> str:
+        """As `Status.state`."""
+        return self._state if self._stale is None else "stale"
+
+    @property
+    def followed_s_ago(self) -> float | None:
+        """Seconds since the channel could last be followed; None before the first time."""
+        return None if self.cursor.followed_s is None else self._stuck_s
+
+    @property
+    def _stuck_s(self) -> float:
+        progressed_s = self.target.progressed_s if self._state == "staging" and self._error is None else 0.0
+        return max(0.0, time.monotonic() - max(self._good_s, progressed_s))
+
+    @property
+    def _stale(self) -> str | None:
+        """Since when a version is served that may be old, in one sentence; None if that is not long."""
+        stuck_s = self._stuck_s
+        limit_s = max(STALE_S, STALE_POLLS * self.settings.poll_interval_s)
+        if self.identity is None or self._state in ("sleeping", heartbeat.STOPPED) or stuck_s <= limit_s:
+            return None
+        return f"The channel could last be followed {stuck_s:.0f} s ago. {self._error or ''}".rstrip()
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why this replica should get no requests, in one sentence; None if it serves a version that is new enough."""
+        served, newest = self.version, self.newest
+        if served is None or newest is None:
+            return f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
+        if self._state == "sleeping":
+            return f"This server does not generate now. {self._error or ''}".rstrip()
+        if not self.pin.is_near(served, newest, self.settings.ready_behind):
+            where = f"{newest - served} behind" if self.pin == NEWEST else f"and is pinned ({self.pin}); the newest is"
+            return f"This server serves version {served}, {where} version {newest}."
+        return self._stale
+
+    def status(self, commit_count: int = HISTORY) -> Status:
+        """Return the status, with the last `commit_count` commits."""
+        identity, trusted = self.identity, self.reader.trusted
+        return Status(
+            replica_id=self.settings.replica_id,
+            channel=self.reader.store.url,
+            run_id=self.reader.run_id,
+            state=self.state,
+            version=self.version,
+            epoch=None if identity is None else identity.epoch,
+            sha256=None if identity is None else identity.sha256,
+            newest_version=self.newest,
+            pin=None if self.pin == NEWEST else str(self.pin),
+            followed_s_ago=self.followed_s_ago,
+            error=self.error,
+            trusted_keys=None if trusted is None else trusted.names,
+            commits=list(self.commits)[-commit_count:] if commit_count else [],
+        )
+
+    # Pins and waiting
+
+    @property
+    def pin(self) -> Pin:
+        """Which versions it takes."""
+        return self._pin
+
+    def check_pin(self, pin: Pin) -> None:
+        """Ask the store whether a version that is named by its number is there.
+
+        Raises:
+            MissingVersionError: it is not.
+            StoreError: nobody knows.
+        """
+        live = self.identity
+        if pin.version is not None and (live is None or live.version != pin.version):
+            self.reader.numbered(pin.version)
+
+    def set_pin(self, pin: Pin, *, checked: bool = False) -> None:
+        """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays as it was."""
+        if not checked:
+            self.check_pin(pin)
+        self._pin, self._pins = pin, self._pins + 1
+        self.poke()
+
+    def poke(self) -> None:
+        """Make the loop refresh now, because somebody waits."""
+        self._asked = True
+        self._wake.set()
+
+    def request(self, version: int | None = None, step: int | None = None) -> Callable[[], int | None]:
+        """Refresh now, and return a check that gives the number of the version served once that is what was asked for.
+
+        Args:
+            version: This version or a later one; while the replica is pinned to a number exactly this one.
+            step: A version of the newest epoch, of this step of the trainer or a later one.
+
+        With neither, the check waits for what the pin points to now. It raises PinnedError if a pin, now or after a change,
+        keeps the replica from there.
+        """
+        request = _Request(version, step, self._begun, self._pins)
+        self.poke()
+        return lambda: self._reached(request)
+
+    def _reached(self, request: _Request) -> int | None:
+        pin, served = self._pin, self.identity
+        if pin.version is not None and request.version not in (None, pin.version):
+            raise PinnedError(
+                f"This replica is pinned to version {pin.version} and will not serve version {request.version}."
+            )
+        if self._pins != request.pins and request.version is None and request.step is None:
+            raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin}.")
+        if served is None:
+            return None
+        if request.version is not None:
+            return served.version if served.version >= request.version else None
+        if self._begun <= request.begun or not self._was_caught_up_since(request.begun):
+            return None
+        if request.step is None:
+            return served.version
+        of, step = self._step_of or (served, None)
+        is_newest = of == served and served.epoch == self.cursor.epoch
+        return served.version if is_newest and step is not None and step >= request.step else None
+
+    def _was_caught_up_since(self, begun: int) -> bool:
+        """Whether a step that began later found nothing to take."""
+        return self._caught_up > begun
+
+    def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
+        """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that version.
+
+        Raises:
+            AckTimeoutError: it is not after `timeout_s`; it says why.
+            PinnedError: the pin keeps the replica from there.
+        """
+        wanted = 1 if version is None else version
+        if version is None and self.version is not None:
+            return self.version
+        reached = self.request(wanted if version is not None or self._pin.version is None else self._pin.version)
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (served := reached()) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    message = f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}."
+                    raise AckTimeoutError(message if self.error is None else f"{message} {self.error}")
+                self._changed.wait(left_s)
+        return served
+
+    # Steps
+
+    def start(self) -> None:
+        """Follow in a daemon thread until `stop`."""
+        self._thread = threading.Thread(target=self.run, name="deltasync-follow", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Have `run` return after the step that is under way."""
+        self._ended.set()
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Stop following, and write the last heartbeat; for a bounded time, whatever the store does."""
+        self.end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_S)
+        self._state, self._error, self._good_s = heartbeat.STOPPED, None, math.inf
+        if self._heartbeats is not None and (self._heartbeats.is_used or self.identity is not None):
+            self._heartbeats.stop(self.status(0))
+        self.target.close()
+
+    def run(self) -> None:
+        """Follow in this thread until `stop`."""
+        with self._poll.watching(self.reader.store, self._on_change):
+            while not self._ended.is_set():
+                self._wake.clear()
+                before, failure = self.identity, None
+                try:
+                    self.step(audits=True)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
+                    failure = error if self._state != "waiting" else None
+                if self._heartbeats is not None:
+                    self._heartbeats.tell(self.status(0))
+                self._wake.wait(self._poll.delay_s(self.identity != before, failure))
+
+    def _on_change(self, info: ObjectInfo | None) -> None:
+        """Poll now: the store announced a record, or may have missed one (None)."""
+        self._known = info
+        self._wake.set()
+
+    def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
+        """Take every step to where a pin points, going around what fails. Returns the number of the version that is live.
+
+        Args:
+            pin: By default the own.
+            wait_s: How long to wait for the version to be published.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            DeltaSyncError: what keeps the replica from there; the version before stays live.
+        """
+        deadline, first, detours = time.monotonic() + wait_s, True, 0
+        self._asked = True
+        with contextlib.ExitStack() as stack:
+            while True:
+                before = self.identity
+                try:
+                    if self.step(pin, ahead=first) and self.version is not None:
+                        return self.version
+                    self._poll.delay_s(self.identity != before)
+                except DeltaSyncError as error:
+                    if self._goes_around and detours < _DETOURS:
+                        detours += 1
+                        self._log.warning("%s Planning around it.", error)
+                        continue
+                    is_passing = self.cursor.failure is None or isinstance(error, TransientStoreError)
+                    if not is_passing or time.monotonic() >= deadline:
+                        raise
+                    if first:
+                        stack.enter_context(self._poll.watching(self.reader.store, self._on_change))
+                    first = False  # from here on one request at a time
+                    delay_s = self._poll.delay_s(False, self.cursor.failure)
+                    self._wake.clear()
+                    self._wake.wait(min(delay_s, max(0.0, deadline - time.monotonic())))
+
+    def step(
+        self, pin: Pin | None = None, *, known: ObjectInfo | None = None, ahead: bool = False, audits: bool = False
+    ) -> bool:
+        """Take one step to where a pin points (by default the own). Returns whether nothing is left to take.
+
+        Args:
+            pin: Which versions to take.
+            known: What an event told of a new record.
+            ahead: As in `ChannelCursor.next`.
+            audits: Audit the weights when that is due.
+
+        Raises:
+            TransientStoreError: another thread's step has not ended for a minute.
+            DeltaSyncError: the step failed. The version before stays live, and `error` says why.
+        """
+        if not self._stepping.acquire(timeout=_STEP_S):
+            raise TransientStoreError(f"{self.reader.store.url} has not answered for {_STEP_S:g} s.")
+        try:
+            self._begun += 1
+            begun, self._goes_around = self._begun, False
+            try:
+                if is_done := self._step(pin or self._pin, known, ahead, audits):
+                    self._caught_up = begun
+                self._report(None)
+                return is_done
+            except (KeyboardInterrupt, SystemExit):
+                self._state = "waiting" if self.identity is None else "serving"
+                raise
+            except BaseException as error:
+                self._report(error)
+                raise
+        finally:
+            self._stepping.release()
+            for notify in (*self.on_step, self._notify):
+                notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _step(self, pin: Pin, known: ObjectInfo | None, ahead: bool, audits: bool) -> bool:
+        target, cursor = self.target, self.cursor
+        asked, self._asked = self._asked, False
+        known, self._known = known or self._known, None
+        if asked:
+            cursor.retry_bad()
+        if not self._opened:
+            cursor.locate()
+            target.open(cursor.identify)
+            self._opened, self._audited_s, asked = True, time.monotonic(), False
+        elif not target.is_settled(asked):
+            self._settle()
+        chain = cursor.next(
+            self.identity, pin=pin, known=known, refresh=asked, ahead=ahead or asked, pushed=self._poll.is_pushed
+        )
+        if not chain:
+            if audits:
+                self._audit_if_due()
+            return True
+        self._state = "staging"
+        try:
+            staged = target.stage(chain)
+            if staged is None:
+                return False
+            self._state = "committing"
+            commit = target.commit(staged)
+        except FingerprintMismatchError as error:
+            self._mark_bad(chain, None, error)
+            raise
+        except (CorruptDataError, MissingVersionError) as error:
+            if error.key is not None:
+                self._mark_bad(chain, error.key, error)
+            raise
+        self._committed(commit, chain)
+        return False
+
+    def _mark_bad(self, chain: Sequence[Stored], key: str | None, error: DeltaSyncError) -> None:
+        self.cursor.mark_bad(chain, key, error)
+        self._goes_around = True
+
+    def _settle(self) -> None:
+        before = self.identity
+        self.target.settle()
+        self._audited_s = time.monotonic()
+        if self.identity != before:
+            self.cursor.clear_bad()
+
+    def _audit_if_due(self) -> None:
+        """Raise ApplyError if bits in memory changed by themselves. The next step then loads full weights."""
+        interval_s, before = self.settings.audit_interval_s, self.version
+        if interval_s and time.monotonic() - self._audited_s >= interval_s:
+            self._settle()
+            if self.identity is None:
+                raise ApplyError(f"The weights in memory were not those of version {before} any more; loading full weights.")
+
+    def audit(self) -> bool:
+        """Check every live bit, against faults that no commit notices; return whether all are those of `version`."""
+        with self._stepping:
+            self._settle()
+        return self.identity is not None
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[Target]:
+        """Return a context in which the target is not used by the loop."""
+        with self._stepping:
+            yield self.target
+
+    def _committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
+        """Record a commit in the status, the metrics and the log."""
+        self._step_of = chain[-1].version, chain[-1].record.step
+        commit = msgspec.structs.replace(
+            commit, lag_s=self.cursor.lag_s(chain), payload_bytes=payload_bytes(chain), served_at=time.time()
+        )
+        self.commits.append(commit)
+        if self._observer is not None:
+            self._observer.committed(commit, chain)
+        lag = "-" if commit.lag_s is None else f"{commit.lag_s:.3f}"
+        fields = msgspec.structs.asdict(commit) | {"lag_s": lag, "steps": len(chain)}
+        self._log.info(
+            "deltasync serves version=%(version)d digest=%(sha256).12s steps=%(steps)d changed=%(changed)d "
+            "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag_s)s",
+            fields,
+        )
+
+    def _report(self, error: BaseException | None) -> None:
+        """Set the state and the error after a step."""
+        before = self._error
+        if error is None:
+            self._state, self._error = "serving", None
+        elif isinstance(error, SleepingError):
+            self.cursor.follows_s = time.time()
+            self._state, self._error = "sleeping", str(error)
+        elif isinstance(error, NotPublishedError | MissingVersionError) and not (self.cursor.failure or self._goes_around):
+            self._state, self._error = "waiting", f"Waiting: {error}"
+        elif isinstance(error, DeltaSyncError):
+            self._state, self._error = "failed", f"{type(error).__name__}: {error}"
+        else:
+            self._state, self._error = "failed", printable(f"Unexpected {type(error).__name__}: {error}")
+        if self._state != "failed":
+            self._good_s = time.monotonic()
+        elif error is not None and error is not self._told and self._observer is not None:
+            self._observer.failed(error)
+        self._told = error
+        if self._error is not None and self._error != before:
+            if isinstance(error, DeltaSyncError):
+                (self._log.error if self._state == "failed" else self._log.info)("deltasync: %s", self._error)
+            else:
+                self._log.error("deltasync failed unexpectedly", exc_info=error)
+        if self._observer is not None:
+            self._observer.stepped(self)

@@ -1,0 +1,239 @@
+"""A replica whose weights lie in host memory: the reference for every other one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from deltasync.channel import checkpoint
+from deltasync.channel.documents import Version
+from deltasync.channel.nearest import open_nearest
+from deltasync.channel.plan import goes_back
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.config import ReaderSettings, ReplicaSettings, whole_number
+from deltasync.errors import NotPublishedError
+from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.loop import Follow
+from deltasync.following.pin import NEWEST, Pin
+from deltasync.following.status import Commit
+from deltasync.following.target import Identify
+from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.stores import ObjectInfo, Store
+from deltasync.tensors.bits import bits_of
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryTarget:
+    """A target whose weights this process can reach: a follower over them. By default they are made in host memory.
+
+    Attributes:
+        tensors: The live weights by checkpoint name.
+        follower: What stages and commits; None before `open`.
+        joining: Whether the weights are to be of no version before the newest: nothing is kept to undo what is loaded.
+    """
+
+    def __init__(self, reader: ChannelReader) -> None:
+        self.reader = reader
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.follower: Follower | None = None
+        self.joining = False
+
+    @property
+    def version(self) -> Version | None:
+        """As `Target.version`."""
+        return None if self.follower is None else self.follower.version
+
+    @property
+    def progressed_s(self) -> float:
+        """As `Target.progressed_s`."""
+        return 0.0 if self.follower is None else self.follower.progressed_s
+
+    @property
+    def _opened(self) -> Follower:
+        assert self.follower is not None
+        return self.follower
+
+    def open(self, identify: Identify) -> None:
+        """Make host memory for the channel's tensors, unless a checkpoint was loaded."""
+        if self.follower is None:
+            memory, self.tensors = LiveMemory.on_host(self.reader.specs)
+            self.follower = Follower(self.reader, memory)
+
+    def is_settled(self, asked: bool) -> bool:
+        """As `Target.is_settled`."""
+        return self._opened.settled
+
+    def settle(self) -> None:
+        """As `Target.settle`."""
+        self._opened.settle()
+
+    def stage(self, chain: Sequence[Stored]) -> StagedVersion | Sequence[Stored]:
+        """As `Target.stage`; a replica that joins loads the chain when it commits."""
+        if self.version is None or (self.joining and not goes_back(chain)):
+            return chain
+        return self._opened.stage(chain)
+
+    def commit(self, staged: StagedVersion | Sequence[Stored]) -> Commit:
+        """As `Target.commit`."""
+        follower, before = self._opened, time.perf_counter()
+        if not isinstance(staged, StagedVersion):
+            version = follower.load(staged)
+            load_s = time.perf_counter() - before
+            return Commit(version=version.version, sha256=version.sha256, anchor=staged[0].use_anchor, stage_s=load_s)
+        return self._exchange(staged)
+
+    def _exchange(self, staged: StagedVersion) -> Commit:
+        """Write a staged version into the live weights, and prove it."""
+        before = time.perf_counter()
+        version = self._opened.confirm(self._opened.commit(staged))
+        return Commit(
+            version=version.version,
+            sha256=version.sha256,
+            anchor=staged.way[0].use_anchor,
+            changed=staged.staged.changed,
+            stage_s=staged.stage_s,
+            pause_s=time.perf_counter() - before,
+            scatter_s=staged.staged.scatter_s,
+        )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Replica:
+    """Weights in host memory that follow a channel.
+
+    Args:
+        channel: URL of the channel, or URLs of it and its copies with spaces between them; an opened store; or a reader.
+        trusted_keys: See `ReaderSettings`; from the environment if None. Ignored if `channel` is a reader.
+        max_age_s: See `ReaderSettings`; from the environment if None.
+
+    Examples:
+        >>> replica = Replica("file:///data/run")
+        >>> replica.sync()
+        7
+    """
+
+    def __init__(
+        self,
+        channel: str | os.PathLike[str] | Store | ChannelReader,
+        *,
+        trusted_keys: str | Path | None = None,
+        max_age_s: float | None = None,
+    ) -> None:
+        settings = ReaderSettings.from_env(trusted_keys=trusted_keys, max_age_s=max_age_s)
+        if not isinstance(channel, ChannelReader):
+            channel = ChannelReader(open_nearest(channel), settings.trusted_keys)
+        self._target = MemoryTarget(channel)
+        self._follow = Follow(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s), heartbeats=False)
+
+    @property
+    def identity(self) -> Version | None:
+        """The version whose bits `state_dict` holds, with its digest; None before the first `sync`."""
+        return self._target.version
+
+    @property
+    def version(self) -> int | None:
+        """The number of this version."""
+        return None if self.identity is None else self.identity.version
+
+    @property
+    def digest(self) -> str | None:
+        """The sha256 of this version's record."""
+        return None if self.identity is None else self.identity.sha256
+
+    @property
+    def fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every tensor at `version`."""
+        follower = self._target.follower
+        return {} if follower is None else dict(follower.memory.fingerprints)
+
+    def sync(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
+        """Bring the weights to a version and check every bit that was written.
+
+        Args:
+            version: The version's number; the newest by default.
+            timeout_s: How long to wait for the version to be published.
+
+        Returns:
+            The number of the version that is now live.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            ChainError, FormatError, StoreError, ApplyError: the previous version stays live.
+        """
+        pin = NEWEST if version is None else Pin(whole_number("version", version, least=1))
+        with self._joining():
+            return self._follow.catch_up(pin, wait_s=timeout_s)
+
+    @contextlib.contextmanager
+    def _joining(self) -> Iterator[None]:
+        self._target.joining = self.identity is None
+        try:
+            yield
+        finally:
+            self._target.joining = False
+
+    def poll(self, known: ObjectInfo | None = None, pin: Pin = NEWEST) -> int:
+        """Take the next version, if there is one, usually by a single request.
+
+        Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is what an event told of a
+        new record.
+
+        Raises:
+            NotPublishedError: the channel has no version yet, or none that the pin allows.
+        """
+        with self._joining():
+            self._follow.step(pin, known=known)
+        assert self.version is not None
+        return self.version
+
+    def load(self, directory: str | Path) -> int | None:
+        """Load the weights of a checkpoint directory, so that `sync` fetches only what came after them.
+
+        Returns the version that they are; None if the channel does not know them, and `sync` then starts from an anchor.
+
+        Raises:
+            NotPublishedError: the channel has no version yet.
+            ConfigError, FormatError, ChainError, ModelMismatchError: it is no checkpoint of this model; nothing changed.
+        """
+        cursor, reader = self._follow.cursor, self._target.reader
+        found = dataclasses.replace(checkpoint.find(Path(directory)), tied=cursor.tied())
+        memory, tensors = LiveMemory.on_host(reader.specs)
+        for name, bits_N in checkpoint.load(found).read(reader.specs):
+            bits_of(tensors[name])[:] = bits_N
+        memory.audit()
+        self._target.follower, self._target.tensors = Follower(reader, memory), tensors
+        self._target.follower.identified(cursor.identify(model_fingerprint(memory.fingerprints)))
+        return self.version
+
+    def audit(self) -> bool:
+        """Check every bit in memory, against faults that no commit notices; return whether all are those of the version.
+
+        If not, `version` is None, and the next `sync` starts from an anchor.
+
+        Raises:
+            NotPublishedError: nothing was synced yet.
+        """
+        before = self.version
+        if self._target.follower is None:
+            raise NotPublishedError("This replica holds no version yet; call sync() first.")
+        is_right = self._follow.audit()
+        if not is_right and before is not None:
+            logger.warning("The weights in memory are not those of version %d any more; the next sync loads others.", before)
+        return is_right
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the live weights by checkpoint name. The next `sync` changes them in place; clone what you keep."""
+        if self.version is None:
+            raise NotPublishedError("This replica holds no version yet; call sync() first.")
+        return dict(self._target.tensors)

@@ -1,0 +1,139 @@
+"""What a replica says of itself: the versions that it committed, its state, and its heartbeats in the channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+
+from deltasync.channel import heartbeat, keys
+from deltasync.channel.heartbeat import Heartbeat
+from deltasync.errors import DeltaSyncError, ObjectMissingError, describe, get_logger
+from deltasync.stores.base import Store
+
+logger = get_logger(__name__)
+
+HISTORY = 4096
+"""How many commits a status keeps."""
+
+_LAST_S = 5.0  # how long the last heartbeat may delay the end of a process
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """One version that became live.
+
+    Attributes:
+        sha256: The digest of its record.
+        changed: The number of elements that changed.
+        stage_s: Time to fetch, check, decode and translate it, while the weights are in use.
+        pause_s: How long the engine made no tokens.
+        scatter_s: The share of the pause for writing live weights, or the mirror of the tensors that take the fallback.
+        reload_s: The share of the pause for loading the layers of those tensors again.
+        lag_s: From encoding, by the publisher's clock, until the version was served; None where `ChannelCursor.lag_s` is.
+        tokens_during_sync: Tokens that the server generated between the start of staging and the resume.
+        running_requests: Requests in flight when generation was paused.
+        served_at: Seconds since the epoch.
+    """
+
+    version: int
+    sha256: str
+    anchor: bool
+    changed: int = 0
+    payload_bytes: int = 0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    scatter_s: float = 0.0
+    reload_s: float = 0.0
+    lag_s: float | None = None
+    tokens_during_sync: int = 0
+    running_requests: int = 0
+    served_at: float = 0.0
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """A replica's status: what `GET /deltasync/status` replies, see docs/operations.md.
+
+    Attributes:
+        state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
+        followed_s_ago: Seconds since the channel could last be followed; None before the first time.
+        error: What keeps the replica from newer versions, in one sentence; None if nothing does.
+    """
+
+    replica_id: str
+    channel: str
+    run_id: str | None = None
+    state: str
+    version: int | None = None
+    epoch: str | None = None
+    sha256: str | None = None
+    newest_version: int | None = None
+    pin: str | None = None
+    followed_s_ago: float | None = None
+    error: str | None = None
+    trusted_keys: list[str] | None = None
+    commits: list[Commit] = []
+
+
+describe(Commit, Status)
+
+
+class HeartbeatWriter:
+    """Writes a replica's heartbeats in a daemon thread, at least every `interval_s`; a hung store stops nothing else.
+
+    A channel that is gone gets none, because writing one would make its folder again.
+    """
+
+    def __init__(self, store: Store, interval_s: float) -> None:
+        self._store = store
+        self._interval_s = interval_s
+        self._changed = threading.Condition()
+        self._next: Heartbeat | None = None
+        self._last: tuple[object, ...] = ()
+        self._last_s = -interval_s
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a heartbeat was ever to be written."""
+        return self._thread is not None
+
+    def tell(self, status: Status) -> None:
+        """Have a heartbeat written if the status changed or the last one is old. An unwritten earlier one is dropped."""
+        error = None if status.state == "stale" else status.error  # which says for how long
+        content, now_s = (status.epoch, status.sha256, status.state, error), time.monotonic()
+        if content != self._last or now_s - self._last_s >= self._interval_s:
+            self._last, self._last_s = content, now_s
+            self._submit(status)
+
+    def stop(self, status: Status) -> None:
+        """Write the last heartbeat, for a bounded time."""
+        self._submit(status).join(_LAST_S)
+
+    def _submit(self, status: Status) -> threading.Thread:
+        names = Heartbeat.__dataclass_fields__.keys() - {"time_s"}
+        with self._changed:
+            self._next = Heartbeat(**{name: getattr(status, name) for name in names})
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="deltasync-heartbeat", daemon=True)
+            self._thread.start()
+        return self._thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                beat, self._next = self._next, None
+            assert beat is not None
+            try:
+                self._store.read_range(keys.CHANNEL, 0, 1)
+                heartbeat.write(self._store, beat)
+            except ObjectMissingError:
+                pass
+            except DeltaSyncError as error:  # nothing depends on heartbeats
+                logger.warning("deltasync: heartbeat not written: %s", error)
+            except Exception:
+                logger.exception("deltasync could not write a heartbeat")
+            if beat.state == heartbeat.STOPPED and self._next is None:
+                return

@@ -1,0 +1,70 @@
+"""What the follow loop asks of an engine: `Target`. docs/guides/engines.md shows how to write one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from deltasync.channel.documents import Version
+from deltasync.channel.record import Stored
+from deltasync.following.status import Commit
+
+Identify = Callable[[int], Stored | None]
+"""Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if none has."""
+
+
+class Target(Protocol):
+    """Weights that a `Follow` moves along a channel. It calls one method at a time, from one thread at a time.
+
+    Errors keep the replica where it is, and the loop tries again. `SleepingError` says that the weights are not in memory.
+    """
+
+    @property
+    def version(self) -> Version | None:
+        """The version whose bits are live; None if they are of no version of the channel. May be read from any thread."""
+        ...
+
+    @property
+    def progressed_s(self) -> float:
+        """When `stage` last came a step further, by `time.monotonic`: a store that hangs is told from a large version."""
+        ...
+
+    def open(self, identify: Identify) -> None:
+        """Prove where the channel's tensors lie, and find out which version the live bits are.
+
+        Raises:
+            ModelMismatchError: the weights are not the channel's model; they are as they were.
+        """
+        ...
+
+    def is_settled(self, asked: bool) -> bool:
+        """Whether it is known which bits are live. If not, `settle` is called next. `asked` forbids a remembered answer."""
+        ...
+
+    def settle(self) -> None:
+        """Audit the live bits, and set `version` to what they are: the version they were taken for, or None."""
+        ...
+
+    def stage(self, chain: Sequence[Stored]) -> Any:
+        """Fetch, verify and decode the versions of a chain without touching live weights. Returns what `commit` takes.
+
+        A chain starts from `version`, or from full weights (`chain[0].use_anchor`); or it goes back (`plan.goes_back`).
+        Returns None if the live bits are not known, so that `settle` is needed first.
+
+        Raises:
+            MissingVersionError, CorruptDataError: with `key`, if a record's objects are to blame: they are avoided.
+        """
+        ...
+
+    def commit(self, staged: Any) -> Commit:
+        """Make the staged version live, whole or not at all, prove its bits, and set `version`.
+
+        Raises:
+            FingerprintMismatchError: the bits are not the published ones; the version before is live again.
+            CommitError: the weights are uncertain; nothing may be computed from them before `settle`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds. The weights stay as they are."""
+        ...

@@ -1,0 +1,269 @@
+"""vLLM's workers as a target of the follow loop (`deltasync.following.Follow`).
+
+    stage -> (poll) -> pause_generation(keep) -> commit -> [confirm] -> update_weight_version -> resume_generation
+
+The loop runs in a thread of vLLM's API server and hands the workers the records that it has read, so all of them take the
+same chain, and a small version costs one request. Workers stage while tokens are generated; the pause covers the commit
+only. If a commit leaves unknown bits, generation stays paused until an audit identifies them or full weights replace them.
+If another client has paused generation, it stays paused. While vLLM sleeps, nothing is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+from deltasync.channel import payloads
+from deltasync.channel.documents import Version
+from deltasync.channel.nearest import open_nearest
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import Stored
+from deltasync.config import ReplicaSettings
+from deltasync.errors import CommitError, DeltaSyncError
+from deltasync.following import HISTORY, Commit, Follow, Identify
+from deltasync.stores.cache import CachedStore, behind_cache
+from vllm_plugin import logger
+from vllm_plugin.messages import Failure
+from vllm_plugin.metrics import Metrics, generated_tokens, running_requests
+from vllm_plugin.pauses import Pauses
+from vllm_plugin.workers import Workers
+
+_Result = TypeVar("_Result")
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the engine client's event loop, and returns or raises what it does."""
+
+_SURE_S = 10.0  # between calls of idle workers: with several, vLLM keeps a core of each busy for a second after a call
+
+
+class OnLoop:
+    """Runs coroutines on an event loop of another thread, one at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: Future[Any] | None = None
+
+    def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine and return its result."""
+        self._running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._running.result()
+
+    def cancel(self) -> None:
+        """Cancel what is running."""
+        if self._running is not None:
+            self._running.cancel()
+
+
+class LiveVersions:
+    """The numbers of the versions that were live, in order: which of them were while a request ran."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int | None] = [None]
+        self._dropped = 0
+
+    def note(self, number: int | None) -> None:
+        """Note that another version is live; None for no version of the channel."""
+        self._numbers.append(number)
+        if len(self._numbers) > 2 * HISTORY:
+            self._dropped += HISTORY
+            del self._numbers[:HISTORY]
+
+    @property
+    def now(self) -> int | None:
+        """The number of the version that is live."""
+        return self._numbers[-1]
+
+    @property
+    def mark(self) -> int:
+        """What `since` takes, to tell which versions were live from now on."""
+        return self._dropped + len(self._numbers) - 1
+
+    def since(self, mark: int) -> tuple[int, int] | None:
+        """Return the least and the greatest version that were live since a mark; None if none was."""
+        numbers = [number for number in self._numbers[max(0, mark - self._dropped) :] if number is not None]
+        return (min(numbers), max(numbers)) if numbers else None
+
+
+class _Staged(NamedTuple):
+    chain: Sequence[Stored]
+    tokens_before: int
+
+
+class EngineTarget:
+    """The weights of one server's workers. `engine` is vLLM's engine client, or an `IdleEngine`.
+
+    Attributes:
+        version: The version that generates tokens, None before the first. Changes only while generation is paused.
+        live: Its history.
+        workers: The workers.
+        pauses: How it pauses generation.
+    """
+
+    def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, metrics: Metrics, run: Run) -> None:
+        self.version: Version | None = None
+        self.live = LiveVersions()
+        self.workers = Workers(engine, reader)
+        self.pauses = Pauses(engine)
+        self._engine, self._reader, self._settings, self._metrics, self._run = engine, reader, settings, metrics, run
+        self._is_committing = False
+        self._is_asleep = False
+        self._sure_s = -math.inf  # when the workers last knew their bits
+        self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
+
+    @property
+    def progressed_s(self) -> float:
+        """As `Target.progressed_s`."""
+        return self.workers.progressed_s
+
+    def open(self, identify: Identify) -> None:
+        """Learn what the workers hold, prove it, and identify the version."""
+        keys = self._settings.trusted_keys
+        assert self._settings.channel is not None
+        total = self._run(self.workers.open(self._settings.channel, None if keys is None else str(keys)))
+        found = identify(total)
+        self._run(self._identified(found))
+
+    async def _identified(self, found: Stored | None) -> None:
+        await self.workers.identified(found)
+        if found is not None:
+            await self._announce(found.version)
+            logger.info("deltasync serves version=%d, which is what vLLM has loaded", found.version.version)
+
+    def is_settled(self, asked: bool) -> bool:
+        """Whether the workers know which bits they hold: asked after what may change that, and else every `_SURE_S`."""
+        if self.pauses.held:
+            return False
+        now_s, is_idle = time.monotonic(), not (asked or self.pauses.used or self._is_asleep)
+        if is_idle and now_s - self._sure_s < _SURE_S:
+            return True
+        self._sure_s, self.pauses.used, self._is_asleep = -math.inf, False, True  # until the workers have answered
+        settled: bool = self._run(self.workers.settled())
+        self._is_asleep = False
+        if settled:
+            self._sure_s = now_s
+        return settled
+
+    def settle(self) -> None:
+        """Audit the live bits, and announce which version they are."""
+        self._run(self._settle())
+
+    async def _settle(self) -> None:
+        identity = await self.workers.settle()
+        if identity != self.version:
+            await self._announce(identity)
+        if identity is not None:
+            await self.pauses.release()
+
+    async def _announce(self, version: Version | None) -> None:
+        """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
+        await self._engine.update_weight_version("unknown" if version is None else self._name(version))
+        self.version = version
+        self.live.note(None if version is None else version.version)
+
+    def _name(self, version: Version) -> str:
+        """Return a version's number, with the start of its digest if another version of that number was served before."""
+        return unique_name(self._names, version)
+
+    def stage(self, chain: Sequence[Stored]) -> _Staged | None:
+        """Have the workers stage a chain. Returns None if one does not know its bits."""
+        self._sure_s = -math.inf
+        tokens_before = generated_tokens()
+        replies = self._run(self.workers.stage(chain))
+        failures = [reply.failure for reply in replies if reply.failure is not None]
+        if not failures:
+            is_staged = all(reply.state == "staged" for reply in replies)
+            return _Staged(chain, tokens_before) if is_staged else None
+        failure = failures[0]
+        blamed = [reply.blamed for reply in replies if reply.blamed is not None]
+        reference = chain[0].record.reference
+        if reference is not None and self.version is None:
+            unlike = payloads.unlike(self._reader, reference, self.workers.fingerprints)
+            failure = Failure(failure.kind, f"{failure.message} {unlike}")
+        error = failure.error()
+        error.key = blamed[0] if blamed else None
+        raise error
+
+    def commit(self, staged: _Staged) -> Commit:
+        """Pause, commit, compare the bits with the published fingerprints, announce, resume."""
+        self._is_committing = True
+        try:
+            commit: Commit = self._run(self._commit(staged))
+        except DeltaSyncError as error:
+            if not isinstance(error, CommitError):
+                self._metrics.rollbacks.inc()
+            raise
+        finally:
+            self._is_committing = False
+            self._metrics.pause.observe(self.pauses.last_s)
+        self._sure_s = time.monotonic()
+        return commit
+
+    async def _commit(self, staged: _Staged) -> Commit:
+        running, version = running_requests(), staged.chain[-1].version
+        async with self.pauses.paused(self._settings.kv_cache == "recompute"):
+            done = await self.workers.commit()
+            await self._announce(version)
+        return Commit(
+            version=version.version,
+            sha256=version.sha256,
+            anchor=staged.chain[0].use_anchor,
+            changed=done.changed,
+            stage_s=done.stage_s,
+            pause_s=self.pauses.last_s,
+            scatter_s=done.scatter_s,
+            reload_s=done.reload_s,
+            tokens_during_sync=generated_tokens() - staged.tokens_before,
+            running_requests=running,
+        )
+
+    def digest(self) -> dict[str, str]:
+        """Return the sha256 of every tensor in live memory, put together from all workers' shards.
+
+        Raises:
+            ApplyError: two workers hold different copies of the same elements.
+        """
+        found: dict[str, str] = self._run(self.workers.digest())
+        return found
+
+    def close(self) -> None:
+        """Give up what is being staged; a commit goes on to its end."""
+        if isinstance(self._run, OnLoop) and not self._is_committing:
+            self._run.cancel()
+
+
+def unique_name(names: OrderedDict[int, str], version: Version) -> str:
+    """Return a version's number, with the start of its digest if `names` has another version of that number.
+
+    Args:
+        names: The first digest of each number that was named; this adds to it, and drops the oldest.
+        version: The version to name.
+    """
+    first = names.setdefault(version.version, version.sha256)
+    if len(names) > HISTORY:
+        names.popitem(last=False)
+    return str(version.version) if first == version.sha256 else f"{version.version}-{version.sha256[:12]}"
+
+
+def open_follow(engine: Any, settings: ReplicaSettings, metrics: Metrics, run: Run) -> Follow:
+    """Make the follow loop of one server's workers, which follows `settings.channel` once it is started."""
+    reader = open_reader(settings)
+    target = EngineTarget(engine, reader, settings, metrics, run)
+    prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
+    return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)
+
+
+def open_reader(settings: ReplicaSettings) -> ChannelReader:
+    """Open the channel, behind the cache that the processes of this machine share."""
+    assert settings.channel is not None
+    store = behind_cache(open_nearest(settings.channel), settings.cache_dir, settings.cache_bytes)
+    return ChannelReader(store, settings.trusted_keys)
+
+
+def is_held(follow: Follow) -> bool:
+    """Whether the weights are uncertain: generation stays paused."""
+    return isinstance(follow.target, EngineTarget) and follow.target.pauses.held
