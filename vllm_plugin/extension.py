@@ -163,4 +163,5 @@ def _refusing(name: str, channel: str) -> Callable[..., None]:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             raise ConfigError(said)
 
+    vars(refuse)["deltasync_refuses"] = True
     return refuse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -23,16 +24,17 @@ from deltasync.following import ChannelCursor
 from deltasync.kernels import cpu
 from deltasync.live import model_fingerprint
 from deltasync.tensors import TensorSpec
+from tests import driving as tests_driving
 from tests.channels import Made
 from tests.faults import flipped
-from vllm_plugin import extension, worker
+from vllm_plugin import extension, logger, worker
 from vllm_plugin.load import copies as derived
 from vllm_plugin.load import layers, proof
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
 from vllm_plugin.load.plan import LoadPlan, record
 from vllm_plugin.messages import Work
 from vllm_plugin.worker import WorkerReplica
-from vllm_plugin.workers import handed
+from vllm_plugin.workers import Workers, handed
 
 PATIENCE_S = 60.0
 
@@ -121,6 +123,189 @@ class TestProof:
         for other in (specs["head"], TensorSpec("row", "float32", (3,))):
             with pytest.raises(ModelMismatchError, match=f"embed and {other.name} into the same memory"):
                 record(Tied(), {"embed": specs["embed"], other.name: other})
+
+
+class Loader(torch.nn.Module):
+    """A model with one parameter of each kind, and a loader that a test replaces."""
+
+    def __init__(self, load: Any) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(6, 2), requires_grad=False)
+        self.register_buffer("derived", torch.randn(2))
+        self.load = load
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.load(self, name, tensor)
+
+
+def composed(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.copy_(tensor)
+    model.w.copy_(-torch.exp(model.w))
+
+
+def made_anew(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w = torch.nn.Parameter(torch.empty_like(model.w), requires_grad=False)
+    model.w.copy_(tensor)
+
+
+def in_another_dtype(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.data = model.w.data.to(torch.float64)
+    model.w.data.copy_(tensor)
+
+
+def summed(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.copy_(tensor)
+    model.derived.copy_(model.w.sum(0))
+
+
+def padded(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.zero_()
+    model.w[:4].copy_(tensor[:4])
+    model.w[4:].fill_(0)
+
+
+def erased(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.copy_(tensor)
+    model.w[5:].fill_(0)
+
+
+def through_memory_of_its_own(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    held = torch.empty(6, 2)
+    held.copy_(tensor)
+    model.w.copy_(held * model.w)
+
+
+def kept_as_attribute(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.scaled = tensor * 2
+
+
+def kept_outside(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    OUTSIDE.copy_(tensor)
+
+
+OUTSIDE = torch.randn(6, 2)
+COMPUTES = "vLLM's loader computes with it"
+
+
+class TestRecord:
+    @pytest.mark.parametrize(
+        ("load", "reason"),
+        [
+            (composed, COMPUTES),
+            (in_another_dtype, "vLLM's loader makes another tensor for it"),
+            (summed, COMPUTES),
+            (erased, COMPUTES),
+            (through_memory_of_its_own, COMPUTES),
+            (made_anew, None),
+            (padded, None),
+            (kept_as_attribute, ModelMismatchError),
+            (kept_outside, ModelMismatchError),
+        ],
+    )
+    def test_nothing_is_written_whatever_the_loader_does(self, load: Any, reason: Any) -> None:
+        model = Loader(load)
+        before = {id(tensor): (name, tensor.clone(), tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+        before[0] = "outside", OUTSIDE.clone(), OUTSIDE.data_ptr()
+        attributes, specs = dict(vars(model)), {"w": TensorSpec("w", "float32", (6, 2))}
+        if reason is ModelMismatchError:
+            with pytest.raises(ModelMismatchError, match=r"w float32\[6, 2\] cannot be updated: .* no layer of vLLM loads"):
+                record(model, specs)
+        else:
+            plan = record(model, specs)
+            assert plan.reasons == ({} if reason is None else {"w": reason})
+            assert plan.layers == {"w": {model}}
+            assert [segment.live.data_ptr() for segment in plan.segments["w"]] == [model.w.data_ptr()] * (reason is None)
+        assert dict(vars(model)) == attributes
+        for (name, old, address), now in zip(before.values(), [*model.state_dict().values(), OUTSIDE], strict=True):
+            assert torch.equal(now, old), name
+            assert now.data_ptr() == address
+
+    def test_a_refusal_names_the_tensor_and_both_shapes(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = {name: tensor[:7] for name, tensor in checkpoint().items() if name == "experts"}
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        model = Model()
+        model.experts = torch.nn.Parameter(held["experts"].clone(), requires_grad=False)
+
+        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                assert getattr(model, name).shape == tensor.shape
+
+        model.load_weights = load_weights  # type: ignore[method-assign]
+        told = r"experts bfloat16\[8, 6\] has shape \(7, 6\) in the checkpoint .* refuses .* at experts"
+        with pytest.raises(ModelMismatchError, match=told):
+            replica(model, url)
+
+    def test_a_mirrored_tensor_must_be_in_the_checkpoint(self, url: str) -> None:
+        plan = record(Loader(composed), {"w": TensorSpec("w", "float32", (6, 2))})
+        for held in ({}, {"w": torch.zeros(6, 1)}):
+            with pytest.raises(ModelMismatchError, match=r"has no w float32\[6, 2\], and vLLM's loader computes with it"):
+                mirrored(plan, {"w": TensorSpec("w", "float32", (6, 2))}, held.items())
+
+
+class Ignoring(Model):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name in ("plain", "experts"))
+
+
+class TestCoverage:
+    def follow(self, model: torch.nn.Module, url: str, versions: int) -> list[tuple[int, dict[str, str]]]:
+        engine = tests_driving.Engine()
+        engine.model = model
+        reader = ChannelReader(open_store(url))
+        workers = Workers(engine, reader)
+        found = []
+
+        async def body() -> None:
+            await workers.open(url, None)
+            await workers.identified(None)
+            for number in range(1, versions + 1):
+                assert {reply.state for reply in await workers.stage([reader.numbered(number)])} == {"staged"}
+                await workers.commit()
+                assert await workers.settle() == reader.numbered(number).version
+                found.append((number, await workers.digest()))
+
+        asyncio.run(body())
+        return found
+
+    @pytest.mark.parametrize("complete", [True, False])
+    def test_what_the_loader_ignores_is_not_served(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool
+    ) -> None:
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(logger, "propagate", True)
+        weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        for tensor in weights.values():
+            tensor.view(torch.int16).reshape(-1)[0] += 1
+        channel.delta(weights)
+        model = Ignoring()
+        gone = [] if complete else ["dropped"]
+        layers._built[model] = layers._Built(frozenset(["", *gone]), {})
+        if not complete:
+            with pytest.raises(ModelMismatchError, match=r"post_layernorm bfloat16\[6\], cannot be updated"):
+                self.follow(model, memory_url, 2)
+            return
+        (_, first), (_, second) = self.follow(model, memory_url, 2)
+        assert first.keys() == second.keys() == weights.keys()
+        assert first["post_layernorm"] != second["post_layernorm"]
+        assert torch.equal(model.plain, weights["plain"])
+        assert caplog.text.count("post_layernorm, ...) are not served") == 1
+
+    def test_what_the_channel_lacks_is_named(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(logger, "propagate", True)
+        weights = {"plain": checkpoint()["plain"]}
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        self.follow(Ignoring(), memory_url, 1)
+        assert caplog.text.count("1 tensors (experts, ...) stay as vLLM loaded them") == 1
 
 
 class TestHanded:

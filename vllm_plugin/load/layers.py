@@ -29,7 +29,8 @@ def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Mo
             module = module.base_layer  # type: ignore[assignment]
         if module not in copies:
             twin = copies[module] = copy.copy(module)
-            vars(twin).pop("load_weights", None)  # the worker's extension has put one in its place
+            if hasattr(vars(twin).get("load_weights"), "deltasync_refuses"):
+                del twin.load_weights
             twin._parameters = {**module._parameters, **_before_changes(module)}  # type: ignore[dict-item]
             twin._buffers = dict(module._buffers)
             twin._modules = {name: child and copy_of(child) for name, child in module._modules.items()}
