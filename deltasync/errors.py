@@ -137,7 +137,15 @@ class ObjectExistsError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The request failed for a reason that may pass; a retry is safe."""
+    """The request failed for a reason that may pass; a retry is safe.
+
+    Attributes:
+        wait_s: How long the store asks to wait before that; 0 if it does not say.
+    """
+
+    def __init__(self, message: str = "", wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
 
 
 class PublishError(DeltaSyncError):

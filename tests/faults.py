@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
@@ -53,6 +53,14 @@ class FaultyStore(WrappedStore):
         self._faults: list[Fault] = []
         self._gates: list[Gate] = []
         self._tampering: list[tuple[str, Callable[[bytes], bytes]]] = []
+        self._hidden: Callable[[str], bool] = lambda _: False
+
+    def hide(self, hidden: Callable[[str], bool]) -> None:
+        """Leave keys out of every listing, as one that lies, lags or is cut; they can be read."""
+        self._hidden = hidden
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return (info for info in super().list(prefix) if not self._hidden(info.key))
 
     def fail_at(
         self,
@@ -89,7 +97,7 @@ class FaultyStore(WrappedStore):
     def heal(self) -> None:
         """Forget all faults, gates and tampering."""
         with self._lock:
-            self._faults, self._tampering = [], []
+            self._faults, self._tampering, self._hidden = [], [], lambda _: False
             for gate in self._gates:
                 gate.opened.set()
             self._gates = []

@@ -80,7 +80,8 @@ class ChannelCursor:
         self._read_last: Stored | None = None  # the record of the newest version, if it was read
         self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
         self._pin = NEWEST  # the last call's
-        self._refresh_due_s = 0.0
+        self._refresh_due_s = self._retry_due_s = 0.0
+        self._head: Head | None = None  # as of the last refresh
         self._refreshes = self._failures = 0
         self._lost = True  # whether a poll is no use before a refresh
         self._moved = False  # whether the last call returned records
@@ -134,10 +135,13 @@ class ChannelCursor:
         elif self._rest and self._rest[0].base == have:
             return self._batch(self._rest, have)
         self._rest = []
-        refresh = refresh or self._lost or time.monotonic() >= self._refresh_due_s
+        now_s, forced = time.monotonic(), refresh or self._lost
+        refresh = forced or now_s >= self._refresh_due_s
         if self.failure is not None and not refresh and known is None:
             raise self.failure
         try:
+            if self.failure is not None and not forced and now_s < self._retry_due_s and self._is_head_unchanged():
+                raise self.failure
             chain = self._next(have, known, refresh or self.failure is not None, ahead, pushed)
         except DeltaSyncError as error:
             self._failed(error, have)
@@ -148,6 +152,10 @@ class ChannelCursor:
         self._moved = bool(chain)
         return self._batch(chain, have)
 
+    def _is_head_unchanged(self) -> bool:
+        """Whether head is as in the last refresh, which failed: a retry would plan on the same objects."""
+        return self.reader.head() == self._head
+
     def _failed(self, error: DeltaSyncError, have: Version | None) -> None:
         """Note an error of `next`, unless it only says that a version is not published yet."""
         newest = 0 if self.newest is None else self.newest.version
@@ -157,9 +165,12 @@ class ChannelCursor:
         if awaited:
             self.failure, self.followed_s = None, time.monotonic()
             return
-        self.failure, self._lost = error, isinstance(error, StoreError) and self._lost
-        wait_s = 0.0 if isinstance(error, StoreError) else min(_SLOWEST_S, REFRESH_S * 2**self._failures)
-        self._refresh_due_s, self._failures = time.monotonic() + wait_s, self._failures + 1
+        now_s, is_outage = time.monotonic(), isinstance(error, StoreError)
+        self._refresh_due_s = 0.0 if is_outage else now_s + REFRESH_S
+        if error is not self.failure:  # otherwise nothing was tried
+            self._retry_due_s = now_s + min(_SLOWEST_S, REFRESH_S * 2**self._failures)
+            self._failures += 1
+        self.failure, self._lost = error, is_outage and self._lost
 
     def _next(
         self, have: Version | None, known: ObjectInfo | None, refresh: bool, ahead: bool, pushed: bool
@@ -169,24 +180,26 @@ class ChannelCursor:
             return []
         if refresh or not ahead:
             self._ahead = {}
-        ahead = ahead and have is not None
+        ahead = ahead and have is not None and self.failure is None
         if ahead:
             self._read_ahead(refresh)
-        if refresh:
+        elif refresh:
             lists = self.failure is not None and not isinstance(self.failure, StoreError)
             self._refresh(lists, _REFRESH_PUSHED_S if pushed else REFRESH_S)
         found: list[Stored] = []
         newest = 0 if self.newest is None else self.newest.version
         joins = have is None and 0 < self._pin.of(newest) <= newest
         waits = (self._pin.version or 0) > newest
-        if not is_there and not joins and (not refresh or ahead or waits or known is not None):
-            before = self.newest
-            try:
+        try:
+            if not is_there and not joins and (not refresh or ahead or waits or known is not None):
                 found = self._poll(known)
-            except FormatError as error:
-                self._refresh(True, REFRESH_S)
-                if self.newest == before:
-                    self._damaged = error
+            if ahead and refresh:
+                self._refresh(False, _REFRESH_PUSHED_S if pushed else REFRESH_S)
+        except FormatError as error:
+            before = self.newest
+            self._refresh(True, REFRESH_S)
+            if self.newest == before:
+                self._damaged = error
         self._lost = False
         try:
             chain = self._plan(have, found)
@@ -370,6 +383,7 @@ class ChannelCursor:
         self._refreshes += 1
         self.reader.channel()
         head: Head | None = self._read(keys.HEAD, self.reader.head)
+        self._head = head
         is_confirmed, is_worth_a_list = self._prove(head)
         if lists or (not is_confirmed and (is_worth_a_list or self._refreshes % _LIST_EVERY == 0)):
             self._list()
@@ -388,10 +402,8 @@ class ChannelCursor:
         is_new, self._unproven = named != self._unproven, named
         if named.key in self._skipped:
             return False, newest is None
-        found = self._ahead.get(named.key)
         try:
-            is_at_hand = isinstance(found, Stored) and found.version == named
-            self._note(named, found if is_at_hand else self.reader.record(named))
+            self._note(named, self.reader.record(named))
         except (MissingVersionError, FormatError) as error:
             logger.info("deltasync: head names %s: %s", named, error)
             if not is_new or not self._has_fold(named):

@@ -262,7 +262,8 @@ class Follow:
         if served is None:
             return None
         if request.version is not None:
-            return served.version if served.version >= request.version else None
+            is_there = served.version == request.version if pin.version is not None else served.version >= request.version
+            return served.version if is_there else None
         if self._begun <= request.begun or not self._was_caught_up_since(request.begun):
             return None
         if request.step is None:
@@ -507,7 +508,8 @@ class Follow:
             self.cursor.follows_s = time.time()
             self._state, self._error = "sleeping", str(error)
         elif isinstance(error, NotPublishedError | MissingVersionError) and not (self.cursor.failure or self._goes_around):
-            self._state, self._error = "waiting", f"Waiting: {error}"
+            first = " for the first version" if isinstance(error, NotPublishedError) else ""
+            self._state, self._error = "waiting", f"Waiting{first}: {error}"
         elif isinstance(error, DeltaSyncError):
             self._state, self._error = "failed", f"{type(error).__name__}: {error}"
         else:

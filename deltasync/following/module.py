@@ -26,14 +26,14 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, NotPublishedError, StageError
-from deltasync.following.follower import Follower, StagedVersion
+from deltasync.following.follower import StagedVersion
 from deltasync.following.loop import Follow
 from deltasync.following.module_map import Names, places, plain_name, segment
 from deltasync.following.pin import Pin
 from deltasync.following.replica import MemoryTarget
 from deltasync.following.status import Commit, Status
 from deltasync.following.target import Identify
-from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.live import LiveMemory
 from deltasync.stores import Store
 from deltasync.tensors.bits import int_view
 
@@ -121,13 +121,8 @@ class _ModuleTarget(MemoryTarget):
         """Find the channel's tensors in the module, and which version they are, if any."""
         self.tensors, self._ties = places(self._module, self.reader.specs, self._names)
         segments = {name: [segment(tensor)] for name, tensor in self.tensors.items()}
-        memory = LiveMemory(self.reader.specs, segments)
-        memory.warm_up()
-        memory.audit()
-        found = identify(model_fingerprint(memory.fingerprints))
-        self.follower = Follower(self.reader, memory)
-        self.follower.identified(found)
-        self._served = found is not None
+        self.adopt(LiveMemory(self.reader.specs, segments), identify)
+        self._served = self.version is not None
         self._tell_gate()
 
     def settle(self) -> None:

@@ -68,6 +68,14 @@ class MemoryTarget:
             memory, self.tensors = LiveMemory.on_host(self.reader.specs)
             self.follower = Follower(self.reader, memory)
 
+    def adopt(self, memory: LiveMemory, identify: Identify) -> None:
+        """Follow weights that exist: find out which version they are. For a subclass's `open`."""
+        memory.warm_up()
+        memory.audit()
+        found = identify(model_fingerprint(memory.fingerprints))
+        self.follower = Follower(self.reader, memory)
+        self.follower.identified(found)
+
     def is_settled(self, asked: bool) -> bool:
         """As `Target.is_settled`."""
         return self._opened.settled

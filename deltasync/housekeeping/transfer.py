@@ -23,11 +23,23 @@ from deltasync.errors import (
     DeltaSyncError,
     FormatError,
     MissingVersionError,
+    NotPublishedError,
     ObjectExistsError,
     RunMismatchError,
 )
 from deltasync.following import Replica
-from deltasync.housekeeping.walk import WHOLE, Progress, Survey, attempt, digests, in_parallel, quiet, survey
+from deltasync.housekeeping.walk import (
+    WHOLE,
+    Progress,
+    Survey,
+    attempt,
+    check_listing,
+    digests,
+    exists,
+    in_parallel,
+    quiet,
+    survey,
+)
 from deltasync.stores.base import ObjectInfo, Store
 
 Outcome = int | DeltaSyncError | None
@@ -89,6 +101,8 @@ def copy(source: ChannelReader, target: Store, *, progress: Progress = quiet) ->
     done += in_parallel(one, folds, "folds", progress, WHOLE)
     done += in_parallel(one, records, "records", progress, 1)  # one by one: what the newest one builds on is always there
     small = [_file(info) for info in source.store.list(keys.EPOCHS)]
+    openings = {keys.epoch_document(slot.epoch) for slot in held.slots}
+    check_listing(source, sorted(openings.difference(file.key for file in small)))
     done += [one(item) for item in (*small, File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))]
     if head is not None:
         target.put(keys.HEAD, head)
@@ -105,13 +119,17 @@ def _file(info: ObjectInfo, sha256: str = "") -> File:
 def _check_target(source: ChannelReader, target: Store, held: Survey, there: Mapping[str, int]) -> None:
     """Raise unless the target is empty or holds an earlier copy."""
     run_id = source.channel().run_id
-    if keys.CHANNEL in there:
-        found = ChannelReader(target, source.trusted).channel().run_id
+    earlier, newest = ChannelReader(target, source.trusted), None
+    with contextlib.suppress(NotPublishedError):  # by its key: the listing may be wrong
+        found = earlier.channel().run_id
         if found != run_id:
             raise RunMismatchError(
                 f"{target.url} holds run {found}, not run {run_id}. Nothing was copied; choose another target."
             )
+        head = earlier.head()
+        newest = None if head is None else head.newest.slot
     slots = [slot for key in there if (slot := keys.slot_of(key)) is not None]
+    slots += [] if newest is None or newest in slots or not exists(target, newest.key) else [newest]
     named = [record.next_epoch for record in held.whole() if record.next_epoch is not None]
     known = {source.channel().epoch, *source.epochs(), *named, *(slot.epoch for slot in held.slots)}
     last = max((slot.newness for slot in held.slots), default=("", 0))

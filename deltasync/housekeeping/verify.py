@@ -23,7 +23,7 @@ from deltasync.errors import (
     ObjectMissingError,
 )
 from deltasync.housekeeping.retention import References
-from deltasync.housekeeping.walk import WHOLE, Progress, attempt, digests, in_parallel, quiet, survey
+from deltasync.housekeeping.walk import WHOLE, Progress, attempt, check_listing, digests, in_parallel, quiet, survey
 
 if TYPE_CHECKING:
     from deltasync.following import Follower, StagedVersion
@@ -128,6 +128,7 @@ class Examined:
             for file in stored.record.files:
                 size = self._sizes.get(file.key)
                 if size is None:
+                    check_listing(reader, [file.key] if file.bytes else [])
                     missing = MissingVersionError(f"{file.key}, which {stored.key} names, is not in the store.")
                     self.note(file.key, missing, file.sha256, stored.key)
                 elif size != file.bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -14,14 +16,18 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.threads import ahead
 from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, ObjectMissingError, TransientStoreError
-from deltasync.stores.base import ObjectInfo
+from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.retries import retried
 
 THREADS, WHOLE = 8, 4
 """How many documents, and how many whole objects, are read at the same time."""
 
+_LISTED_DELAY_S = 2.0  # before a listing that is not complete is asked for again
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
+
+_thread = threading.local()  # `stop`: ends the waits of `attempt` in a thread of `in_parallel`
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -35,11 +41,19 @@ def in_parallel(
     action: Callable[[_Item], _Result], items: Sequence[_Item], what: str, progress: Progress, threads: int = THREADS
 ) -> list[_Result]:
     """Return `action` of each item, in order, by a few threads. The first error ends it; no further item is started."""
-    results = []
-    with contextlib.closing(ahead(action, items, threads)) as found:
-        for result in found:
-            results.append(result)
-            progress(what, len(results), len(items))
+    results, stop = list[_Result](), threading.Event()
+
+    def run(item: _Item) -> _Result:
+        _thread.stop = stop
+        return action(item)
+
+    try:
+        with contextlib.closing(ahead(run, items, threads)) as found:
+            for result in found:
+                results.append(result)
+                progress(what, len(results), len(items))
+    finally:
+        stop.set()
     return results
 
 
@@ -100,13 +114,14 @@ def survey(
 
     Raises:
         NotPublishedError: there is no channel.
+        TransientStoreError: the listing leaves out records that are there (`check_listing`).
     """
 
     def read(info: ObjectInfo) -> Stored | Record:
         return dataclasses.replace(reader.stored(info.key), data=None) if whole else reader.document(info)
 
     reader.channel()
-    listed = dict(reader.slots())
+    listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
     spans = reader.folds()
     folds = [info for span, info in spans if not anchors_only or span.base == 0]
@@ -117,6 +132,10 @@ def survey(
     stored = {key: found for key, found in read_of.items() if isinstance(found, Stored)}
     documents = {key: found for key, found in read_of.items() if isinstance(found, Record)}
     documents |= {key: found.record for key, found in stored.items()}
+    if wanted is list:
+        last = max((slot.newness for slot in listed), default=("", 0))
+        named = digests([*documents.values()])
+        check_listing(reader, [slot.key for slot in named if slot not in listed and slot.newness < last])
     return Survey(
         slots={slot: info for slot, info in slots.items() if info.key not in gone},
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
@@ -127,6 +146,47 @@ def survey(
     )
 
 
+def _listed(reader: ChannelReader) -> dict[Slot, ObjectInfo]:
+    """List all records. The newest one that could be read before, by its key alone, must be among them."""
+    head = reader.head()
+    known = Slot(1, reader.channel().epoch) if head is None else head.newest.slot
+    before = known if exists(reader.store, known.key) else None
+    while before is not None and exists(reader.store, _after(before).key):
+        before = _after(before)
+    listed = dict(reader.slots())
+    check_listing(reader, [before.key] if before is not None and before not in listed else [])
+    return listed
+
+
+def _after(slot: Slot) -> Slot:
+    return Slot(slot.version + 1, slot.epoch)
+
+
+def exists(store: Store, key: str) -> bool:
+    """Whether an object is there that is not empty, without a listing."""
+    try:
+        store.read_range(key, 0, 1)
+    except ObjectMissingError:
+        return False
+    return True
+
+
+def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
+    """Check that objects which a listing leaves out are not there: a listing may lie, lag or be cut.
+
+    Raises:
+        TransientStoreError: one is there.
+    """
+    for key, found in zip(
+        unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, "unlisted objects", quiet), strict=True
+    ):
+        if found:
+            raise TransientStoreError(
+                f"A listing of {reader.store.url} leaves out {key}, which is there: it is not complete. Nothing was "
+                "changed; try again."
+            )
+
+
 def attempt(
     read: Callable[[_Item], _Result], item: _Item
 ) -> _Result | FormatError | MissingVersionError | ObjectMissingError:
@@ -135,6 +195,7 @@ def attempt(
     Errors that may pass are retried: of many objects one would often fail, and all would have been read in vain.
     """
     try:
-        return retried(lambda: read(item), 2, passing=(TransientStoreError, FormatError), level=logging.DEBUG)
+        passing, stop = (TransientStoreError, FormatError), getattr(_thread, "stop", None)
+        return retried(lambda: read(item), 2, passing=passing, level=logging.DEBUG, stop=stop)
     except (FormatError, MissingVersionError, ObjectMissingError) as error:
         return error

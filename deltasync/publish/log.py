@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Anchor, Channel, File, Head, Record, Version
@@ -39,6 +40,8 @@ from deltasync.stores.base import REQUEST_S
 logger = get_logger(__name__)
 
 _MOST_PUBLISHED = 1 << 16
+
+_Result = TypeVar("_Result")
 
 
 def boot_s() -> float:
@@ -89,6 +92,8 @@ class Log:
         tip: The newest version that is stored, None before the first.
         pending: A record that was put and not answered yet; its number is taken.
         published: Digests of the records that this log stored, by number; the newest 65,536.
+        stop: Set it to end every wait between two attempts; what is under way fails then.
+        emptied: Whether channel.json went, and late joiners have no full weights since then.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class Log:
         self.tip = tip
         self.pending: Stored | None = None
         self.published: dict[int, str] = {}
+        self.emptied = False
+        self.stop = threading.Event()
         self._reader, self.store = reader, MeteredStore(reader.store)
         self._settings = settings
         self._signer = signer
@@ -123,7 +130,7 @@ class Log:
         self._folds: dict[str, Stored] = {}
         self._anchor: tuple[int, str] | None = None
         self._lock = threading.Lock()
-        self._head_waits = False
+        self._head_waits = self._had_head = False
         self._head_pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-head")
 
     @property
@@ -148,7 +155,7 @@ class Log:
             StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
         """
         self._check()
-        return put.put_file(self.store, self._settings, f"{folder}/{name}", data)
+        return put.put_file(self.store, self._settings, f"{folder}/{name}", data, self.stop)
 
     def create_channel(self, channel: Channel) -> Channel:
         """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
@@ -224,6 +231,7 @@ class Log:
         stored = self.fold(version, fingerprint, None, anchor=anchor, requires=requires)
         with self._lock:
             self._anchor = max(self._anchor or (0, ""), (version.version, stored.key))
+            self.emptied = False
         self._follow_with_head()
         return stored
 
@@ -247,7 +255,7 @@ class Log:
                 stored = self._folds[key] = self._encoded(document, key, payload)
         data = stored.data
         if data is not None:
-            put.retried(self._settings, lambda: self.store.put(key, data))
+            self._retried(lambda: self.store.put(key, data))
             stored = self._folds[key] = dataclasses.replace(stored, data=None)
         return stored
 
@@ -256,6 +264,9 @@ class Log:
         if self._fenced is None:
             self._follow_with_head()
         self._head_pool.shutdown(wait=True)
+
+    def _retried(self, action: Callable[[], _Result]) -> _Result:
+        return put.retried(self._settings, action, self.stop)
 
     def _check(self) -> None:
         if self._fenced is not None:
@@ -291,11 +302,10 @@ class Log:
         is_ours = True
         try:
             if self._lease is None:
-                is_ours = put.retried(self._settings, lambda: put.create(self.store, key, data))
+                is_ours = self._retried(lambda: put.create(self.store, key, data))
             else:
                 self._lease.wait(self._claimed_s)
-                guard = self._look if key != keys.CHANNEL else self._look_for_channel
-                put.retried(self._settings, lambda: self.store.put(key, data, guard=guard))
+                self._retried(lambda: self._put_guarded(key, data))
         except TransientStoreError as error:
             raise PublishPendingError(
                 f"The store has not said whether it has {what}; the next publish puts the same bytes again. {error}"
@@ -303,13 +313,28 @@ class Log:
         if not is_ours:
             raise self._fence(f"Another publisher opened the channel in the place of {what}")
 
-    def _look(self) -> None:
-        """Raise if this epoch is not the newest, or may no longer be when the next record is put."""
-        assert self._lease is not None
+    def _put_guarded(self, key: str, data: bytes) -> None:
+        """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
+        if key == keys.CHANNEL:
+            self.store.put(key, data, guard=self._look_for_channel)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="deltasync-look") as pool:
+            look = pool.submit(self._look_at_epochs)
+            self.store.put(key, data, guard=lambda: self._check_look(look.result()))
+
+    def _look_at_epochs(self) -> float:
+        """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
         began_s = boot_s()
         newest = max(self._reader.epochs(), default="")
         if newest > self.epoch:
             raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+        return began_s
+
+    def _check_look(self, began_s: float) -> None:
+        """Raise if another epoch may have begun since a look; if that is too old, look again first."""
+        assert self._lease is not None
+        if not 0 <= boot_s() - began_s <= self._lease.look_s:
+            began_s = self._look_at_epochs()
         age_s = boot_s() - began_s
         if not 0 <= age_s <= self._lease.look_s:
             raise TransientStoreError(f"A look at the epochs took {age_s:.1f} s and is too old, so nothing was sent.")
@@ -317,7 +342,7 @@ class Log:
     def _is_there(self, version: Version) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
         try:
-            put.retried(self._settings, lambda: self._reader.record(version))
+            self._retried(lambda: self._reader.record(version))
         except (MissingVersionError, FormatError):
             return False
         return True
@@ -326,7 +351,21 @@ class Log:
         assert self._new_channel is not None
         if put.holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
             raise self._fence("Another publisher created the channel")
-        self._look()
+        self._check_look(self._look_at_epochs())
+
+    def _restore_channel(self) -> None:
+        """Put channel.json back if it went, as where somebody emptied the bucket: without it nobody can join."""
+        assert self.channel is not None
+        data = documents.encode(self.channel)
+        if self._signer is not None:
+            data = self._signer.seal(keys.CHANNEL, data)
+        if put.holds(self.store, keys.CHANNEL, data) is None:
+            self.emptied = True
+            logger.error(
+                "%s of %s is gone: somebody emptied the channel. It is put back, and full weights follow for late joiners.",
+                *(keys.CHANNEL, self.store.url),
+            )
+            self._retried(lambda: self.store.put(keys.CHANNEL, data))
 
     def _follow_with_head(self) -> None:
         with self._lock:
@@ -342,7 +381,9 @@ class Log:
             tip, anchor = self.tip, self._anchor
         assert tip is not None
         try:
-            before = put.retried(self._settings, self._reader.head)
+            before = self._retried(self._reader.head)
+            if before is None and self._had_head:
+                self._restore_channel()
             if before is not None and before.epoch > self.epoch and self._is_there(before.newest):
                 raise self._fence(
                     f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
@@ -356,7 +397,8 @@ class Log:
                 anchor=known if anchor is None else anchor[1],
             )
             if head != before:
-                put.retried(self._settings, lambda: self.store.put(keys.HEAD, documents.encode(head)))
+                self._retried(lambda: self.store.put(keys.HEAD, documents.encode(head)))
+            self._had_head = True
         except FencedError as error:
             logger.error("%s", error)
         except DeltaSyncError as error:

@@ -31,7 +31,9 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     FencedError,
+    MissingVersionError,
     NotPublishedError,
+    ObjectMissingError,
     TransientStoreError,
     printable,
 )
@@ -57,10 +59,11 @@ class _End(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """All slots, and the epochs that have a document."""
+    """All slots, the epochs that have a document, and those that channel.json and head.json name."""
 
     slots: list[tuple[Slot, ObjectInfo]]
     documents: list[str]
+    known: list[str]
 
     @property
     def epochs(self) -> set[str]:
@@ -70,7 +73,7 @@ class _Listed(NamedTuple):
         return [(slot, info) for slot, info in self.slots if slot.epoch == epoch]
 
     def next_epoch(self, *others: str) -> str:
-        return keys.new_epoch(1 + max(map(keys.epoch_number, {*self.epochs, *others}), default=0))
+        return keys.new_epoch(1 + max(map(keys.epoch_number, {*self.epochs, *self.known, *others}), default=0))
 
 
 def open_channel(
@@ -101,7 +104,12 @@ class _Opener:
         channel = self._retried(self._channel)
         if channel is not None:
             self._check(channel, resume)
-        listed = self._list()
+        listed = self._list(channel)
+        if channel is None and (listed.slots or self._retried(self._has_head)):
+            raise ChannelInUseError(
+                f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a copy of the "
+                "channel, or use another URL."
+            )
         seals = self._seals(channel, listed)
         run_id = uuid.uuid4().hex if channel is None else channel.run_id
         epoch, tip, claimed_s = listed.next_epoch(), None, 0.0
@@ -110,7 +118,7 @@ class _Opener:
             claimed_s = boot_s()
             if channel is not None:
                 self._lease.wait(claimed_s)
-                tip = self._end(channel, self._list(), below=epoch).version
+                tip = self._end(channel, self._list(channel), below=epoch).version
         elif channel is not None:
             tip, epoch = self._seal(channel, listed)
             self._put_opening(run_id, epoch, tip)
@@ -135,8 +143,16 @@ class _Opener:
             return self._reader.channel()
         return None
 
-    def _list(self) -> _Listed:
-        return self._retried(lambda: _Listed(self._reader.slots(), self._reader.epochs()))
+    def _list(self, channel: Channel | None) -> _Listed:
+        head = None if channel is None else self._retried(self._reader.head)
+        known = [] if channel is None else [channel.epoch, *([] if head is None else [head.epoch])]
+        return self._retried(lambda: _Listed(self._reader.slots(), self._reader.epochs(), known))
+
+    def _has_head(self) -> bool:
+        with contextlib.suppress(ObjectMissingError):
+            self._store.read(keys.HEAD, documents.SMALL_BYTES)
+            return True
+        return False
 
     def _check(self, channel: Channel, resume: bool) -> None:
         if not resume:
@@ -151,7 +167,8 @@ class _Opener:
         """Whether the store decides which writer wins."""
         if channel is not None and channel.fencing == "lease":
             return False
-        if self._retried(lambda: decides(self._store, keys.probe(listed.next_epoch()))):
+        key = keys.probe(listed.next_epoch())
+        if self._retried(lambda: decides(self._store, key)):
             return True
         if channel is not None:
             raise ConfigError(
@@ -189,7 +206,7 @@ class _Opener:
                         f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of the two."
                     )
                 end = taken
-            listed = self._list()
+            listed = self._list(channel)
             if not any(slot > end.next_slot for slot, _ in listed.log(end.epoch)):
                 return end.version, epoch
             logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
@@ -213,7 +230,36 @@ class _Opener:
         return None if created else self._read(slot)
 
     def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:
-        """Return the end of the log, of all epochs or of those before `below`."""
+        """Return the end of the log, of all epochs or of those before `below`. A listing may lie, lag or be cut."""
+        end, known = self._listed_end(channel, listed, below), self._retried(self._known)
+        newness = ("", 0) if end.version is None else end.version.slot.newness
+        if known is not None and known.slot.newness > newness and (below is None or known.epoch < below):
+            logger.warning("A listing of %s does not show version %s, which head names.", self._store.url, known)
+            end = self._read(known.slot)
+        epochs = [epoch for epoch in sorted({*listed.epochs, *listed.known}) if below is None or epoch < below]
+        while True:  # read on by keys alone, also where a later epoch has a document whose records were not listed
+            number = end.next_slot.version
+            slots = [end.next_slot, *(Slot(number, epoch) for epoch in epochs if epoch > end.epoch)]
+            following = next(filter(self._is_taken, slots), None)
+            if following is None:
+                return end
+            end = self._read(following)
+
+    def _known(self) -> Version | None:
+        """Return the version that head names, if it is there."""
+        head = self._reader.head()
+        try:
+            return None if head is None else self._reader.record(head.newest).version
+        except (MissingVersionError, CorruptDataError):
+            return None
+
+    def _is_taken(self, slot: Slot) -> bool:
+        try:
+            return self._retried(lambda: self._reader.slot(slot)) is not None
+        except CorruptDataError:
+            return True
+
+    def _listed_end(self, channel: Channel, listed: _Listed, below: str | None) -> _End:
         for epoch in sorted({*listed.epochs, channel.epoch}, reverse=True):
             if below is not None and epoch >= below:
                 continue

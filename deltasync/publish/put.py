@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -21,9 +22,9 @@ _LARGE_BYTES = 4 << 20
 _Result = TypeVar("_Result")
 
 
-def retried(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
-    """Return the result of `action`, which is run again after transient store errors."""
-    return retries.retried(action, settings.retries, settings.retry_delay_s)
+def retried(settings: PublisherSettings, action: Callable[[], _Result], stop: threading.Event | None = None) -> _Result:
+    """Return the result of `action`, which is run again after transient store errors; `stop` ends a wait between."""
+    return retries.retried(action, settings.retries, settings.retry_delay_s, stop=stop)
 
 
 def reread(settings: PublisherSettings, action: Callable[[], _Result]) -> _Result:
@@ -31,18 +32,20 @@ def reread(settings: PublisherSettings, action: Callable[[], _Result]) -> _Resul
     return retries.retried(lambda: retried(settings, action), _READS - 1, passing=(CorruptDataError,))
 
 
-def put_file(store: Store, settings: PublisherSettings, key: str, data: bytes | memoryview) -> File:
+def put_file(
+    store: Store, settings: PublisherSettings, key: str, data: bytes | memoryview, stop: threading.Event | None = None
+) -> File:
     """Store a file that a record will name. No other content was ever put there.
 
     Raises:
         StoreError: the file may be stored, or may be later; whoever gives it up takes another key.
     """
     if len(data) < _LARGE_BYTES:
-        retried(settings, lambda: store.put(key, data))
+        retried(settings, lambda: store.put(key, data), stop)
         return File(key=key, bytes=len(data), sha256=sha256_hex(data))
     with ThreadPoolExecutor(1, thread_name_prefix="deltasync-sha256") as pool:
         digest = pool.submit(sha256_hex, data)
-        retried(settings, lambda: store.put(key, data))
+        retried(settings, lambda: store.put(key, data), stop)
         return File(key=key, bytes=len(data), sha256=digest.result())
 
 

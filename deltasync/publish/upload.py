@@ -123,18 +123,22 @@ class Uploader:
         """
         every = self.settings.anchor_every or (sys.maxsize if self._since.by_reference else _ANCHOR_EVERY)
         due = version - self._since.version >= every or self._since.bytes + payload_bytes > full_bytes
-        return (due or self._keeper.failed) and not self._keeper.announcing
+        return (due or self._keeper.failed or self._log.emptied) and not self._keeper.announcing
 
     def resume(self, tip: Version) -> None:
         """Build the next version on this one, whose bits are known."""
         self.full, self._fold = False, (tip, {})
 
     def close(self) -> None:
-        """Finish what was submitted; end the threads, also those of the keeper and the log."""
-        self._pool.shutdown(wait=True)
-        self._puts.shutdown(wait=True)
-        self._keeper.close()
-        self._log.close()
+        """Finish what was submitted; end the threads, also those of keeper and log. Ctrl-C ends waits for a retry."""
+        try:
+            self._pool.shutdown(wait=True)
+            self._puts.shutdown(wait=True)
+            self._keeper.close()
+            self._log.close()
+        except BaseException:
+            self._log.stop.set()
+            raise
 
     def _run(self) -> None:
         try:

@@ -9,6 +9,7 @@ from urllib.request import url2pathname
 
 from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
+from deltasync.stores.environment import check_hub
 
 __all__ = ["ObjectInfo", "Store", "base", "cache", "hub", "object", "open_store", "probe", "retries", "wrapper"]
 
@@ -47,6 +48,7 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
 
         return CloudStore(url)
     if parts.scheme == "hf":
+        check_hub()  # before huggingface_hub reads its variables, which it does at import
         from deltasync.stores.hub import HubStore
 
         return HubStore(url)

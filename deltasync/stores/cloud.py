@@ -9,7 +9,7 @@ replica its next poll.
 from __future__ import annotations
 
 import dataclasses
-import os
+import ipaddress
 import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,9 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltasync.errors import ConfigError
 from deltasync.stores.base import REQUEST_S, check_key
+from deltasync.stores.environment import aws_profile, check_cloud, is_endpoint
 from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, mark_process
+from deltasync.stores.replies import is_panic
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3CredentialProvider
@@ -71,9 +73,14 @@ class CloudStore(ObstoreStore):
         allowed_s = next(limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes)
         key = (REQUEST_S if once else allowed_s, once)
         if key not in self._clients:
+            check_cloud(self._parsed.scheme)
             # Two threads may both do this; the second client stays.
             self._clients[key] = _connect(self._parsed, *key)
         return self._clients[key]
+
+    def forget_credentials(self) -> None:
+        """Connect again for the next request: keys, profiles and tokens may have been renewed meanwhile."""
+        self._clients = {}
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_clients": {}}
@@ -104,9 +111,14 @@ def parse(url: str) -> Place:
         if name in ("virtual_hosted", "anonymous") and value not in ("0", "1"):
             raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
     endpoint = options.get("endpoint")
-    if endpoint is not None and not _is_endpoint(endpoint):
+    if endpoint is not None and not is_endpoint(endpoint):
         raise ConfigError(
             "endpoint= in a channel URL must be https://host or http://host, with a port and a path if needed."
+        )
+    virtual_hosted = options.get("virtual_hosted") == "1"
+    if virtual_hosted and endpoint is not None and _is_address(urlsplit(endpoint).hostname):
+        raise ConfigError(
+            "virtual_hosted=1 in a channel URL needs an endpoint with a name: no bucket fits before an address."
         )
     return Place(
         scheme=parts.scheme,
@@ -114,19 +126,18 @@ def parse(url: str) -> Place:
         prefix=prefix,
         endpoint=endpoint and endpoint.rstrip("/"),
         region=options.get("region"),
-        virtual_hosted=options.get("virtual_hosted") == "1",
+        virtual_hosted=virtual_hosted,
         profile=options.get("profile"),
         anonymous=options.get("anonymous") == "1",
     )
 
 
-def _is_endpoint(url: str) -> bool:
-    parts = urlsplit(url)
-    return (
-        parts.scheme in ("http", "https")
-        and bool(parts.hostname)
-        and not ("@" in parts.netloc or parts.query or parts.fragment)
-    )
+def _is_address(host: str | None) -> bool:
+    try:
+        ipaddress.ip_address(host or "")
+    except ValueError:
+        return False
+    return True
 
 
 def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
@@ -148,9 +159,14 @@ def _connect(place: Place, within_s: float, once: bool) -> ObjectStore:
         if place.scheme == "s3":
             return S3Store(place.bucket, config=_s3_config(place), credential_provider=_credentials(place), **common)
         return (GCSStore if place.scheme == "gs" else AzureStore)(place.bucket, **common)
-    except BaseError as error:
+    except BaseException as error:
+        if not isinstance(error, BaseError | ValueError) and not is_panic(error):
+            raise
         message = str(error).partition("\n\n")[0]
-        raise ConfigError(f"{place.scheme}://{place.bucket} cannot be opened: {message}.") from None
+        variables = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE"}[place.scheme]
+        raise ConfigError(
+            f"{place.scheme}://{place.bucket} cannot be opened: {message}. Check the {variables}_* variables."
+        ) from None
 
 
 def _s3_config(place: Place) -> S3Config:
@@ -171,9 +187,7 @@ def _s3_config(place: Place) -> S3Config:
 
 def _credentials(place: Place) -> S3CredentialProvider | None:
     """A profile's credentials; None if obstore has to find them: keys, web identity, container or instance role."""
-    profile = place.profile
-    if profile is None and "AWS_ACCESS_KEY_ID" not in os.environ:
-        profile = os.environ.get("AWS_PROFILE")
+    profile = place.profile or aws_profile()
     if profile is None or place.anonymous:
         return None
     try:

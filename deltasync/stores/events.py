@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 from huggingface_hub import get_session
 
-from deltasync.errors import describe, get_logger
+from deltasync.errors import UNREADABLE_JSON, describe, get_logger
 from deltasync.stores.base import ObjectInfo
+from deltasync.stores.hub_api import asked_wait_s
 from deltasync.stores.xet import request_headers
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ _UNAVAILABLE = (401, 403, 404, 429, 501)
 _UNAVAILABLE_DELAY_S = 60.0
 _GOOD_S = 5.0  # after a connection that lasted longer, delays start at the first one again
 _JOIN_S = 2.0
+_LONGEST_LINE = 16 << 20
 
 
 class _Change(msgspec.Struct, rename="camel"):
@@ -70,6 +73,7 @@ class EventWatch:
         self._on_change = on_change
         self._cursor: str | int | None = None
         self._live = False
+        self._asked_s = 0.0
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
         # Held while the callback runs, which may close the watch itself.
@@ -98,6 +102,7 @@ class EventWatch:
         delay_s = 0.0
         while not self._closed.wait(delay_s * random.uniform(0.5, 1.0)):
             started = time.monotonic()
+            self._asked_s = 0.0
             try:
                 available = self._follow()
             except Exception as error:  # noqa: BLE001 - after any error, connect again
@@ -105,7 +110,7 @@ class EventWatch:
                 available = True
             self._live, self._socket = False, None
             if not available:
-                delay_s = _UNAVAILABLE_DELAY_S
+                delay_s = max(_UNAVAILABLE_DELAY_S, 2 * self._asked_s)  # of which at least half is waited
             elif time.monotonic() - started > _GOOD_S:
                 delay_s = _FIRST_DELAY_S
             else:
@@ -119,6 +124,7 @@ class EventWatch:
             if response.status_code == 400:
                 self._cursor = None
             if response.status_code != 200:
+                self._asked_s = asked_wait_s(response.headers) or 0.0
                 return response.status_code not in _UNAVAILABLE
             self._socket = response.extensions["network_stream"].get_extra_info("socket")
             if self._closed.is_set():
@@ -154,9 +160,12 @@ class EventWatch:
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
-    """Yield the events of a stream with their names, without unknown ones and comments."""
+    """Yield the events of a stream with their names, without unknown ones and comments.
+
+    In place of one that cannot be read, `ready`: the feed goes on, and something may have been missed.
+    """
     name, data = "", ""
-    for line in response.iter_lines():
+    for line in _lines(response.iter_bytes()):
         field, _, value = line.partition(":")
         if field == "event":
             name = value.strip()
@@ -164,5 +173,21 @@ def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
             data += value
         elif not line:
             if data and name in _KNOWN:
-                yield name, msgspec.json.decode(data, type=_Event)
+                try:
+                    event = name, msgspec.json.decode(data, type=_Event)
+                except UNREADABLE_JSON as error:
+                    logger.debug("an event was not read: %s", error)
+                    event = "reset" if name == "reset" else "ready", _Event()
+                yield event
             name, data = "", ""
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Yield lines, which end with CR, LF or both and nothing else: names of files may hold other line separators."""
+    rest = b""
+    for piece in pieces:
+        rest += piece
+        *lines, rest = re.split(rb"\r\n|\n|\r(?!$)", rest)
+        if len(rest) > _LONGEST_LINE:
+            raise ValueError("a line of the feed does not end")
+        yield from (line.decode("utf-8", "replace") for line in lines)

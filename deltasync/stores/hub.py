@@ -6,7 +6,7 @@ Requests of one call:
     call                          Hub                                        content-addressed store
     read, small and unchanged     HEAD resolve
     read                          HEAD resolve                               reconstruction, data
-    put                           POST batch                                 grant, xorb, shard
+    put                           POST batch                                 xorb, shard
     read, known from list or watch                                           reconstruction, data
     list                          GET tree, per 1,000 objects
     delete                        POST batch, per 1,000 keys
@@ -23,7 +23,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
@@ -31,7 +31,7 @@ from deltasync.stores.base import ObjectInfo, check_key, check_size
 from deltasync.stores.events import EventWatch
 from deltasync.stores.hub_api import BucketApi, Entry
 from deltasync.stores.retries import retried
-from deltasync.stores.xet import Xet
+from deltasync.stores.xet import Token, Xet
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class HubStore:
     """A bucket of the Hub, or a prefix in it. See `Store`.
 
     The bucket need not exist: reads from a missing one find nothing, and the first write creates it, private. Token and
-    endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Every request is tried up to three times.
+    endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Each request to the Hub is tried up to
+    three times, but none waits for a rate limit: the error says how long to wait (`TransientStoreError.wait_s`).
 
     Args:
         url: `hf://buckets/namespace/name/prefix`, where the prefix may be left out.
@@ -92,10 +93,13 @@ class HubStore:
         """See `Store.put`. The bytes are uploaded first; the object changes when they get its path."""
         path = self._path(key)
         try:
-            xet_hash = _retried(lambda: self._xet.upload(data))
+            xet_hash = self._xet.upload(data)
         except ObjectMissingError:
             self._api.create()
-            xet_hash = _retried(lambda: self._xet.upload(data))
+            try:
+                xet_hash = self._xet.upload(data)
+            except ObjectMissingError:
+                raise StoreError(f"{self.url}: the bucket exists, but this token may not see it.") from None
         if guard is not None:
             guard()
         try:
@@ -104,7 +108,8 @@ class HubStore:
             else:
                 self._api.name(path, xet_hash, once=True)
         except ObjectMissingError:
-            raise self._xet.failed("write", "the bucket was deleted meanwhile") from None
+            self._xet.forget_token("write")
+            raise TransientStoreError(f"{self.url}: the bucket was deleted meanwhile.") from None
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         path = self._path(key)
@@ -114,36 +119,46 @@ class HubStore:
                 return self._xet.download(known, 0, known.bytes)
             except TransientStoreError as error:
                 logger.debug("%s Reading what %s is now.", error, key)
-        return _retried(lambda: self._read(path, most_bytes))
+        return self._read(path, most_bytes)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         path = self._path(key)
 
-        def read() -> bytes:
-            info = self._api.content(path)
+        def download(info: ObjectInfo) -> bytes:
             if end > info.bytes:
                 raise StoreError(f"{self.url}/{key} ends before byte {end}.")
             return self._xet.download(info, start, end)
 
-        return _retried(read)
+        return self._current(path, download)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`. The Hub lists folders, so the last part of `prefix` is matched here."""
         start = self._start + prefix
         folder = start.rpartition("/")[0]
         found: list[Entry] = []
-        query = "recursive=true"
-        try:
-            while query:
-                entries, query = _retried(functools.partial(self._api.page, folder, query))
-                found += entries
-        except ObjectMissingError:
-            return  # no bucket
+        query, asked = "recursive=true", set[str]()
+        while query:
+            asked.add(query)
+            entries, query = _retried(functools.partial(self._page, folder, query))
+            found += entries
+            if query in asked:
+                raise StoreError(f"{self.url}: the Hub lists the same objects again and again.")
         for entry in sorted(found, key=lambda entry: entry.path):
             if entry.type == "file" and entry.path.startswith(start):
                 stored = entry.uploaded_at or entry.mtime
                 modified_s = 0.0 if stored is None else stored.timestamp()
                 yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s, entry.xet_hash)
+
+    def _page(self, folder: str, query: str) -> tuple[Sequence[Entry], str]:
+        """Return a page of a listing. A 404 means that there is no bucket only where the bucket itself is not there."""
+        try:
+            return self._api.page(folder, query)
+        except ObjectMissingError:
+            if "cursor" in query or self._api.exists():
+                raise TransientStoreError(
+                    f"{self.url}: the Hub answered 404 to a listing of a bucket that is there."
+                ) from None
+            return [], ""
 
     def delete(self, *keys: str) -> None:
         paths = [self._path(key) for key in keys]
@@ -151,7 +166,9 @@ class HubStore:
             try:
                 _retried(functools.partial(self._api.delete, paths[first : first + _MOST_OPERATIONS]))
             except ObjectMissingError:
-                return  # no bucket
+                if _retried(self._api.exists):
+                    raise TransientStoreError(f"{self.url}: the Hub answered 404 for a bucket that is there.") from None
+                return
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> EventWatch:
         """See `Store.watch`: this reads the bucket's feed of events, on a connection and in a thread of its own."""
@@ -167,23 +184,43 @@ class HubStore:
     @property
     def _xet(self) -> Xet:
         pid = os.getpid()
-        return self._xet_of.get(pid) or self._xet_of.setdefault(pid, Xet(self.url, self._api.address, self._api.token))
+        return self._xet_of.get(pid) or self._xet_of.setdefault(pid, Xet(self.url, self._api.address, self._token))
+
+    def _token(self, scope: str) -> Token:
+        return _retried(lambda: self._api.token(scope))
 
     def _read(self, path: str, most_bytes: int) -> bytes:
         """Download an object, unless its hash is still that of two equal downloads: one alone may have been damaged."""
-        info = self._api.content(path)
-        known_hash, known_data, agreed = self._small.get(path, (None, b"", False))
-        if agreed and known_hash == info.content:
-            return known_data
-        check_size(f"{self.url}/{path.removeprefix(self._start)}", info.bytes, most_bytes)
-        data = self._xet.download(info, 0, info.bytes)
-        if info.bytes <= _SMALL_BYTES:
-            self._small.pop(path, None)
-            self._small[path] = (info.content, data, (known_hash, known_data) == (info.content, data))
-            for oldest in list(self._small)[:-_MOST_SMALL]:
-                self._small.pop(oldest, None)
-        return data
+
+        def download(info: ObjectInfo) -> bytes:
+            known_hash, known_data, agreed = self._small.get(path, (None, b"", False))
+            if agreed and known_hash == info.content:
+                return known_data
+            check_size(f"{self.url}/{path.removeprefix(self._start)}", info.bytes, most_bytes)
+            data = self._xet.download(info, 0, info.bytes)
+            if info.bytes <= _SMALL_BYTES:
+                self._small.pop(path, None)
+                self._small[path] = (info.content, data, (known_hash, known_data) == (info.content, data))
+                for oldest in list(self._small)[:-_MOST_SMALL]:
+                    self._small.pop(oldest, None)
+            return data
+
+        return self._current(path, download)
+
+    def _current(self, path: str, download: Callable[[ObjectInfo], bytes]) -> bytes:
+        """Download what a path names now; if that fails and the path names something else by then, that."""
+        self._xet.check("read")
+        info = _retried(lambda: self._api.content(path))
+        try:
+            return download(info)
+        except TransientStoreError as error:
+            if error.wait_s:
+                raise
+            current = _retried(lambda: self._api.content(path))
+            if (current.content, current.bytes) == (info.content, info.bytes):
+                raise
+            return download(current)
 
 
 def _retried(action: Callable[[], _Result]) -> _Result:
-    return retried(action, _RETRIES, _RETRY_DELAY_S, level=logging.DEBUG)
+    return retried(action, _RETRIES, _RETRY_DELAY_S, level=logging.DEBUG, longest_s=0.0)

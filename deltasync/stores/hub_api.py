@@ -1,26 +1,38 @@
 """The Hub's HTTP interface to one bucket. Requests are not retried; what they fail with becomes our errors.
 
-huggingface_hub provides the session, its headers and the creation of a bucket. Its batch call is not used: it uploads as
-well, retries five times and has no time limit, but a version becomes visible by one request with a time limit (`Store.put`).
+huggingface_hub provides the session, its headers and the parser of rate limits. Its calls for buckets are not used: they
+sleep through a rate limit, up to six times five minutes, where nothing can interrupt them, and have no time limit
+(docs/decisions/0003-stores.md). After a 429 nothing is sent until the time that the Hub asks for has passed.
 """
 
 from __future__ import annotations
 
 import datetime
+import email.utils
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
 import msgspec
-from huggingface_hub import HfApi, constants, get_session
+from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
-from deltasync.errors import UNREADABLE_JSON, ObjectMissingError, StoreError, TransientStoreError, describe
+from deltasync.errors import (
+    UNREADABLE_JSON,
+    ConfigError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+    describe,
+)
 from deltasync.stores.base import ObjectInfo
-from deltasync.stores.retries import may_pass
+from deltasync.stores.environment import check_hub, is_endpoint
+from deltasync.stores.replies import Meaning, meaning
+from deltasync.stores.retries import Pause
 from deltasync.stores.xet import Token, one_line, request_headers
 
 if TYPE_CHECKING:
@@ -32,8 +44,9 @@ logger = logging.getLogger(__name__)
 _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
 _ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # TLS connects twice, and a body writes twice: together REQUEST_S
-_LONGEST_WAIT_S = 30.0
+_LIMITED_S = 10.0  # where a 429 does not say how long
 _MOST_REDIRECTS = 5
+_LASTING = r"permission|forbidden|denied|not allowed|invalid|quota|storage limit|too large"
 _LOGIN = "Set HF_TOKEN or log in with `hf auth login`"
 
 _Result = TypeVar("_Result")
@@ -77,6 +90,9 @@ class BucketApi:
         self._url = url
         self._bucket = bucket
         self._endpoint = constants.ENDPOINT.rstrip("/")
+        if not is_endpoint(self._endpoint):
+            raise ConfigError(f"HF_ENDPOINT must be https://host or http://host, not {constants.ENDPOINT!r}.")
+        self._pauses = {"api": Pause(), "resolvers": Pause()}  # each has a quota of its own
         self.address = f"{self._endpoint}/api/buckets/{bucket}"
 
     def token(self, scope: str) -> Token:
@@ -112,7 +128,7 @@ class BucketApi:
         operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
         options = {"timeout": _ONCE_TIMEOUT_S, "follow_redirects": False} if once else {}
         for failure in self._batch([operation], **options):
-            raise TransientStoreError(f"{self._url}: the Hub did not store {failure.path}: {failure.error}.")
+            raise self._failure("store", failure.path, failure.error)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete at most a thousand paths. If some fail, one more request asks whether they exist."""
@@ -121,22 +137,34 @@ class BucketApi:
             asked = {"paths": [failure.path for failure in failures]}
             left = self._decoded(self._send("POST", f"{self.address}/paths-info", json=asked), list[Entry])
             if left:
-                raise TransientStoreError(f"{self._url}: the Hub did not delete {left[0].path}: {failures[0].error}.")
+                raise self._failure("delete", left[0].path, failures[0].error)
+
+    def exists(self) -> bool:
+        """Whether the bucket's own information is there: a single 404 to another request proves nothing."""
+        try:
+            self._send("GET", self.address)
+        except ObjectMissingError:
+            return False
+        return True
 
     def create(self) -> None:
-        """Create the bucket, private."""
+        """Create the bucket, private. It may exist already, where this token does not see it, too."""
         try:
-            HfApi(endpoint=self._endpoint).create_bucket(self._bucket, private=True, exist_ok=True)
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            kind = TransientStoreError if may_pass(status) else StoreError
-            raise kind(
-                f"The bucket {self._bucket} does not exist and could not be created: {status} {_reason(error.response)}. "
-                "Create it by hand, or use a token that has this right."
+            response = self._send("POST", self.address, accepted=409, json={"visibility": "private"})
+        except TransientStoreError:
+            raise
+        except StoreError as error:
+            raise StoreError(
+                f"The bucket {self._bucket} does not exist, or this token may not see it; it could not be created: {error} "
+                f"Create it by hand, use a token that has this right, or check HF_ENDPOINT ({self._endpoint})."
             ) from None
-        except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
-            raise TransientStoreError(f"The bucket {self._bucket} could not be created: {one_line(error)}.") from error
-        logger.info("created the private bucket %s", self._bucket)
+        if response.status_code != 409:
+            logger.info("created the private bucket %s", self._bucket)
+
+    def _failure(self, what: str, path: str, reason: str) -> StoreError:
+        """Return the error for one operation of a batch, of which the Hub tells no more than a sentence."""
+        kind = StoreError if re.search(_LASTING, reason, re.IGNORECASE) else TransientStoreError
+        return kind(f"{self._url}: the Hub did not {what} {path}: {reason.rstrip('.')}.")
 
     def _batch(self, operations: Sequence[dict[str, object]], **options: Any) -> Sequence[_Failure]:
         """Apply operations independently of each other; return those that failed."""
@@ -152,26 +180,37 @@ class BucketApi:
 
     def _send(self, method: str, url: str, path: str = "", *, accepted: int = 0, **options: Any) -> httpx.Response:
         """Send a request about `path`, or the bucket if empty. Raise for a status from 400 on, except `accepted`."""
+        check_hub()
+        pause = self._pauses["resolvers" if path else "api"]
+        pause.check()
         headers = request_headers() | options.pop("headers", {})
         try:
             response = get_session().request(method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options))
         except OfflineModeIsEnabled:
             raise StoreError(f"{self._url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
-            raise TransientStoreError(f"{self._url}: no answer from the Hub: {one_line(error)}.") from error
+            raise pause.failed(f"{self._url}: no answer from the Hub: {one_line(error)}.") from error
+        except (ImportError, ValueError) as error:  # raised before anything is sent, about a proxy or a certificate's file
+            raise ConfigError(f"{self._url}: requests to the Hub cannot be made: {one_line(error)}.") from None
         if response.status_code >= 400 and response.status_code != accepted:
-            raise self._refused(response, path, "authorization" in headers)
+            raise self._refused(response, path, "authorization" in headers, pause)
+        pause.answered()
         return response
 
-    def _refused(self, response: httpx.Response, path: str, with_token: bool) -> StoreError:
-        """Return our error for a refusal. After a 429, first wait as long as it asks, at most 30 s."""
+    def _refused(self, response: httpx.Response, path: str, with_token: bool, pause: Pause) -> StoreError:
+        """Return our error for a refusal."""
         status, reason = response.status_code, _reason(response)
+        found = meaning(status, response.headers.get("X-Error-Code", ""))
         if status == 404:
             return ObjectMissingError(f"hf://buckets/{self._bucket}{'/' if path else ''}{path} does not exist.")
-        if may_pass(status):
-            if status == 429:
-                time.sleep(min(_asked_wait_s(response), _LONGEST_WAIT_S))
-            return TransientStoreError(f"{self._url}: the Hub answered {status}: {reason}.")
+        if found is Meaning.THROTTLED:
+            wait_s, quota = _limit(response)
+            return pause.asked(
+                wait_s,
+                f"{self._url}: the Hub's rate limit is reached{quota}; nothing is asked for {wait_s:.0f} s: {reason}.",
+            )
+        if found is Meaning.LATER:
+            return pause.failed(f"{self._url}: the Hub answered {status}: {reason}.")
         if status == 403:
             return StoreError(
                 f"The token may not do this in {self._url}: {reason}. {_LOGIN}, with a token that has this right."
@@ -179,7 +218,8 @@ class BucketApi:
         if status != 401:
             return StoreError(f"{self._url}: the Hub answered {status}: {reason}.")
         if not with_token:
-            return StoreError(f"{self._url} needs a token. {_LOGIN}.")
+            hidden = " HF_HUB_DISABLE_IMPLICIT_TOKEN keeps it from being sent." if _token_is_hidden() else ""
+            return StoreError(f"{self._url} needs a token. {_LOGIN}.{hidden}")
         if "expired" in reason:
             return StoreError(f"The Hub's token for {self._url} has expired. {_LOGIN} again.")
         return StoreError(f"The Hub does not accept the token for {self._url}: {reason}. {_LOGIN} again.")
@@ -191,11 +231,30 @@ class BucketApi:
             raise TransientStoreError(f"{self._url}: the Hub returned an unexpected response: {error}.") from error
 
 
-def _asked_wait_s(response: httpx.Response) -> float:
-    """Return the wait that the Hub asks for: `Retry-After: 5`, or `RateLimit: "api";r=0;t=5`."""
-    asked = response.headers.get("Retry-After", "") + response.headers.get("RateLimit", "")
-    match = re.search(r"^(\d+)|;\s*t=(\d+)", asked)
-    return float(match[1] or match[2]) if match else 0.0
+def _token_is_hidden() -> bool:
+    return bool(constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
+
+
+def asked_wait_s(headers: Mapping[str, str]) -> float | None:
+    """Return the wait that `RateLimit` or `Retry-After` asks for, in seconds; None if neither is there."""
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None:
+        return float(limit.reset_in_seconds)
+    asked = headers.get("Retry-After", "")
+    if asked.strip().isdecimal():
+        return float(asked)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(asked).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _limit(response: httpx.Response) -> tuple[float, str]:
+    """Return how long a 429 asks to wait, and its quota in words."""
+    limit, wait_s = parse_ratelimit_headers(response.headers), asked_wait_s(response.headers)
+    known = limit is not None and limit.limit is not None
+    quota = f" ({limit.limit} {limit.resource_type} requests in {limit.window_seconds} s)" if limit and known else ""
+    return _LIMITED_S if wait_s is None else wait_s, quota
 
 
 def _reason(response: httpx.Response) -> str:

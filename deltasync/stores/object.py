@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
-from obstore import exceptions as obstore_errors
+from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
-from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import ObjectMissingError, StoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size
-from deltasync.stores.retries import may_pass
+from deltasync.stores.client_errors import CLIENT_ERRORS, may_be_renewed, translate
+from deltasync.stores.replies import Operation, is_panic
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+logger = logging.getLogger(__name__)
+
 LARGEST_BYTES = 5 << 30
 """The limit of S3 for one put. Multipart uploads may be larger, but not every server honours their precondition."""
 _PIECE_BYTES = 8 << 20
-
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-_RACE = ("ConditionalRequestConflict", "OperationAborted")
-_BUSY = ("RequestTimeout", "SlowDown", "ServerBusy")
-_HINTS = {
-    "ExpiredToken": "The session token has expired: renew the credentials.",
-    "ExpiredTokenException": "The session token has expired: renew the credentials.",
-    "InvalidToken": "The session token is not valid: renew the credentials.",
-    "TokenRefreshRequired": "The session token has expired: renew the credentials.",
-    "InvalidAccessKeyId": "The access key id is unknown there: check AWS_ACCESS_KEY_ID and the endpoint.",
-    "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY.",
-    "RequestTimeTooSkewed": "This machine's clock is off by too much: set it.",
-    "AuthorizationHeaderMalformed": "The region is not the bucket's: check region= and AWS_REGION.",
-    "QuotaExceeded": "Delete something, or have the quota raised.",
-}
-_DENIED = "Check the credentials, and that they may list the bucket and get, put and delete objects in it."
 
 _process: int | None = None
 """The process that used obstore first. A forked child does not have its threads, so calls there would hang."""
@@ -48,6 +35,7 @@ class ObstoreStore:
     """A store whose client is one of obstore's. See `Store`."""
 
     can_create = True
+    _answered = False
 
     def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
@@ -60,24 +48,26 @@ class ObstoreStore:
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`: one put with If-None-Match, whatever the size."""
-        with self._sending(key, len(data)):
+        self._check_size(key, len(data))
+        with self._mapped(key, "create"):
             obstore.put(self.client(len(data)), key, data, mode="create")
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        with self._sending(key, len(data)):
+        self._check_size(key, len(data))
+        with self._mapped(key, "put"):
             client = self.client(len(data), once=guard is not None)
         if guard is not None:
-            with contextlib.suppress(obstore_errors.BaseError, FileNotFoundError):
+            with contextlib.suppress(StoreError), self._mapped("probe", "list"):
                 obstore.list(client, prefix="probe").collect()  # connects, and fetches credentials
             guard()
-        with self._mapped(key):
+        with self._mapped(key, "put"):
             obstore.put(client, key, data, mode="overwrite", use_multipart=False)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """See `Store.read`. Both the announced size and the bytes that arrive are checked."""
         check_key(key)
         place, pieces, size = self._place(key), [], 0
-        with self._mapped(key):
+        with self._mapped(key, "read"):
             reply = obstore.get(self.client(), key)
             check_size(place, reply.meta["size"], most_bytes)
             for piece in reply.stream(min(most_bytes + 1, _PIECE_BYTES)):
@@ -88,7 +78,7 @@ class ObstoreStore:
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         check_key(key)
-        with self._mapped(key):
+        with self._mapped(key, "read"):
             data = bytes(obstore.get_range(self.client(), key, start=start, end=end))
         if len(data) < end - start:
             raise StoreError(f"{self._place(key)} ends before byte {end}.")
@@ -97,14 +87,26 @@ class ObstoreStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`. obstore lists folders, so the last part of `prefix` is matched here."""
         folder = prefix.rpartition("/")[0]
-        with self._mapped(prefix):
-            found = [
-                ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                for page in obstore.list(self.client(), prefix=folder or None, chunk_size=1000)
-                for meta in page
-                if meta["path"].startswith(prefix) and meta["path"]  # consoles leave an empty object for a "folder"
-            ]
-        yield from sorted(found, key=lambda info: info.key)
+        with self._mapped(prefix, "list"):
+            try:
+                found = self._listed(folder)
+            except InvalidPathError as error:
+                # Of another program's keys, `//` and `./` come before all of ours, which start with letters and digits.
+                logger.warning("%s", translate(error, self._place(prefix), "list"))
+                found = self._listed(folder, after=f"{folder}/0" if folder else "0")
+        # Consoles leave an empty object for a "folder", here with the key "".
+        yield from (found[key] for key in sorted(found) if key.startswith(prefix) and key)
+
+    def _listed(self, folder: str, after: str | None = None) -> dict[str, ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
+        for page in obstore.list(self.client(), prefix=folder or None, offset=after, chunk_size=1000):
+            before = len(found)
+            found |= {
+                meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in page
+            }
+            if page and len(found) == before:
+                raise StoreError(f"{self._place(folder)}: the store lists the same objects again and again.")
+        return found
 
     def delete(self, *keys: str) -> None:
         """See `Store.delete`: many keys in one request, where the store can."""
@@ -124,28 +126,34 @@ class ObstoreStore:
         """See `Store.watch`; these stores cannot."""
 
     def _delete(self, keys: Sequence[str]) -> None:
-        with self._mapped(keys[0]):
+        with self._mapped(keys[0], "delete"):
             obstore.delete(self.client(), list(keys))
 
-    @contextlib.contextmanager
-    def _sending(self, key: str, size: int) -> Iterator[None]:
+    def _check_size(self, key: str, size: int) -> None:
         check_key(key)
         if size > LARGEST_BYTES:
             raise StoreError(f"{self._place(key)} has {size} bytes, but one put takes 5 GiB; lower shard_bytes.")
-        with self._mapped(key):
-            yield
 
     def _place(self, key: str) -> str:
         """Return the key's URL without options, for messages."""
         return f"{self.url.partition('?')[0]}/{key}"
 
+    def forget_credentials(self) -> None:
+        """Read the credentials again for the next request."""
+
     @contextlib.contextmanager
-    def _mapped(self, key: str) -> Iterator[None]:
-        """Raise ours for obstore's errors, which are not kept as causes: they hold whole requests, also for credentials."""
+    def _mapped(self, key: str, operation: Operation) -> Iterator[None]:
         try:
             yield
-        except (obstore_errors.BaseError, FileNotFoundError) as error:
-            raise translate(error, self._place(key)) from None
+            self._answered = True
+        except CLIENT_ERRORS as error:
+            if may_be_renewed(error):
+                self.forget_credentials()
+            raise translate(error, self._place(key), operation, self._answered) from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise translate(error, self._place(key), operation, self._answered) from None
 
 
 class PortableStore(ObstoreStore):
@@ -192,48 +200,3 @@ def mark_process(needs_threads: bool = False) -> None:
             "This process was forked from one that had used an object store, and its client would hang here. "
             "Start processes by 'spawn' or 'forkserver', or use the store only after forking."
         )
-
-
-def translate(error: Exception, place: str) -> StoreError:
-    """Return our error for one of obstore's about the object at `place`."""
-    message, _, internals = str(error).partition("\n\nDebug source")
-    status = re.search(r"status code: ((\d+)[^:]*)", message)
-    code = re.search(r"<Code>(\w+)</Code>", message)
-    number, name = int(status[2]) if status else 0, code[1] if code else ""
-    if status:
-        answer = f"the store answered {status[1]}{f' ({name})' if name else ''}"
-    else:
-        reason = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
-        tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip()  # a query may hold credentials
-        server = re.search(r"https?://[^/\s]+", message) if "kind: Connect," in internals else None
-        where = f" at {server[0]}" if server else ""
-        answer = tail + (f" ({reason[1] or 'timed out'}{where})" if reason else "")
-
-    if name in _NO_BUCKET:
-        return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")
-    if isinstance(error, obstore_errors.AlreadyExistsError):
-        if name in _RACE:
-            return TransientStoreError(f"{place}: another request was writing it ({name}).")
-        return ObjectExistsError(f"{place} already exists.")
-    if isinstance(error, FileNotFoundError | obstore_errors.NotFoundError):
-        return ObjectMissingError(f"{place} does not exist.")
-    if name in _HINTS:
-        return StoreError(f"{place}: {answer}. {_HINTS[name]}")
-    if "/latest/api/token" in message or "/latest/meta-data" in message:
-        return TransientStoreError(
-            f"{place}: no credentials are set (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), and this machine's role could not "
-            f"be asked: {answer}."
-        )
-    if number in (401, 403):
-        return StoreError(f"{place}: {answer}. {_DENIED}")
-    certificate = re.search(r"InvalidCertificate\(\s*(\w+)", internals)
-    if certificate:
-        return StoreError(
-            f"{place}: the server's certificate is not trusted ({certificate[1]}). If an authority of your own signed it, "
-            "name its file in SSL_CERT_FILE."
-        )
-    if "redirect without LOCATION" in message:
-        return StoreError(f"{place}: the bucket is in another region; check region= and AWS_REGION.")
-    refused = number >= 400 and not may_pass(number) and name not in _BUSY
-    lasting = refused or not isinstance(error, obstore_errors.GenericError)
-    return (StoreError if lasting else TransientStoreError)(f"{place}: {answer}.")

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
+import hashlib
 
 from deltasync.errors import CorruptDataError, ObjectExistsError, StoreError, TransientStoreError
 from deltasync.stores.base import Store
+from deltasync.stores.retries import retried
 
 _READS = 3
+_CHANGE_S = 2.0  # Google's limit is one change of an object in a second; at least half of this is waited
 
 
 def decides(store: Store, key: str) -> bool:
     """Whether the store refuses to `create` an object that exists.
 
-    This creates an object at `key`, which nobody else may use, and deletes it again.
+    This creates an object at `key`, which nobody else may use, and deletes it again. A test that failed is repeated with the
+    same key, so that waiting helps where the store limits how often an object changes.
 
     Raises:
         StoreError: the test failed, so the answer is unknown.
     """
     if not store.can_create:
         return False
-    first, second = os.urandom(16), os.urandom(16)
+    first, second = (hashlib.sha256(f"{key} {which}".encode()).digest()[:16] for which in ("first", "second"))
     try:
         # If the first one is refused too, an earlier request succeeded and its reply got lost: reading back tells.
-        refused = [_is_refused(store, key, data) for data in (first, second)]
+        refused = [retried(functools.partial(_is_refused, store, key, data), 1, _CHANGE_S) for data in (first, second)]
     except TransientStoreError:
         raise
     except StoreError:  # the store refuses every create
@@ -35,7 +39,7 @@ def decides(store: Store, key: str) -> bool:
         return refused[1] and any(_holds(store, key, first) for _ in range(_READS))
     finally:
         with contextlib.suppress(StoreError):  # a trainer may have no right to delete
-            store.delete(key)
+            retried(lambda: store.delete(key), 1, _CHANGE_S)
 
 
 def _holds(store: Store, key: str, data: bytes) -> bool:

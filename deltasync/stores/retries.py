@@ -1,9 +1,10 @@
-"""Which requests to stores are retried, and how."""
+"""How long to wait for a store, in one place: retries, what a rate limit asks for, and services that are away."""
 
 from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,13 +14,10 @@ from deltasync.errors import DeltaSyncError, TransientStoreError
 logger = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 30.0
+_TRUSTED_FAILURES = 3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 _Result = TypeVar("_Result")
-
-
-def may_pass(status: int) -> bool:
-    """Whether a request that was answered with this HTTP status may succeed later."""
-    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505, 507))  # not implemented; no more room
 
 
 def retried(
@@ -29,6 +27,8 @@ def retried(
     *,
     passing: tuple[type[DeltaSyncError], ...] = (TransientStoreError,),
     level: int = logging.WARNING,
+    longest_s: float | None = None,
+    stop: threading.Event | None = None,
 ) -> _Result:
     """Return the result of `action`, which is run again after errors that may pass.
 
@@ -36,16 +36,62 @@ def retried(
         action: Safe to repeat.
         retries: Attempts after the first one.
         delay_s: Longest wait before the first retry; doubled each time, at most 30 s. Each wait is shortened by up to half
-            at random, so that clients that failed together do not retry together.
+            at random, so that clients that failed together do not retry together. An error that says how long to wait
+            (`TransientStoreError.wait_s`) is waited for as long as it says.
         passing: Errors after which to retry.
         level: Level at which these errors are logged.
+        longest_s: An error that asks to wait longer is raised at once, for a caller that can wait.
+        stop: Set it to end a wait: the error is raised then.
     """
+    stop = threading.Event() if stop is None else stop
     for left in range(retries, 0, -1):
         try:
             return action()
         except passing as error:
-            wait_s = delay_s * random.uniform(0.5, 1.0)
+            asked_s = getattr(error, "wait_s", 0.0)
+            if longest_s is not None and asked_s > longest_s:
+                raise
+            wait_s = max(asked_s, delay_s * random.uniform(0.5, 1.0))
             logger.log(level, "%s Trying again in %.2f s (%d left).", error, wait_s, left)
-            time.sleep(wait_s)
+            if stop.wait(wait_s):
+                raise
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
     return action()
+
+
+class Pause:
+    """Leaves a service alone for as long as it asks, or for longer and longer while it is away. Thread-safe.
+
+    Nothing waits here: `check` raises at once, without a request, and its error says how long to wait.
+    """
+
+    def __init__(self) -> None:
+        self._until_s = self._pause_s = 0.0
+        self._failures = 0
+        self._why = ""
+
+    def check(self) -> None:
+        """Raise TransientStoreError while the service is to be left alone."""
+        left_s = self._until_s - time.monotonic()
+        if left_s > 0:
+            raise TransientStoreError(self._why, left_s)
+
+    def answered(self) -> None:
+        """Note that the service works."""
+        self._failures, self._pause_s = 0, 0.0
+
+    def asked(self, wait_s: float, why: str) -> TransientStoreError:
+        """Return the error for a service that asks to be left alone for so long. The first one is logged as a warning."""
+        if self._until_s < time.monotonic():
+            logger.warning("%s", why)
+        self._until_s, self._why = time.monotonic() + wait_s, why
+        return TransientStoreError(why, wait_s)
+
+    def failed(self, why: str) -> TransientStoreError:
+        """Return the error for a service that failed. After three failures in a row it is left alone for a while."""
+        self._failures += 1
+        if self._failures < _TRUSTED_FAILURES:
+            return TransientStoreError(why)
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._until_s, self._why = time.monotonic() + self._pause_s, why
+        return TransientStoreError(why, self._pause_s)

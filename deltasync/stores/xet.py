@@ -5,19 +5,29 @@ Only the length is checked here. hf_xet returned a flipped bit without an error,
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-import hf_xet  # type: ignore[import-untyped]
 import msgspec
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from deltasync.errors import TransientStoreError
+from deltasync.errors import ConfigError, DeltaSyncError, StoreError
 from deltasync.stores.base import ObjectInfo
+from deltasync.stores.environment import check_xet_cache, import_quietly
+from deltasync.stores.replies import is_panic
+from deltasync.stores.retries import Pause
 
-_ERRORS = (OSError, RuntimeError, ValueError)
+hf_xet = import_quietly("hf_xet")
+
+_ERRORS = (OSError, RuntimeError, ValueError, EOFError)
+_AGAIN = r"^Internal error"  # often of a transfer beside it
+_REFUSED = r"\b40[0134] "
+_MAY_BE_TOKEN = r"\b40[13] |^0 of "  # a refused token may look like an empty object
 _IDLE = "300s"  # versions may be minutes apart
 CONFIG = {
     "read": {
@@ -43,6 +53,8 @@ CONFIG = {
 }
 _TOKEN_MARGIN_S = 60.0
 
+_Result = TypeVar("_Result")
+
 
 class Token(msgspec.Struct, rename="camel"):
     """Access to the content-addressed store, to read or to write, until `exp` (seconds since the epoch)."""
@@ -53,7 +65,12 @@ class Token(msgspec.Struct, rename="camel"):
 
 
 class Xet:
-    """Upload and download bytes, in one process. Tokens and connections are kept until a transfer fails."""
+    """Upload and download bytes, in one process. Tokens and connections are kept.
+
+    hf_xet itself tries a transfer three times where the network or the server failed. One more attempt follows after a
+    refusal or a short reply, with a new token where that may be the reason. Each scope, `read` and `write`, is left alone
+    for a while when it keeps failing.
+    """
 
     def __init__(self, url: str, api: str, fetch_token: Callable[[str], Token]) -> None:
         self._url = url
@@ -62,43 +79,84 @@ class Xet:
         self._sessions: dict[str, Any] = {}
         self._tokens: dict[str, Token] = {}
         self._downloads: Any = None
+        self._direct = True  # whether uploads begin without a request that asks where to
+        self._pauses = {"read": Pause(), "write": Pause()}
+
+    def check(self, scope: str) -> None:
+        """Raise TransientStoreError while the store is to be left alone, before other requests are made in vain."""
+        self._pauses[scope].check()
 
     def upload(self, data: bytes | memoryview) -> str:
         """Store bytes and return their hash."""
-        try:
+
+        def upload() -> str:
             with self._session("write").new_upload_commit(**self._connection("write")) as commit:
                 handle = commit.start_upload_bytes(bytes(data), sha256=hf_xet.SKIP_SHA256)
             info = handle.result().xet_info
-        except _ERRORS as error:
-            raise self.failed("write", one_line(error)) from error
-        if info.file_size != len(data):
-            raise self.failed("write", f"{info.file_size} of {len(data)} bytes were stored")
-        return str(info.hash)
+            if info.file_size != len(data):
+                raise EOFError(f"{info.file_size} of {len(data)} bytes were stored")
+            return str(info.hash)
+
+        return self._transferred("write", upload)
 
     def download(self, info: ObjectInfo, start: int, end: int) -> bytes:
         """Return bytes `start` to `end` (excluded) of what has the hash `info.content`."""
         if start == end:
             return b""
-        try:
-            if self._downloads is None:
-                self._downloads = self._session("read").new_download_stream_group(**self._connection("read"))
+
+        def download() -> bytes:
+            group = self._downloads
+            if group is None:
+                group = self._downloads = self._session("read").new_download_stream_group(**self._connection("read"))
             content = hf_xet.XetFileInfo(info.content, info.bytes)
             pieces, size = [], 0
-            for piece in self._downloads.download_stream(content, start=start, end=end):
+            for piece in group.download_stream(content, start=start, end=end):
                 pieces.append(piece)
                 size += len(piece)
                 if size > end - start:
                     break
-        except _ERRORS as error:
-            raise self.failed("read", one_line(error)) from error
-        if size != end - start:
-            # A refused token sometimes looks like this too.
-            raise self.failed("read", f"{size} of {end - start} bytes arrived")
-        return b"".join(pieces)
+            if size != end - start:
+                raise EOFError(f"{size} of {end - start} bytes arrived")
+            return b"".join(pieces)
+
+        return self._transferred("read", download)
+
+    def _transferred(self, scope: str, transfer: Callable[[], _Result]) -> _Result:
+        """Return the result of a transfer. Raises StoreError if an upload is refused, TransientStoreError otherwise."""
+        pause = self._pauses[scope]
+        pause.check()
+        for is_last in (False, True):
+            try:
+                result = _interruptible(transfer)
+            except BaseException as error:
+                if isinstance(error, DeltaSyncError) or not (isinstance(error, _ERRORS) or is_panic(error)):
+                    raise
+                reason = one_line(error)
+                refused = re.search(_REFUSED, reason) is not None
+                self._downloads = None  # all later transfers of this group would fail
+                if re.search(_MAY_BE_TOKEN, reason):
+                    self.forget_token(scope)
+                if refused and scope == "write" and self._direct:
+                    self._direct = False
+                    self._sessions.pop(scope, None)
+                if is_last or not (refused or isinstance(error, EOFError) or re.search(_AGAIN, reason)):
+                    failed = pause.failed(f"{self._url}: the transfer ({scope}) failed: {reason}.")
+                    # What is read may have been replaced meanwhile; what is written is refused.
+                    raise StoreError(str(failed)) if refused and scope == "write" else failed from error
+            else:
+                pause.answered()
+                return result
+        raise AssertionError("unreachable")
 
     def _session(self, scope: str) -> Any:
         if scope not in self._sessions:
-            self._sessions[scope] = hf_xet.XetSession(hf_xet.XetConfig().with_config(CONFIG[scope]))
+            if scope == "write":
+                check_xet_cache()
+            config = hf_xet.XetConfig().with_config(CONFIG[scope])
+            if scope == "write" and self._direct:
+                with contextlib.suppress(*_ERRORS):  # an hf_xet without this setting
+                    config = config.with_config({"client.legacy_direct_xorb_upload": True})
+            self._sessions[scope] = hf_xet.XetSession(config)
         return self._sessions[scope]
 
     def _connection(self, scope: str) -> dict[str, Any]:
@@ -106,6 +164,8 @@ class Xet:
         token = self._tokens.get(scope)
         if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
             token = self._tokens[scope] = self._fetch_token(scope)
+            # Where this clock is ahead it looks expired: it is used all the same, and a refusal would tell.
+            token.exp = max(token.exp, int(time.time() + 5 * _TOKEN_MARGIN_S))
         return {
             "endpoint": token.cas_url,
             "token": token.access_token,
@@ -114,20 +174,44 @@ class Xet:
             "token_refresh_headers": request_headers(),
         }
 
-    def failed(self, scope: str, reason: str) -> TransientStoreError:
-        """Return a transient error. hf_xet reports too little to know more; the next token or HEAD fails more clearly."""
+    def forget_token(self, scope: str) -> None:
+        """Fetch another token for the next transfer."""
         self._tokens.pop(scope, None)
-        if scope == "read":
-            self._downloads = None
-        return TransientStoreError(f"{self._url}: the transfer ({scope}) failed: {reason}.")
+
+
+def _interruptible(action: Callable[[], _Result]) -> _Result:
+    """Run an action so that Ctrl-C ends the wait for it: hf_xet does not look for signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return action()
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="deltasync-xet", daemon=True).start()
+    return future.result()
 
 
 def request_headers() -> dict[str, str]:
-    """Return headers with the token, which is read each time: it may be replaced while we run."""
-    return build_hf_headers(library_name="deltasync")
+    """Return headers with the token, which is read each time: it may be replaced while we run.
+
+    Raises:
+        ConfigError: the token cannot be part of a header.
+    """
+    headers = build_hf_headers(library_name="deltasync")
+    token = headers.get("authorization", "")
+    if not token.isascii() or not token.isprintable() or len(token.split()) > 2:
+        raise ConfigError(
+            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a character that is not "
+            "ASCII. Copy it again."
+        )
+    return headers
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return an error's text in one line, without the queries of URLs, which hold signatures."""
     text = re.sub(r"\?[^\s)\"']+", "?...", " ".join(str(error).split()))
     return (text or type(error).__name__)[:300].rstrip(".")

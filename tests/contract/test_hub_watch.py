@@ -125,6 +125,36 @@ class TestWatch:
         told.after(2)
         assert told.watch.live
 
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "event: stats\ndata: [1,2]\n\n",
+            'event: changes\ndata: {"cursor":"99","changes":[{"path":"x","op":{"kind":"move"}}]}\n\n',
+            'event: changes\ndata: {"cursor":\n\n',
+            "event: ready\ndata: []\n\n",
+            'event: changes\rdata: {"changes":[{"path":"run/a/x","op":"update"}]}\r\r',
+            ": a comment\n\ndata\n\nretry: 5\n\n",
+        ],
+    )
+    def test_any_event_is_survived(self, store: HubStore, told: Told, hub: HubServer, text: str) -> None:
+        hub.reset()
+        hub.ask("POST", f"/_raw/{_bucket(store)}", {"text": text})
+        store.put(HEAD, b"1")
+        wait_until(lambda: ObjectInfo(HEAD, 1) in told.stored)
+        assert told.watch.live
+        assert "events" not in hub.requests()
+
+    @pytest.mark.parametrize("name", ["a\u2028b", "a\u0085b", "a\x0bb", "a\x1cb"])
+    def test_a_name_anywhere_in_the_bucket_does_not_end_it(
+        self, store: HubStore, told: Told, hub: HubServer, name: str
+    ) -> None:
+        hub.reset()
+        hub.ask("POST", f"/_fill/{_bucket(store)}", {"paths": [f"other/{name}"], "like": f"run/a/{HEAD}"})
+        store.put(HEAD, b"1")
+        told.after(1)
+        assert told.stored[-1] == ObjectInfo(HEAD, 1)
+        assert "events" not in hub.requests()
+
     @pytest.mark.parametrize("status", [401, 403, 404, 501])
     def test_where_there_is_no_feed_it_is_never_live_and_rarely_asked_for(
         self, store: HubStore, hub: HubServer, status: int

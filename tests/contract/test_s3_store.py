@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from deltasync import open_store
+from deltasync import Publisher, Replica, open_store
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
+    DeltaSyncError,
     ObjectExistsError,
     ObjectMissingError,
     StoreError,
@@ -88,12 +90,12 @@ class TestUrl:
                 ),
             ),
             (
-                "s3://bkt/a?endpoint=http%3A%2F%2F127.0.0.1%3A7480/&virtual_hosted=1&profile=work&anonymous=0",
+                "s3://bkt/a?endpoint=http%3A%2F%2Fminio.local%3A7480/&virtual_hosted=1&profile=work&anonymous=0",
                 cloud.Place(
                     scheme="s3",
                     bucket="bkt",
                     prefix="a",
-                    endpoint="http://127.0.0.1:7480",
+                    endpoint="http://minio.local:7480",
                     virtual_hosted=True,
                     profile="work",
                 ),
@@ -212,7 +214,7 @@ class TestEndpoint:
         assert open_store(proxied.url).read("a", 1 << 30) == b"one"
 
     def test_https_is_never_left_for_http(self, proxied: Store) -> None:
-        with pytest.raises(TransientStoreError, match="error sending request"):
+        with pytest.raises(StoreError, match="does not speak TLS at this port"):
             open_store(proxied.url.replace("http:", "https:")).read("a", 1 << 30)
 
     @pytest.mark.parametrize(("port", "said"), [(1, r"refused at http://127\.0\.0\.1:1\)"), (None, "timed out")])
@@ -328,6 +330,78 @@ class TestErrors:
         assert [exchange.fault for exchange in proxy.exchanges] == ["slow", ""]
 
 
+class TestListing:
+    def test_a_server_that_repeats_its_token_is_not_listed_for_ever(self, proxy: FaultProxy, proxied: Store) -> None:
+        facts = "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>x</ETag><Size>1</Size>"
+        entry = f"<Contents><Key>run/a</Key>{facts}</Contents>"
+        again = "<IsTruncated>true</IsTruncated><NextContinuationToken>same</NextContinuationToken>"
+        proxy.strike(status(200, f"<ListBucketResult>{again}{entry}</ListBucketResult>".encode()), "GET", times=10**6)
+        with pytest.raises(StoreError, match="lists the same objects again and again"):
+            list(proxied.list(""))
+
+    @pytest.mark.parametrize("key", ["//x", "/./x", "/\x01x"])
+    def test_a_key_of_another_program_is_passed_over(
+        self, s3_server: MotoServer, s3_bucket: str, caplog: pytest.LogCaptureFixture, key: str
+    ) -> None:
+        store = open_store(s3_server.url(s3_bucket))
+        for name in ("versions/0000000/a", "versions/0000001/b"):
+            store.put(name, b"1")
+        s3_server.client.put_object(Bucket=s3_bucket, Key=f"run/versions{key}", Body=b"x")
+        assert [info.key for info in store.list("versions/")] == ["versions/0000000/a", "versions/0000001/b"]
+        assert "an object of another program" in caplog.text
+        s3_server.client.delete_object(Bucket=s3_bucket, Key=f"run/versions{key}")
+
+    def test_one_that_cannot_be_passed_over_is_named(self, s3_server: MotoServer, s3_bucket: str) -> None:
+        store = open_store(s3_server.url(s3_bucket))
+        s3_server.client.put_object(Bucket=s3_bucket, Key="run/folds/x\x01y", Body=b"x")
+        with pytest.raises(StoreError, match=r"the key 'run/folds/x.*y', which cannot be listed: delete or rename it"):
+            list(store.list("folds/"))
+        s3_server.client.delete_object(Bucket=s3_bucket, Key="run/folds/x\x01y")
+
+
+class TestRenewal:
+    """Credentials that were refused are read again by the next attempt."""
+
+    def test_of_keys_in_the_environment(self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        proxy.strike(s3_error(403, "ExpiredToken"), header=("Authorization", "Credential=testkey/"), times=FOREVER)
+        for call in (lambda: proxied.read("a", 3), lambda: proxied.put("a", b"two", guard=lambda: None)):
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testkey")
+            for _ in range(2):
+                with pytest.raises(StoreError, match="has expired: renew"):
+                    call()
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+            call()
+
+    def test_of_a_profile(self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        TestCredentials._profile(monkeypatch, tmp_path)
+        store = open_store(f"{proxied.url}&profile=work")
+        proxy.strike(s3_error(400, "InvalidToken"), header=("Authorization", "Credential=profilekey/"), times=FOREVER)
+        with pytest.raises(StoreError, match="not valid: renew"):
+            store.read("a", 3)
+        (tmp_path / "credentials").write_text("[work]\naws_access_key_id = renewed\naws_secret_access_key = s\n")
+        assert store.read("a", 3) == b"one"
+
+    def test_a_publisher_and_a_replica_go_on(
+        self, proxy: FaultProxy, s3_server: MotoServer, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        url = s3_server.url(s3_bucket, endpoint=proxy.url)
+        weights = {"w": torch.zeros(64, dtype=torch.bfloat16)}
+        with Publisher(url) as publisher:
+            publisher.publish(weights.items()).wait(60)
+            replica = Replica(url)
+            replica.sync()
+            proxy.strike(s3_error(400, "ExpiredToken"), header=("Authorization", "Credential=testkey/"), times=FOREVER)
+            weights["w"][3] = 1
+            with pytest.raises(DeltaSyncError):
+                publisher.publish(weights.items()).wait(60)
+            with pytest.raises(StoreError):
+                replica.sync()
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+            receipt = publisher.publish(weights.items())
+            receipt.wait(60)
+            assert replica.sync() == receipt.version
+
+
 class TestGuard:
     """Of a guarded put one request makes the object visible, and nobody repeats it."""
 
@@ -415,6 +489,18 @@ class TestProbe:
         proxy.strike(status(503), "PUT", times=FOREVER)
         with pytest.raises(TransientStoreError, match="503"):
             decides(proxied, self.KEY)
+
+    def test_a_limit_of_one_change_in_a_second_is_waited_out(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("deltasync.stores.probe._CHANGE_S", 0.01)
+        limited = proxy.strike(status(429), "PUT", header=("If-None-Match", "."), times=3)  # with the client's own attempts
+        assert decides(proxied, self.KEY)
+        assert limited.hits == 3
+        proxy.strike(status(429), "PUT", header=("If-None-Match", "."), times=6)
+        with pytest.raises(TransientStoreError):
+            decides(proxied, self.KEY)
+        assert decides(proxied, self.KEY)  # with the same key, also where something is left of the test before
 
     @pytest.mark.parametrize("skip", [False, True], ids=["first", "second"])
     def test_a_lost_reply_is_no_proof_against_it(self, proxy: FaultProxy, proxied: Store, skip: bool) -> None:

@@ -28,7 +28,6 @@ from tests.hub.faults import Steps, problem
 
 _RECORD = 48
 _BOOKEND = b"\xff" * 32
-_TOKEN_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,11 +71,12 @@ class Cas:
         ):
             app.router.add_route(method, path, self._steps.named(step, handler))
 
-    def issue_token(self, scope: str, expired: bool) -> tuple[str, int]:
-        """A token for `read` or `write`, and when it expires."""
-        token = f"xet_{secrets.token_hex(8)}"
-        self._tokens[token] = (scope, 0.0 if expired else time.time() + _TOKEN_S)
-        return token, int(time.time() + _TOKEN_S)
+    def issue_token(self, scope: str, expired: bool, owner: str = "") -> tuple[str, int]:
+        """A token for `read` or `write`, which shows the end of its owner's token, and when it expires."""
+        token, conditions = f"xet_{owner[-3:]}_{secrets.token_hex(8)}", self._steps.conditions
+        expires_s = time.time() + conditions.token_s
+        self._tokens[token] = (scope, 0.0 if expired else expires_s)
+        return token, int(expires_s + conditions.exp_skew_s)
 
     def size(self, file_hash: str) -> int | None:
         """Bytes of a file, None if there is none of this hash."""

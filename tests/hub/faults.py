@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -52,6 +53,30 @@ class Fault:
     extra_bytes: int = 0
 
 
+@dataclasses.dataclass(kw_only=True)
+class Conditions:
+    """What holds for all requests until the next reset.
+
+    Attributes:
+        limits: Most requests in a window, `api` and `resolvers`; None for no limit.
+        window_s: Length of a window.
+        negative_s: How long an edge remembers that `resolve` found nothing.
+        list_delay_s: How long a listing does not show a new file yet.
+        repeat_cursor: Each page of a listing names the same next page.
+        token_s, exp_skew_s: How long tokens of the CAS are valid, and how much longer they claim to be.
+        log: Whether to keep a line for each request, for `GET /_log`.
+    """
+
+    limits: dict[str, int] | None = None
+    window_s: float = 300.0
+    negative_s: float = 0.0
+    list_delay_s: float = 0.0
+    repeat_cursor: bool = False
+    token_s: float = 3600.0
+    exp_skew_s: float = 0.0
+    log: bool = False
+
+
 NO_FAULT = Fault(step="")
 FAULT: web.RequestKey[Fault] = web.RequestKey("fault", Fault)
 
@@ -62,6 +87,17 @@ class Steps:
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self.armed: list[Fault] = []
+        self.conditions = Conditions()
+        self.log: list[tuple[float, str, str, str, str, str]] = []
+        self._windows: dict[str, tuple[float, int]] = {}
+        self._negative: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Forget the counts, the faults and the conditions."""
+        self.counts.clear()
+        self.armed.clear()
+        self._windows.clear()
+        self.conditions = Conditions()
 
     def named(self, step: str, handler: Handler) -> Handler:
         """`handler` as the request called `step`."""
@@ -69,9 +105,17 @@ class Steps:
         async def handle(request: web.Request) -> web.StreamResponse:
             self.counts[step] += 1
             fault = request[FAULT] = self._take(step, request.path)
-            if fault is NO_FAULT:
-                return await handler(request)
-            return await self._fail(fault, request, handler)
+            if self.conditions.log:
+                who = (request.headers.get("Authorization", ""), request.headers.get("User-Agent", ""))
+                self.log.append((time.time(), step, request.method, request.path_qs, *who))
+            refused = self._limited(step, request) or self._remembered(step, request)
+            if refused is not None:
+                await request.read()
+                return refused
+            response = await (handler(request) if fault is NO_FAULT else self._fail(fault, request, handler))
+            if step == "resolve" and response.status == 404:
+                self._negative[request.path] = time.time() + self.conditions.negative_s
+            return response
 
         return handle
 
@@ -84,6 +128,28 @@ class Steps:
                 fault.times -= 1
                 return fault
         return NO_FAULT
+
+    def _limited(self, step: str, request: web.Request) -> web.Response | None:
+        """A 429 where the quota of the window is used up, as the Hub words it."""
+        limits, window_s = self.conditions.limits, self.conditions.window_s
+        kind = "resolvers" if step == "resolve" else "api"
+        if limits is None or not request.path.startswith(("/api/", "/buckets/")):
+            return None
+        now = time.time()
+        began, used = self._windows.get(kind, (0.0, 0))
+        began, used = (now, 1) if now >= began + window_s else (began, used + 1)
+        self._windows[kind] = began, used
+        if used <= limits[kind]:
+            return None
+        left_s = int(began + window_s - now) + 1
+        message = f"We had to rate limit you, you hit the quota of {limits[kind]} {kind} requests per 5 minutes period."
+        policy = f'"fixed window";"{kind}";q={limits[kind]};w={window_s:.0f}'
+        return problem(429, message, RateLimit=f'"{kind}";r=0;t={left_s}', **{"RateLimit-Policy": policy})
+
+    def _remembered(self, step: str, request: web.Request) -> web.Response | None:
+        if step != "resolve" or time.time() >= self._negative.get(request.path, 0.0):
+            return None
+        return problem(404, "Entry not found", "EntryNotFound")
 
     @staticmethod
     async def _fail(fault: Fault, request: web.Request, handler: Handler) -> web.StreamResponse:

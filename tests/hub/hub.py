@@ -17,7 +17,7 @@ from tests.hub.cas import Cas
 from tests.hub.faults import FAULT, Steps, problem
 
 WRITE, READ, EXPIRED = "hf_good", "hf_readonly", "hf_expired"
-"""The tokens it knows; any other is refused."""
+"""The tokens it knows; any other is refused. One that begins with `WRITE_` may do the same, for a log by process."""
 
 _PAGE = 1000
 _MOST_OPERATIONS = 1000
@@ -47,7 +47,7 @@ class Bucket:
         self.files: dict[str, File] = {}
         self.sequence = 0
         self.changes: collections.deque[Change] = collections.deque(maxlen=_KEPT_CHANGES)
-        self.listeners: set[asyncio.Queue[Change | str]] = set()
+        self.listeners: set[asyncio.Queue[Change | str | bytes]] = set()
 
     def put(self, path: str, xet_hash: str, size: int, mtime_ms: int) -> None:
         """Name a file."""
@@ -115,9 +115,10 @@ class Hub:
         token = header.removeprefix("Bearer ")
         if token == EXPIRED:
             raise _Refused(problem(401, 'User Access Token "test" is expired'))
-        if token not in (WRITE, READ):
+        writes = token == WRITE or token.startswith(f"{WRITE}_")
+        if not writes and token != READ:
             raise _Refused(problem(401, "Invalid credentials in Authorization header"))
-        if writing and token != WRITE:
+        if writing and not writes:
             raise _Refused(problem(403, "You don't have the required permissions to write to this bucket"))
 
     async def _create(self, request: web.Request) -> web.Response:
@@ -145,8 +146,9 @@ class Hub:
         """Pages of what starts with the prefix, in no promised order: here backwards. Folders are listed as well."""
         bucket, prefix = self._bucket(request), request.match_info.get("prefix", "")
         found: dict[str, dict[str, object]] = {}
+        listed_s = time.time() - self._steps.conditions.list_delay_s
         for path, file in bucket.seen(request[FAULT].stale):
-            if path.startswith(prefix):
+            if path.startswith(prefix) and file.uploaded_s <= listed_s:
                 found[path] = {"type": "file", **_described(path, file)}
                 folder = path.rpartition("/")[0]
                 if folder not in found and folder.startswith(prefix):
@@ -156,7 +158,7 @@ class Hub:
         page = sorted(found, reverse=True)[first : first + _PAGE]
         headers = {}
         if first + _PAGE < len(found):
-            following = request.url.update_query(cursor=first + _PAGE)
+            following = request.url.update_query(cursor=first if self._steps.conditions.repeat_cursor else first + _PAGE)
             headers["Link"] = f'<{following}>; rel="next"'
         return web.json_response([found[path] for path in page], headers=headers)
 
@@ -204,7 +206,7 @@ class Hub:
         return self._token(request, "write")
 
     def _token(self, request: web.Request, scope: str) -> web.Response:
-        token, expires_s = self._cas.issue_token(scope, request[FAULT].expired)
+        token, expires_s = self._cas.issue_token(scope, request[FAULT].expired, request.headers["Authorization"])
         url = f"{request.scheme}://{request.headers['Host']}"
         headers = {"X-Xet-Cas-Url": url, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expires_s)}
         return web.json_response({"casUrl": url, "accessToken": token, "exp": expires_s}, headers=headers)
@@ -233,7 +235,7 @@ class Hub:
             return problem(400, "Invalid cursor")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        listener: asyncio.Queue[Change | str] = asyncio.Queue()
+        listener: asyncio.Queue[Change | str | bytes] = asyncio.Queue()
         bucket.listeners.add(listener)
         try:
             if cursor is not None and int(cursor) + len(bucket.changes) < bucket.sequence:
@@ -252,7 +254,9 @@ class Hub:
                     assert request.transport is not None
                     request.transport.abort()
                     return response
-                if told == "reset":
+                if isinstance(told, bytes):
+                    await response.write(told)
+                elif told == "reset":
                     await _send(response, "reset", {"reason": "cursor_too_old"})
                 elif told == "reconnect":
                     await _send(response, "reconnect", {"cursor": str(bucket.sequence)})
@@ -273,7 +277,8 @@ class _Refused(web.HTTPException):
 
 
 async def _send(response: web.StreamResponse, event: str, data: dict[str, object]) -> None:
-    await response.write(f"event: {event}\ndata: {json.dumps(data)}\n\n".encode())
+    # Unescaped, so that names of files reach the client as they are.
+    await response.write(f"event: {event}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode())
 
 
 async def _send_change(response: web.StreamResponse, change: Change) -> None:

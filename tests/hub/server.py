@@ -3,8 +3,11 @@
 Prints its port. Keeps everything in memory. Besides what it imitates it answers
 
     GET  /_requests              requests by name since the last reset
-    POST /_reset                 forget the counts and the faults
+    POST /_reset                 forget the counts, the faults and the conditions
     POST /_faults                arm a fault: the fields of `Fault` as JSON
+    POST /_set                   change `Conditions`: its fields as JSON
+    GET  /_log                   requests since the last call, while `log` is set: time, name, method, path, token, client
+    POST /_raw/{bucket id}       {"text": ...} to all who listen, as it is
     POST /_events/{bucket id}    {"do": "drop" | "reset" | "reconnect"} to all who listen; the reply says to how many
     POST /_fill/{bucket id}      {"paths": [...], "like": path}: give many paths the content of one
     GET  /_spaces                every Space, its secrets included
@@ -39,9 +42,22 @@ def application() -> web.Application:
         return web.json_response(steps.counts)
 
     async def reset(_: web.Request) -> web.Response:
-        steps.counts.clear()
-        steps.armed.clear()
+        steps.reset()
         return web.json_response({})
+
+    async def set_conditions(request: web.Request) -> web.Response:
+        steps.conditions = dataclasses.replace(steps.conditions, **await request.json())
+        return web.json_response({})
+
+    async def log(_: web.Request) -> web.Response:
+        lines, steps.log = steps.log, []
+        return web.json_response(lines)
+
+    async def raw(request: web.Request) -> web.Response:
+        listeners, text = hub.buckets[request.match_info["bucket"]].listeners, (await request.json())["text"]
+        for listener in listeners:
+            listener.put_nowait(text.encode())
+        return web.json_response(len(listeners))
 
     async def arm(request: web.Request) -> web.Response:
         steps.armed.append(Fault(**await request.json()))
@@ -72,6 +88,9 @@ def application() -> web.Application:
     spaces.add_routes(app)
     app.router.add_get("/_requests", requests)
     app.router.add_post("/_reset", reset)
+    app.router.add_post("/_set", set_conditions)
+    app.router.add_get("/_log", log)
+    app.router.add_post("/_raw/{bucket:.+}", raw)
     app.router.add_post("/_faults", arm)
     app.router.add_post("/_events/{bucket:.+}", events)
     app.router.add_post("/_fill/{bucket:.+}", fill)

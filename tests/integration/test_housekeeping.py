@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ from deltasync.errors import (
     ObjectExistsError,
     RunMismatchError,
     StoreError,
+    TransientStoreError,
 )
 from deltasync.following import Replica
 from deltasync.housekeeping import Keep, folds
@@ -42,7 +45,7 @@ from deltasync.kernels import cpu, cpu_diff
 from deltasync.stores import ObjectInfo, Store, open_store
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of
-from tests.channels import EPOCH, Made, filled, states_of
+from tests.channels import EPOCH, Made, filled, made, states_of
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore, flipped, truncated
 
@@ -201,7 +204,8 @@ def test_no_payload_is_read_to_forget_and_to_prune(memory_url: str) -> None:
     )
     store.calls.clear()
     _forget(store, last=1)
-    assert len([key for operation, key in store.calls if operation == "read"]) == 1 + 6 + 1  # channel, records, the fold
+    assert len([key for operation, key in store.calls if operation == "read"]) == 4 + 6 + 1
+    # channel, head, the record that it names and the next one; records, the fold
     store.calls.clear()
     assert len(_prune(store, grace_s=3600).young) == 6
     assert [key for operation, key in store.calls if operation == "read"] == ["channel.json"]
@@ -313,16 +317,20 @@ def test_the_files_of_a_damaged_fold_are_not_pruned(store: AgedStore) -> None:
 
 
 @pytest.mark.parametrize("behind", range(1, 30))
-def test_nothing_that_is_named_goes_while_listings_are_behind(memory_url: str, behind: int) -> None:
+def test_nothing_that_is_named_goes_while_listings_are_behind(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
     store = LaggingStore(open_store(memory_url), 0)
     _fill(store)
     store.behind = behind
-    housekeeping.prune(_reader(store), grace_s=0)
-    try:
-        _forget(store, last=5)
-    except (MissingVersionError, NotPublishedError) as error:
-        assert "Nothing was forgotten" in str(error)
-    housekeeping.prune(_reader(store), grace_s=0)
+    monkeypatch.setattr("deltasync.housekeeping.walk._LISTED_DELAY_S", 0.0)
+    for _ in range(2):
+        with contextlib.suppress(TransientStoreError):  # it is found out
+            housekeeping.prune(_reader(store), grace_s=0)
+        try:
+            _forget(store, last=5)
+        except (MissingVersionError, NotPublishedError, TransientStoreError) as error:
+            assert re.search("Nothing was (forgotten|changed)", str(error))
     store.behind = 0
     assert _check(store).problems == []
     _assert_readable(store, 6, 7, 8, 9, 10)
@@ -527,8 +535,9 @@ def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: Age
     report = housekeeping.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
     assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
-    # channel, head twice, an epoch, 10 versions and a seal, 2 folds; listings of records, folds and everything
-    assert len(store.calls) == 1 + 2 + 1 + 11 + 2 + 3
+    # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2 folds;
+    # listings of records, folds and everything
+    assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 3
 
 
 def test_files_of_the_next_version_are_being_published(store: AgedStore) -> None:
@@ -1156,3 +1165,48 @@ def test_wrong_bits_are_an_apply_error(copied: Store) -> None:
     _wrong_fold(copied)
     (problem,) = _check(copied).problems
     assert isinstance(problem, FingerprintMismatchError)
+
+
+CUT: dict[str, Callable[[str], bool]] = {
+    "all records": lambda key: key.startswith(keys.VERSIONS),
+    "the newest record": lambda key: key.startswith(f"{keys.VERSIONS}0000000/0000000006"),
+    "a record in the middle": lambda key: key.startswith(f"{keys.VERSIONS}0000000/0000000003"),
+    "everything": lambda _: True,
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("command", ["check", "forget", "prune", "cp"])
+def test_a_listing_that_leaves_out_records_is_found_out(
+    memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    monkeypatch.setattr("deltasync.housekeeping.walk._LISTED_DELAY_S", 0.0)
+    made(open_store(memory_url), 6)
+    before = {info.key for info in open_store(memory_url).list("")}
+    store = FaultyStore(open_store(memory_url))
+    store.hide(CUT[name])
+    reader, target = ChannelReader(store), open_store(f"file://{tmp_path}/copy")
+    calls: dict[str, Callable[[], object]] = {
+        "check": lambda: housekeeping.check(reader),
+        "forget": lambda: housekeeping.forget(reader, Keep(last=2), grace_s=0),
+        "prune": lambda: housekeeping.prune(reader, grace_s=0),
+        "cp": lambda: housekeeping.copy(reader, target),
+    }
+    if command == "prune" and name == "everything":
+        assert housekeeping.prune(reader, grace_s=0).objects == []  # it lists no file that it could delete
+    else:
+        with pytest.raises(TransientStoreError, match=r"leaves out versions/.* which is there"):
+            calls[command]()
+    assert {info.key for info in open_store(memory_url).list("")} == before
+    assert list(target.list("")) == []
+    store.heal()
+    calls[command]()
+
+
+def test_an_older_copy_at_the_target_is_known_though_it_is_not_listed(memory_url: str) -> None:
+    made(open_store(memory_url), 3)
+    there = FaultyStore(open_store(f"{memory_url}/copy"))
+    made(there, 5)
+    there.hide(lambda _: True)
+    with pytest.raises(ChannelInUseError, match=r"has version 5, ahead of .* at version 3"):
+        housekeeping.copy(ChannelReader(open_store(memory_url)), there)

@@ -264,7 +264,8 @@ def caught_up(following: Follow) -> dict[str, Any]:
     assert isinstance(target, EngineTarget)
     told: dict[str, Any] = msgspec.to_builtins(following.status())
     reloaded, reasons = target.workers.reloaded_count, target.workers.reasons
-    return told | {"reloaded_tensors": reloaded, "reloaded": msgspec.to_builtins(reasons)}
+    patched = len(following.reader.specs) - reloaded
+    return told | {"patched_tensors": patched, "reloaded_tensors": reloaded, "reloaded": msgspec.to_builtins(reasons)}
 
 
 def follow(folder: Path, case: Case) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Rules(NamedTuple):
         forgets, prunes, folds: How often each runs, in all. No time of grace: they run at the worst moment.
         damages: Objects that turn bad for ever.
         backup: The moment of a backup that may be restored once, at any later one: `start`, `any`, or "" for none.
+        cut: Whether a listing of records may end anywhere when a channel is opened.
         timely: Whether, on a store that does not decide, what rests on a look lands before who came later has settled.
         linear: Whether a fork counts as wrong.
         forks_after_restore: Whether it does not once a backup was restored, which nothing can prevent.
@@ -57,12 +58,14 @@ class Rules(NamedTuple):
     folds: int = 0
     damages: int = 0
     backup: str = ""
+    cut: bool = False
     timely: bool = True
     linear: bool = True
     forks_after_restore: bool = True
 
     seal: bool = True
     list_after_seal: bool = True
+    read_on: bool = True
     count_sealed: bool = True
     probe: bool = True
     epoch_in_key: bool = True

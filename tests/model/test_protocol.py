@@ -29,6 +29,9 @@ SMALL = {
     "two writers, a new replica, an edge that remembers": BOTH._replace(joins=1, sticky=True, anchor_every=9),
     "two writers, a restored backup": RESTORED,
     "two writers, a backup of any moment": UNREAD._replace(backup="any"),
+    "two writers, listings that are cut": BOTH._replace(cut=True),
+    "lease, listings that are cut": LEASE._replace(cut=True),
+    "lease, a crash, listings that are cut": LEASE._replace(cut=True, crashes=1, opens=2, reader=False),
     "lease": LEASE,
     "lease, requests that arrive late": LEASE._replace(faults=1, late=True),
     "lease, a crash, requests that arrive late": LEASE._replace(crashes=1, opens=2, faults=1, late=True, reader=False),
@@ -68,6 +71,7 @@ LARGE = {
 MUTATIONS = {
     "seal": (UNREAD, "a fork"),
     "list_after_seal": (UNREAD._replace(calls=3, forgets=1), "a fork"),
+    "read_on": (LEASE._replace(cut=True), "a fork"),
     "count_sealed": (UNREAD._replace(crashes=1, opens=2), "cannot publish"),
     "keep_seals": (UNREAD._replace(calls=3, forgets=1), "a fork"),
     "probe": (Rules(store="lies"), "is written over"),

@@ -104,11 +104,37 @@ def _end(rules: Rules, world: World, below: Epoch | None = None) -> tuple[Node, 
     raise AssertionError("a channel has an epoch")
 
 
+def _ends(rules: Rules, world: World, below: Epoch | None = None) -> Iterator[tuple[Node, Epoch]]:
+    """`_end` by each listing that there may be: the whole one, or one that is cut, from whose end the keys are read on."""
+    yield _end(rules, world, below)
+    records = sorted((key for key, _ in world.objects if key[0] == "versions"), key=lambda key: (key[2], key[1]))
+    for first in range(len(records) if rules.cut else 0):
+        hidden = set(records[first:])
+        listed = world._replace(objects=tuple(pair for pair in world.objects if pair[0] not in hidden))
+        tip, log = _end(rules, listed, below)
+        epochs = sorted({epoch for epoch in _names(world) if below is None or epoch < below})
+        while rules.read_on:
+            after = [slot(rules, tip[0] + 1, epoch) for epoch in (log, *(epoch for epoch in epochs if epoch > log))]
+            key = next((key for key in after if get(world.objects, key) is not None), None)
+            if key is None:
+                break
+            found = get(world.objects, key)
+            if isinstance(found, Damaged):
+                tip, log = (tip[0] + 1, key[2], "damaged"), key[2]
+            else:
+                tip, log = (found.node, key[2]) if found.seal is None else (found.base, found.seal)
+        yield tip, log
+
+
 def _open(rules: Rules, world: World, number: int) -> Iterator[Step]:
+    for tip, log in dict.fromkeys(_ends(rules, world)):
+        yield from _open_at(rules, world, number, tip, log)
+
+
+def _open_at(rules: Rules, world: World, number: int, tip: Node, log: Epoch) -> Iterator[Step]:
     w = world.writers[number]
     if w.opens >= rules.opens or w.calls >= rules.calls:
         return
-    tip, log = _end(rules, world)
     # The number is from what is there now: two that open at once may take the same one, and the token tells them apart.
     known = [*_names(world), log] if rules.count_sealed else _names(world)
     epoch = (max(known)[0] + 1, f"{w.name}{w.opens + 1}" if rules.token else "")
@@ -181,8 +207,8 @@ def _settle(rules: Rules, world: World, number: int) -> Iterator[Step]:
 def _settled(rules: Rules, world: World, number: int) -> Iterator[Step]:
     """Read the log. Whether somebody claimed a greater epoch meanwhile shows in the look before the first record."""
     w = world.writers[number]
-    tip, _ = _end(rules, world, below=w.epoch)
-    yield f"reads the log to {tip[2]}", _with(world, number, _adopted(world, w._replace(tip=tip)))
+    for tip in dict.fromkeys(tip for tip, _ in _ends(rules, world, below=w.epoch)):
+        yield f"reads the log to {tip[2]}", _with(world, number, _adopted(world, w._replace(tip=tip)))
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_plugins_never_import_each_other_and_the_core_never_imports_them() -> No
     assert not wrong
 
 
-def test_only_config_reads_the_environment_and_the_cloud_stores_their_clients_variables() -> None:
+def test_only_config_reads_the_environment_and_one_module_of_the_stores_their_clients_variables() -> None:
     readers = [
         module
         for module, path in _modules("deltasync")
@@ -165,7 +165,7 @@ def test_only_config_reads_the_environment_and_the_cloud_stores_their_clients_va
         )
         and _room(module) not in PROGRAMS
     ]
-    assert readers == ["deltasync.config", "deltasync.stores.cloud"]
+    assert readers == ["deltasync.config", "deltasync.stores.environment"]
 
 
 @pytest.mark.parametrize(

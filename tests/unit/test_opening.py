@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -535,3 +536,46 @@ def test_the_log_says_what_was_opened(quick: Place, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "deltasync")
     a = quick.script("a")
     assert f"opened run={a.log.run_id} epoch={a.log.epoch} after=None fencing={a.log.fencing}" in caplog.text
+
+
+class TestListingsThatLie:
+    """No listing rewinds a channel: what channel.json, head.json and the records themselves tell counts more."""
+
+    HIDDEN: ClassVar[dict[str, Callable[[str], bool]]] = {
+        "everything": lambda _: True,
+        "records": lambda key: key.startswith(keys.VERSIONS),
+        "the newest records": lambda key: "/000000000" in key and key.split("/")[-1][:10] > "0000000002",
+        "epochs": lambda key: key.startswith(keys.EPOCHS),
+    }
+
+    @pytest.mark.parametrize("with_head", [True, False], ids=["", "head is gone"])
+    @pytest.mark.parametrize("name", HIDDEN)
+    def test_the_next_writer_goes_on_from_the_newest_version(self, quick: Place, name: str, with_head: bool) -> None:
+        first = quick.script("a", resume=False)
+        written = [first.publish("a").version for _ in range(4)]
+        first.log.close()
+        second = quick.script("b")
+        written.append(second.publish("b").version)
+        second.log.close()
+        if not with_head:
+            quick.forget(keys.HEAD)
+            if not quick.decides and name == "everything":
+                return  # then nothing tells of the second epoch
+        store = quick.writer("c")
+        store.hide(self.HIDDEN[name])
+        third = Script(store, lease=quick.lease)
+        assert third.tip == written[-1]
+        assert third.log.epoch > written[-1].epoch
+        with pytest.raises(FencedError):
+            second.publish("late")
+        third.publish("c")
+        third.log.close()
+
+    def test_a_channel_without_its_description_is_not_begun_anew(self, quick: Place) -> None:
+        first = quick.script("a", resume=False)
+        first.publish("a")
+        first.log.close()
+        quick.forget(keys.CHANNEL)
+        for resume in (False, True):
+            with pytest.raises(ChannelInUseError, match=r"channel\.json is missing. Put it back"):
+                quick.script("b", resume=resume)

@@ -37,6 +37,7 @@ from deltasync.stores import Store
 from deltasync.tensors import SAFETENSORS_DTYPES
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
+from tests.hub.fixtures import wait_until
 
 Weights = dict[str, torch.Tensor]
 
@@ -819,3 +820,23 @@ def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
         publisher.publish(weights)
     # A matrix that has tiles, and a tensor too small for them.
     assert proved == [{(dtype, changed) for dtype in SAFETENSORS_DTYPES for changed in (1024, 16)}]
+
+
+def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
+    memory_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, model = open_store(memory_url), _weights()
+    with Publisher(memory_url) as publisher:
+        for seed in range(2):
+            publisher.publish(model.items()).wait(60)
+            model = _trained(model, seed)
+        wait_until(lambda: any(store.list(keys.HEAD)))
+        store.delete(*(info.key for info in store.list("")))
+        for seed in range(2, 5):
+            publisher.publish(model.items()).wait(60)
+            wait_until(lambda: any(store.list(keys.HEAD)))
+            published, model = model, _trained(model, seed)
+    assert "somebody emptied the channel" in caplog.text
+    late = Replica(memory_url)
+    assert late.sync() == 5
+    assert_same_bits(late.state_dict(), published)

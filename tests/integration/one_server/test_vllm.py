@@ -16,7 +16,7 @@ from deltasync.channel import documents, heartbeat, keys
 from deltasync.channel.documents import Head
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from deltasync.following.cursor import LOOK_S
+from deltasync.following.cursor import REFRESH_S
 from tests.faults import flipped
 from tests.integration.vllm_server import PATIENCE_S, Server, complete, digests, start
 
@@ -92,7 +92,7 @@ def test_a_damaged_record_leaves_the_old_version_served_until_it_is_repaired(ser
         server.publish()
     status = server.wait(lambda status: status["error"] is not None)
     assert "has another body than its document says" in status["error"]
-    assert (status["state"], status["version"]) == ("serving", version)
+    assert (status["state"], status["version"]) == ("failed", version)
     assert server.json("/deltasync/digest")["sha256"] == digests(before)
     assert len(complete(server.url, 5)) == 5
     repair()
@@ -105,7 +105,7 @@ def test_a_head_that_names_nothing_leads_nowhere(server: Server) -> None:
     head = documents.decode(store.read(keys.HEAD, 1 << 30), Head, keys.HEAD)
     store.put(keys.HEAD, documents.encode(dataclasses.replace(head, version=head.version + 100)))
     looked = time.monotonic()
-    while time.monotonic() - looked < 1.2 * LOOK_S:  # it looks at head meanwhile
+    while time.monotonic() - looked < 1.2 * REFRESH_S:  # it looks at head meanwhile
         status = server.status()
         assert (status["state"], status["version"], status["error"]) == ("serving", head.version, None)
         time.sleep(0.2)

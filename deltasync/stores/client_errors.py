@@ -1,0 +1,147 @@
+"""obstore's errors become ours. They are no causes of ours: they hold whole requests, also for credentials."""
+
+from __future__ import annotations
+
+import re
+
+from obstore import exceptions as obstore_errors
+
+from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.stores.replies import Meaning, Operation, error_class, is_panic, meaning
+
+CLIENT_ERRORS = (obstore_errors.BaseError, FileNotFoundError)
+
+RENEWABLE = (401, 403)
+_RENEW = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
+_REGION = "The bucket is in another region: check region= and AWS_REGION."
+_HINTS = {
+    "ExpiredToken": "The session token has expired: renew the credentials.",
+    "ExpiredTokenException": "The session token has expired: renew the credentials.",
+    "InvalidToken": "The session token is not valid: renew the credentials.",
+    "TokenRefreshRequired": "The session token has expired: renew the credentials.",
+    "InvalidAccessKeyId": "The access key id is unknown there: check AWS_ACCESS_KEY_ID and the endpoint.",
+    "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY.",
+    "AuthenticationFailed": "Check the credentials: the account's key, or the SAS token, which may have expired.",
+    "RequestTimeTooSkewed": "This machine's clock is off by too much: set it.",
+    "AuthorizationHeaderMalformed": "The region is not the bucket's: check region= and AWS_REGION.",
+    "PermanentRedirect": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "QuotaExceeded": "Delete something, or have the quota raised.",
+    "InvalidObjectState": "The object is archived: restore it first.",
+    "BlobImmutableDueToPolicy": "Objects such as head.json are replaced: use a container without a policy or a legal hold.",
+}
+_DENIED = "Check the credentials, and that they may list the bucket and get, put and delete objects in it."
+_METADATA = {
+    "s3": ("AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", r"/latest/(api/token|meta-data)"),
+    "az": (
+        "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or a SAS token in AZURE_STORAGE_SAS_KEY",
+        r"/metadata/identity|[?&]resource=",
+    ),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", r"/computeMetadata/"),
+}
+"""By scheme: the variables that hold credentials, and what a request to the machine's metadata service looks like."""
+
+
+def translate(error: BaseException, place: str, operation: Operation, answered: bool = True) -> StoreError | ConfigError:
+    """Return our error for one of obstore's, or a panic, about the object at `place`.
+
+    `answered` says whether the store has answered this client before, so that credentials are set.
+    """
+    if is_panic(error):
+        return StoreError(f"{place}: the client of the store failed ({error}); the server's reply may be malformed.")
+    message, _, internals = str(error).partition("\n\nDebug source")
+    if isinstance(error, obstore_errors.InvalidPathError):
+        odd = re.search(r'Path "([^"]*)"', message)
+        key = odd[1] if odd else message
+        return StoreError(
+            f"{place}: an object of another program has the key {key!r}, which cannot be listed: delete or rename it."
+        )
+    answer, status, code = _answer(message, internals)
+    found = meaning(status, code)
+    if not status and not code:
+        if isinstance(error, obstore_errors.AlreadyExistsError):
+            found = Meaning.EXISTS
+        elif isinstance(error, FileNotFoundError | obstore_errors.NotFoundError):
+            found = Meaning.MISSING
+        elif not isinstance(error, obstore_errors.GenericError):
+            found = Meaning.REFUSED
+    variables, request = _METADATA.get(place.partition(":")[0], ("", "$^"))
+    if re.search(request, message):
+        told = answer.replace("the store answered", "its metadata service answered")
+        where = f"{place}: this machine has no role to take credentials from: {told}"
+        return (
+            TransientStoreError(f"{where}.") if answered else ConfigError(f"{where}, and no others are set ({variables}).")
+        )
+    hint = _hint(found, status, code, message, internals)
+    if found is Meaning.MISSING and "<html" in message.lower():
+        found, hint = Meaning.REFUSED, "That is a web page: check the endpoint."
+    if code in ("NoSuchBucket", "ContainerNotFound"):
+        return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")
+    kind = error_class(operation, found)
+    if kind is ObjectExistsError:
+        return kind(f"{place} already exists.")
+    if kind is ObjectMissingError:
+        return kind(f"{place} does not exist.")
+    if kind is TransientStoreError and hint:
+        kind = StoreError  # a certificate, or a redirect to another region
+    if found is Meaning.RACE:
+        return kind(f"{place}: another request was writing it ({code}).")
+    if not hint and found is Meaning.MISSING:
+        hint = "Check the bucket's name and the endpoint."
+    return kind(f"{place}: {answer}.{f' {hint}' if hint else ''}")
+
+
+def may_be_renewed(error: BaseException) -> bool:
+    """Whether other credentials may help: then the next attempt reads them again."""
+    _, status, code = _answer(*str(error).partition("\n\nDebug source")[::2])
+    return status in RENEWABLE or code in _RENEW
+
+
+def _answer(message: str, internals: str) -> tuple[str, int, str]:
+    """Return what happened in a few words, the HTTP status, 0 if there is none, and the store's own code."""
+    status = re.search(r"status code: ((\d+)[^:<\n]*)", message)
+    code = re.search(r"<Code>([\w.]+)</Code>|\(code: ([\w.]+)\)", message)
+    name = (code[1] or code[2]) if code else ""
+    told = re.search(r"<Message>([^<\n]*)|DeleteObjects request failed for key [^:]*: (.*) \(code: ", message)
+    reason = " ".join((told[1] or told[2] or "").split())[:120].rstrip(".") if told else ""
+    if status:
+        named = f" ({name}{': ' if name and reason else ''}{reason})" if name or reason else ""
+        return f"the store answered {status[1].strip()}{named}", int(status[2]), name
+    if name.isdecimal():  # of one key in a bulk request to Azure
+        return f"the store answered {name}{f' ({reason})' if reason else ''}", int(name), ""
+    if name:
+        return f"the store refused ({name}{': ' if reason else ''}{reason})", 0, name
+    cause = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
+    tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip().rstrip(".")  # a query may hold credentials
+    tail = tail.partition(", this normally indicates")[0]
+    server = re.search(r"https?://[^/\s]+", message) if "kind: Connect," in internals else None
+    where = f" at {server[0]}" if server else ""
+    return tail + (f" ({cause[1] or 'timed out'}{where})" if cause else ""), 0, ""
+
+
+def _hint(found: Meaning, status: int, code: str, message: str, internals: str) -> str:
+    """Return what to do about a lasting refusal, empty if that is not known."""
+    if found is Meaning.REFUSED:
+        if code in _HINTS:
+            return _HINTS[code]
+        if code.startswith("KMS."):
+            return "The bucket's key (SSE-KMS) cannot be used: ask whoever owns it."
+        if "x-amz-checksum-" in message:
+            return "Buckets with object lock need AWS_CHECKSUM_ALGORITHM=sha256."
+        if status in (401, 403) or code == "AccessDenied":
+            return _DENIED
+    certificate = re.search(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", internals)
+    if certificate and certificate[1] == "CaUsedAsEndEntity":
+        return "The server shows an authority's certificate as its own (CaUsedAsEndEntity): let it show one signed by that."
+    if certificate:
+        return (
+            f"The server's certificate is not trusted ({certificate[1]}). If an authority of your own signed it, name its "
+            "file in SSL_CERT_FILE."
+        )
+    if "InvalidContentType" in internals:
+        return "The server does not speak TLS at this port: write http://, or use its https port."
+    if "TunnelUnsuccessful" in internals or status == 407:
+        return "The proxy refused (HTTPS_PROXY, HTTP_PROXY): check its address and password, or name the host in NO_PROXY."
+    if "redirect without LOCATION" in message:
+        return _REGION
+    return ""

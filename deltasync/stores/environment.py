@@ -1,0 +1,107 @@
+"""Settings of the clouds and the Hub in the environment. What cannot work is refused by name before the first request."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+from deltasync.errors import ConfigError
+
+# What the clients read. Others of these prefixes are other programs', and may be empty, as AWS_PAGER often is.
+_CLOUDS = {
+    "s3": re.compile(
+        r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|(SESSION_)?TOKEN|(DEFAULT_)?REGION|ENDPOINT(_URL(_S3|_STS)?)?|METADATA_ENDPOINT"
+        r"|WEB_IDENTITY_TOKEN_FILE|ROLE_(ARN|SESSION_NAME)|CONTAINER_\w+|PROXY_URL|CHECKSUM_ALGORITHM|SERVER_SIDE_ENCRYPTION"
+        r"|SSE_\w+|VIRTUAL_HOSTED_STYLE_REQUEST|REQUEST_PAYER|SKIP_SIGNATURE|ALLOW_HTTP|PROFILE)"
+    ),
+    "gs": re.compile(r"GOOGLE_(APPLICATION_CREDENTIALS|SERVICE_ACCOUNT\w*|BASE_URL|SKIP_SIGNATURE)"),
+    "az": re.compile(r"AZURE_(STORAGE_\w+|MSI_\w+|CLIENT_\w+|TENANT_ID|AUTHORITY_\w+|ENDPOINT|FEDERATED_\w+)|AZURITE_\w+"),
+}
+_HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_XET_CACHE")
+_URL = re.compile(r"ENDPOINT(_URL)?(_\w+)?$|_URL$|_FULL_URI$")
+_FILE = re.compile(r"_TOKEN_FILE$|^GOOGLE_APPLICATION_CREDENTIALS$|^GOOGLE_SERVICE_ACCOUNT(_PATH)?$|^SSL_CERT_FILE$")
+_FOLDERS = ("HF_HOME", "HF_XET_CACHE")
+_TEXT = ("GOOGLE_SERVICE_ACCOUNT_KEY",)  # JSON, which may have lines
+_REGION = re.compile(r"^AWS_(DEFAULT_)?REGION$")
+_SHARED = ("SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+
+
+def check_cloud(scheme: str) -> None:
+    """Check the variables of a cloud.
+
+    Raises:
+        ConfigError: one cannot work. The sentence names it, and shows no value that may be a secret.
+    """
+    _check([name for name in os.environ if _CLOUDS[scheme].fullmatch(name)])
+
+
+def check_hub() -> None:
+    """Check the variables of the Hub. Raises as `check_cloud`."""
+    _check([name for name in _HUB if name in os.environ])
+
+
+def check_xet_cache() -> None:
+    """Check the folder that uploads to the Hub use. Raises as `check_cloud`."""
+    folder = os.environ.get("HF_XET_CACHE", "")
+    existing = folder
+    while existing and not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if existing and not (os.path.isdir(existing) and os.access(existing, os.W_OK)):
+        raise ConfigError(f"HF_XET_CACHE names the folder {folder!r}, which cannot be written.")
+
+
+def aws_profile() -> str | None:
+    """Return the profile that the environment names, None if it has keys or names none."""
+    return None if "AWS_ACCESS_KEY_ID" in os.environ else os.environ.get("AWS_PROFILE")
+
+
+def import_quietly(module: str) -> Any:
+    """Import hf_xet without its log, which by default takes 18 kB on disk for each upload. RUST_LOG turns it on."""
+    if any(name in os.environ for name in ("RUST_LOG", "HF_XET_LOG_DEST")):
+        return importlib.import_module(module)
+    os.environ["RUST_LOG"] = "off"  # read at import only
+    try:
+        return importlib.import_module(module)
+    finally:
+        del os.environ["RUST_LOG"]
+
+
+def is_endpoint(url: str) -> bool:
+    """Whether this is a server's address: http or https, a host, perhaps a port and a path."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port out of range, or no number
+        return False
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and re.search(r"[\s\x00-\x20\x7f]", url) is None
+        and port != 0
+        and not ("@" in parts.netloc or parts.query or parts.fragment)
+    )
+
+
+def _check(names: Iterable[str]) -> None:
+    for name in (*names, *(name for name in _SHARED if os.environ.get(name))):
+        value = os.environ[name]
+        if not value.strip():
+            raise ConfigError(f"{name} is set and empty: set it, or unset it.")
+        is_path = _FILE.search(name) is not None or name in _FOLDERS
+        if name not in _TEXT and not (value.isprintable() and value == value.strip() and (value.isascii() or is_path)):
+            raise ConfigError(
+                f"{name} has a blank or a line end around it, or a character that cannot be printed: set it again without. "
+                "Secrets mounted from files often end with a line feed."
+            )
+        if _FILE.search(name) and not os.path.isfile(value):
+            raise ConfigError(f"{name} names the file {value!r}, which is not there.")
+        if name.upper().endswith("_PROXY"):
+            continue  # a host without a scheme will do, and a user with a password
+        if _URL.search(name) and not is_endpoint(value):
+            raise ConfigError(f"{name} must be https://host or http://host, with a port and a path if needed.")
+        if _REGION.search(name) and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+            raise ConfigError(f"{name} is a region such as us-east-1, not {value!r}.")
