@@ -76,7 +76,11 @@ USES = (
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
-    # extension.py, load/copies.py: the end of a worker's start; copies of weights that an attention makes anew
+    # extension.py, load/copies.py: a worker's start, its steps and sleep; copies of weights that an attention makes anew
+    *(
+        Use("vllm.v1.worker.gpu_worker", f"Worker.{name}", source_only=True)
+        for name in ("load_model", "execute_model", "reload_weights", "update_weights", "sleep", "wake_up")
+    ),
     Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), source_only=True),
     Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), source_only=True),
     Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
@@ -92,6 +96,7 @@ USES = (
     Use(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
     Use(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
     Use(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
+    Use(f"{_RELOAD}.layerwise", "record_metadata_for_reloading", ("model",)),
     # load/layers.py: on CPUs, weights stay where they can be patched
     Use("vllm._custom_ops", "_supports_onednn"),
     Use("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),

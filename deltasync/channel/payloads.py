@@ -104,8 +104,11 @@ def decode(
         fingerprints = payload.fingerprints
         for patch in codec.get(payload.codec).decode(payload, specs, old, wanted):
             expected, index_K = fingerprints[patch.name], patch.index_K
-            first, last = (0, sys.maxsize) if index_K is None else (int(index_K[0]), int(index_K[-1]))
             known, ranges = seen.setdefault(patch.name, (expected, []))
+            if index_K is None:
+                first, last = 0, sys.maxsize
+            else:
+                first, last = (int(index_K[0]), int(index_K[-1])) if index_K.size else (0, -1)
             if known != expected or any(first <= end and start <= last for start, end in ranges):
                 raise CorruptDataError(f"{key} contradicts another payload of its version about {patch.name}.")
             ranges.append((first, last))

@@ -254,7 +254,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         assert await looks() == [("settled",)] * 3
         assert driver.status().state == "sleeping"
         engine.worker._deltasync_replica.wake_up()
-        assert ("audit", False) in await looks()
+        assert ("audit", []) in await looks()
         assert await looks() == []
         trainer.publish()
         called = await looks()

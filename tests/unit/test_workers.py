@@ -148,7 +148,7 @@ def test_work_that_nobody_waited_for_is_not_taken_for_the_next(engine: Engine, t
     engine.worker.deltasync_open(memory_url)
     replica = engine.worker._deltasync_replica
     first = replica.stage([])  # which fails
-    replica.audit(first=False)
+    replica.audit([])
     replica._thread.submit(lambda: None).result(driving.PATIENCE_S)
     assert (first.state in ("working", "failed"), replica.poll().state, replica.poll().state) == (True, "audited", "idle")
 
