@@ -140,7 +140,8 @@ class ChannelCursor:
         if self.failure is not None and not refresh and known is None:
             raise self.failure
         try:
-            if self.failure is not None and not forced and now_s < self._retry_due_s and self._is_head_unchanged():
+            is_outage = isinstance(self.failure, StoreError)
+            if self.failure is not None and not (forced or is_outage) and now_s < self._retry_due_s and self._is_head_same():
                 raise self.failure
             chain = self._next(have, known, refresh or self.failure is not None, ahead, pushed)
         except DeltaSyncError as error:
@@ -152,7 +153,7 @@ class ChannelCursor:
         self._moved = bool(chain)
         return self._batch(chain, have)
 
-    def _is_head_unchanged(self) -> bool:
+    def _is_head_same(self) -> bool:
         """Whether head is as in the last refresh, which failed: a retry would plan on the same objects."""
         return self.reader.head() == self._head
 
