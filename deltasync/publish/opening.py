@@ -106,6 +106,8 @@ class _Opener:
             self._check(channel, resume)
         listed = self._list(channel)
         if channel is None and (listed.slots or self._retried(self._has_head)):
+            if self._retried(self._channel) is not None:
+                return self.open(resume)  # another publisher has created it meanwhile
             raise ChannelInUseError(
                 f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a copy of the "
                 "channel, or use another URL."
