@@ -45,14 +45,14 @@ def main() -> None:
 
     beside = options.model if Path(options.model).is_dir() else None  # config and tokenizer, for full weights
     publisher = Publisher(options.channel, group=dist.group.WORLD, model_files=beside)
-    publisher.publish(model.named_parameters(), step=0)
+    publisher.publish(model, step=0)
     torch.manual_seed(dist.get_rank())
     for step in range(1, options.steps + 1):
         ids = torch.randint(model.config.vocab_size, (2, 64), device=model.device)
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        receipt = publisher.publish(model.named_parameters(), step=step)
+        receipt = publisher.publish(model, step=step)
         if dist.get_rank() == 0:
             print(f"version {receipt.version}: {receipt.changed:,} elements changed, {receipt.payload_bytes:,} bytes")
     publisher.close()

@@ -195,7 +195,7 @@ def head(store: Store) -> Head | None:
 
 def wait_for_head(log: Log) -> None:
     """Wait until head names what it should."""
-    log._head_pool.submit(int).result(60)
+    log._head.submit(int).result(60)
 
 
 def snapshot(store: Store) -> dict[str, bytes]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import unwrap_model
 
 from deltasync.errors import ConfigError
+from deltasync.publish.stream import unwrapped
 
 
 def check(model: torch.nn.Module) -> None:
@@ -22,7 +22,7 @@ def check(model: torch.nn.Module) -> None:
     Raises:
         ConfigError: the model has no adapter, or several are active.
     """
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     if not hasattr(peft_model, "get_base_model"):
         raise ConfigError(
             f"adapter_only=True publishes the adapter of a PEFT model, and {type(peft_model).__name__} is none: make it one "
@@ -33,6 +33,55 @@ def check(model: torch.nn.Module) -> None:
             f"adapter_only=True publishes one adapter, and {len(peft_model.active_adapters)} are active: "
             f"{', '.join(peft_model.active_adapters)}. Activate one with set_adapter."
         )
+    (name,) = peft_model.active_adapters
+    if getattr(peft_model.peft_config[name], "is_prompt_learning", False):
+        return  # its tensors are made of what is trained
+    known = {tensor.data_ptr() for tensor in tensors(model).values()}
+    for name, param in peft_model.named_parameters():
+        if param.requires_grad and param.numel() and param.data_ptr() not in known:
+            raise ConfigError(
+                f"adapter_only=True publishes the adapter alone, and {name} is trained, which is not in it. Freeze it, or "
+                "leave adapter_only out."
+            )
+
+
+def check_merges(model: torch.nn.Module) -> None:
+    """Check that the adapters can be merged into the weights, and that this gives the weights that are trained.
+
+    Raises:
+        ConfigError: PEFT cannot merge them, or they adapt one of two tied layers.
+    """
+    peft_model: Any = unwrapped(model)
+    modules, layers = dict(peft_model.get_base_model().named_modules()), _adapted_layers(peft_model.get_base_model())
+    adapted = {
+        id(module.base_layer.weight): name
+        for name, module in modules.items()
+        if isinstance(getattr(getattr(module, "base_layer", None), "weight", None), torch.nn.Parameter)
+    }
+    for name, module in modules.items():
+        one = adapted.get(id(getattr(module, "weight", None)))
+        if one is not None and name not in layers and _layer_of(name, layers) is None:
+            raise ConfigError(
+                f"The adapter of {one} is merged into weights that {name} shares, so the merged weights would not be those "
+                "that are trained. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
+            )
+    kinds = {(type(layer), type(getattr(layer, "base_layer", None)), _has_bias(layer)): layer for layer in layers.values()}
+    try:
+        if merges_by_layers(model):
+            for layer in kinds.values():
+                _merged_layer(layer, peft_model)
+        else:
+            merged(model)
+    except Exception as error:
+        methods = {str(getattr(config.peft_type, "value", config.peft_type)) for config in peft_model.peft_config.values()}
+        raise ConfigError(
+            "A model with adapters is published by its merged weights, and PEFT cannot merge these "
+            f"({', '.join(sorted(methods))}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _has_bias(layer: Any) -> bool:
+    return getattr(getattr(layer, "base_layer", None), "bias", None) is not None
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -42,15 +91,22 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     from peft import get_peft_model_state_dict
 
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     (name,) = peft_model.active_adapters
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(peft_model, adapter_name=name, save_embedding_layers=False)
     return state
 
 
+def identity(model: torch.nn.Module) -> tuple[str, dict[str, Any]]:
+    """Return the name of the active adapter and its configuration, which gives its tensors their meaning."""
+    peft_model: Any = unwrapped(model)
+    (name,) = peft_model.active_adapters
+    return name, peft_model.peft_config[name].to_dict()
+
+
 def files(model: torch.nn.Module) -> dict[str, bytes]:
     """Return `adapter_config.json` of the active adapter, by file name."""
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     with tempfile.TemporaryDirectory() as folder:
         peft_model.save_pretrained(folder, selected_adapters=peft_model.active_adapters, save_embedding_layers=False)
         (path,) = Path(folder).rglob("adapter_config.json")
@@ -58,15 +114,14 @@ def files(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the base model of a PEFT model, its layers still adapted; any other model as it is."""
-    found: Any = unwrap_model(model)
-    base: torch.nn.Module = found.get_base_model() if hasattr(found, "get_base_model") else found
-    return base
+    """Return the base model of a PEFT model, its layers still adapted; any other model as it is, without wrappers."""
+    found: Any = unwrapped(model)
+    return unwrapped(found.get_base_model()) if hasattr(found, "get_base_model") else found
 
 
 def unloaded(model: torch.nn.Module) -> Any:
     """Return the base model without its adapters. It shares all weights with the live model, which stays as it is."""
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     weights = itertools.chain(peft_model.parameters(), peft_model.buffers())
     return copy.deepcopy(peft_model, {id(weight): weight for weight in weights}).unload()
 
@@ -75,12 +130,14 @@ def merges_by_layers(model: torch.nn.Module) -> bool:
     """Whether `merged_by_layers` can merge this model: PEFT goes layer by layer, and adapted ones share no parameters."""
     from peft.tuners.tuners_utils import BaseTuner
 
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     method = getattr(type(peft_model.base_model), "_unload_and_optionally_merge", None)
     uses = collections.Counter(id(param) for module in peft_model.modules() for param in module.parameters(recurse=False))
     layers = _adapted_layers(peft_model.get_base_model()).values()
-    return method is BaseTuner._unload_and_optionally_merge and all(
-        uses[id(param)] == 1 for layer in layers for param in layer.parameters()
+    return (
+        method is BaseTuner._unload_and_optionally_merge
+        and all(uses[id(param)] == 1 for layer in layers for param in layer.parameters())
+        and not any(unwrapped(module) is not module for module in peft_model.modules())
     )
 
 
@@ -90,7 +147,7 @@ def merged_by_layers(model: torch.nn.Module, names: Iterable[str]) -> Iterator[t
     The live layers stay as they are, bit for bit, which merging and unmerging them would not do. What is not adapted aliases
     the live model. `names` are the tensors of `unloaded(model)`, those of a layer one after the other.
     """
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     base: Any = peft_model.get_base_model()
     layers, live = _adapted_layers(base), base.state_dict()
     for layer_name, group in itertools.groupby(names, lambda name: _layer_of(name, layers)):
@@ -107,7 +164,7 @@ def merged(model: torch.nn.Module) -> Any:
     """Return the base model with its adapters merged, by PEFT itself, into copies of all layers that they adapt."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    peft_model: Any = unwrap_model(model)
+    peft_model: Any = unwrapped(model)
     layers = [module for module in peft_model.modules() if isinstance(module, BaseTunerLayer)]
     return _copy_sharing_others(peft_model, layers, peft_model).merge_and_unload()
 
@@ -131,6 +188,8 @@ def _layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
 def _merged_layer(layer: Any, peft_model: Any) -> Any:
     """A copy of one layer, merged and unloaded as `merge_and_unload` does it."""
     alone = _copy_sharing_others(layer, [layer], peft_model)
+    if getattr(alone, "merged", False):
+        return alone.get_base_layer()
     if hasattr(alone, "unload_and_optionally_merge_module"):
         return alone.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
     alone.merge(safe_merge=False, adapter_names=None)

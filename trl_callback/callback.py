@@ -12,8 +12,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from deltasync.config import TrainerSettings
-from deltasync.errors import ConfigError
-from trl_callback import compat, gather, logprobs
+from deltasync.errors import ConfigError, ModelMismatchError
+from trl_callback import adapter, compat, gather, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
 from trl_callback.weight_transfer import DeltaWeightTransfer
@@ -73,7 +73,9 @@ class DeltaSyncCallback(TrainerCallback):
         self._transfer = DeltaWeightTransfer(self.config)
         self._publishes = True  # at the end of steps; known once training starts. Otherwise TRL asks for it.
         self._restore: Callable[[], None] | None = None
-        self._metrics = _Metrics(self._transfer)
+        self._metrics, self._last = _Metrics(self._transfer), _Last(self.finish)
+        self._adapter: tuple[str, dict[str, Any]] | None = None  # which one is published
+        self._problem: Exception | None = None  # why nothing more is published
 
     @property
     def weight_transfer(self) -> DeltaWeightTransfer:
@@ -91,33 +93,41 @@ class DeltaSyncCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse a model that cannot be published; replace what TRL sends weights to a vLLM server by."""
         if compat.generates_on_server(args):
+            self._check_merged()
             self._transfer.bind(model, kwargs.get("processing_class"))  # it may generate before it trains, to evaluate
             self._replace_client(args, model)
         elif compat.streams_weights(args):
             self._check_merged()
             self._restore = compat.replace_transfer(self._transfer)
-        else:
-            gather.check_publishable(model, self.config.adapter_only)
+        gather.check_form_of(model, self.config.adapter_only)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Learn the model and the run, before TRL opens the transfer; publish the initial weights."""
-        compat.add_first(self._metrics)
+        if state.is_hyper_param_search:
+            raise ConfigError(
+                "A hyperparameter search trains one model after the other, and a channel is one run. Search without the "
+                "callback, trainer.remove_callback(DeltaSyncCallback), and give it to the trainer of the best one."
+            )
+        self._adapter = self._problem = None
+        number = 1 + compat.callbacks(DeltaSyncCallback).index(self)
+        self._metrics.prefix = "delta_sync/" if number == 1 else f"delta_sync_{number}/"
+        compat.add_around(self._metrics, self._last)
         transfer = self._transfer
         transfer.step = state.global_step
         transfer.bind(model, kwargs.get("processing_class"))
-        transfer.run_id = state.stateful_callbacks.get(_STATE, {}).get("run_id", transfer.run_id)
+        transfer.run_ids |= {*state.stateful_callbacks.get(_STATE, {}).get("run_ids", [])}
         self._check_replaced(args, state.is_world_process_zero, model)
+        if not self._publishes and number > 1:
+            raise ConfigError("This trainer syncs its weights by itself, through one DeltaSyncCallback. Give it one.")
         if not compat.follow_tokens(transfer.ages, kwargs.get("train_dataloader")) and self.config.max_token_lag is not None:
             raise ConfigError(
                 "max_token_lag is for AsyncGRPOTrainer by TRL's own rollout worker, which reads the versions of tokens from "
                 f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}; this trainer cannot bound them. Leave it out."
             )
-        if self._trl_gathers(model):
-            return  # and opens the channel
-        gather.check_publishable(model, self.config.adapter_only)
+        gather.check_form_of(model, self.config.adapter_only)
         together = gather.is_sharded(model)
-        if together and not self._publishes:
-            compat.replace_stream(transfer.publish_shards)
+        if not self._publishes:
+            compat.replace_stream(transfer.publish_shards if together else lambda: None)
         if together or state.is_world_process_zero:
             transfer.open(together=together)
             if self._publishes:
@@ -130,15 +140,16 @@ class DeltaSyncCallback(TrainerCallback):
         if transfer.publisher is None:
             return
         if self._publishes:
-            # The final weights are published now rather than in `on_train_end`, which no logs follow.
+            # The final weights are published now, too, as no logs follow `on_train_end`.
             is_due = state.global_step % self.config.publish_steps == 0
             if control.should_training_stop or (is_due and not transfer.is_behind()):
                 self._publish(model)
         if transfer.publisher.run_id is not None:
-            state.stateful_callbacks[_STATE] = {"run_id": transfer.publisher.run_id}
+            known = state.stateful_callbacks.setdefault(_STATE, {}).setdefault("run_ids", [])
+            known += [] if transfer.publisher.run_id in known else [transfer.publisher.run_id]
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Publish the final weights, and wait for the uploads.
+    def finish(self, state: TrainerState, model: Any) -> None:
+        """Publish the final weights, which other callbacks may have changed until now, and wait for the uploads.
 
         Raises:
             PublishError: the last version did not become visible.
@@ -146,15 +157,10 @@ class DeltaSyncCallback(TrainerCallback):
         transfer = self._transfer
         if transfer.publisher is None:
             return
-        # The best model may have been loaded after the last step.
-        if transfer.published_step != state.global_step or args.load_best_model_at_end:
-            if self._trl_gathers(model):
-                logger.warning(
-                    "The last published weights are those of step %s, not the final ones.", transfer.published_step
-                )
-            else:
-                self._publish(model)
+        self._publish(model, if_changed=transfer.published_step == state.global_step)
         transfer.flush()
+        if self._problem is not None:
+            logger.error("The last published weights are those of step %s. %s", transfer.published_step, self._problem)
 
     def _check_merged(self) -> None:
         if self.config.adapter_only:
@@ -165,7 +171,6 @@ class DeltaSyncCallback(TrainerCallback):
 
     def _replace_client(self, args: Any, model: Any) -> None:
         """Have TRL's client of a vLLM server publish the weights."""
-        self._check_merged()
         if self.config.ack == "none":
             raise ConfigError(
                 'This trainer is on-policy: it must wait until replicas serve the new weights, so ack="none" is not for it. '
@@ -177,9 +182,14 @@ class DeltaSyncCallback(TrainerCallback):
                 "is not for it. Leave it out, or use AsyncGRPOTrainer."
             )
         self._transfer.on_policy = True
-        check: Callable[[str], object] | None = None
-        if compat.compares_logprobs(args):
-            check = functools.partial(logprobs.check, args, model, wait_s=args.vllm_server_timeout)
+        check = functools.partial(
+            server.check,
+            args,
+            model,
+            compares=compat.compares_logprobs(args),
+            name=None,
+            wait_s=args.vllm_server_timeout,
+        )
         self._restore = compat.replace_client(functools.partial(client_class, self._transfer, check))
 
     def _check_replaced(self, args: Any, is_main: bool, model: Any) -> None:
@@ -203,18 +213,40 @@ class DeltaSyncCallback(TrainerCallback):
             self._check_merged()
             compat.check_transfer(transfer, is_main)
             compat.replace_version(transfer.update_served)
-            url = compat.rollout_server(args) if compat.compares_logprobs(args) else None
-            if url is not None and not logprobs.check(args, model, url):
-                # The server may start later, or answer once it has weights.
-                transfer.check_server = functools.partial(logprobs.check, args, model, url, args.vllm_server_timeout)
+            found = compat.rollout_server(args)
+            if found is not None:
+                url, name = found
+                check = functools.partial(server.check, args, model, url, compares=compat.compares_logprobs(args), name=name)
+                transfer.server_url = url
+                if not check(wait_s=None):
+                    # The server may start later, or answer once it has weights.
+                    transfer.check_server = functools.partial(check, wait_s=args.vllm_server_timeout)
 
-    def _trl_gathers(self, model: Any) -> bool:
-        """Whether only TRL can provide the weights: it merges adapters into shards."""
-        return not self._publishes and gather.is_peft(model) and gather.is_sharded(model)
+    def _publish(self, model: Any, *, if_changed: bool = False) -> None:
+        """Publish the weights. If they are not those of the channel any more, training goes on, and publishes nothing."""
+        if self._problem is not None:
+            return
+        stream = functools.partial(gather.stream_of, model, self.config.adapter_only)
+        try:
+            if self.config.adapter_only:
+                self._check_adapter(model)
+            if self._transfer.publish(stream, if_changed=if_changed):
+                self._transfer.record(ack_s=None)
+        except (ConfigError, ModelMismatchError) as error:
+            if self._transfer.published_step is None:
+                raise
+            self._problem = error
+            logger.error("Nothing more is published, and training goes on: %s", error)
 
-    def _publish(self, model: Any) -> None:
-        self._transfer.publish(functools.partial(gather.stream_of, model, self.config.adapter_only))
-        self._transfer.record(ack_s=None)
+    def _check_adapter(self, model: Any) -> None:
+        gather.check_publishable(model, adapter_only=True)
+        found = adapter.identity(model)
+        if self._adapter is not None and found != self._adapter:
+            raise ConfigError(
+                f"The adapter {self._adapter[0]} is published, and now {found[0]} is active, or is configured anew. "
+                "Publish it to another channel."
+            )
+        self._adapter = found
 
 
 class _Metrics(TrainerCallback):
@@ -222,28 +254,41 @@ class _Metrics(TrainerCallback):
 
     def __init__(self, transfer: DeltaWeightTransfer) -> None:
         self._transfer = transfer
+        self.prefix = "delta_sync/"
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs is not None and state.is_world_process_zero:
-            metrics = self._transfer.metrics()
+        # Other dicts are those that `evaluate` and `train` return, and that decide which model is the best.
+        if logs is not None and "loss" in logs and state.is_world_process_zero:
+            metrics = {
+                name.replace("delta_sync/", self.prefix, 1): value for name, value in self._transfer.metrics().items()
+            }
             logs.update(metrics)
             if state.log_history:
                 state.log_history[-1].update(metrics)
 
 
-def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object] | None, base: type) -> type:
+class _Last(TrainerCallback):
+    """Publishes the final weights after all other callbacks."""
+
+    def __init__(self, finish: Callable[[TrainerState, Any], None]) -> None:
+        self._finish = finish
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._finish(state, model)
+
+
+def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object], base: type) -> type:
     """Return a subclass of `base`, TRL's `VLLMClient`, that publishes the weights by `transfer`.
 
     Trainer and server form no process group and need no CUDA. `check` gets the server's URL once it is up, and raises if the
-    trainer cannot use its log probabilities.
+    trainer cannot be trained with its answers.
     """
 
     class DeltaSyncClient(base):
         def init_communicator(self, device: Any = 0) -> None:
             """Pass on the server's URL."""
             transfer.server_url = self.base_url
-            if check is not None:
-                check(self.base_url)
+            check(self.base_url)
 
         def close_communicator(self) -> None:
             """Do nothing: there is no process group."""

@@ -176,10 +176,15 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
     original = _replace(trainer, "compute_loss", compute_loss)
 
 
-def rollout_server(args: Any) -> str | None:
-    """Return the URL of the server that the running trainer's rollout worker asks; None if the worker is not TRL's."""
+def rollout_server(args: Any) -> tuple[str, str | None] | None:
+    """Return the URL of the server that the running trainer's rollout worker asks, and the model that it asks for.
+
+    None if the worker is not TRL's.
+    """
     worker = getattr(_trainer(), "rollout_worker", None)
-    return args.vllm_server_base_url if _names_in_trl(worker) else None
+    if not _names_in_trl(worker):
+        return None
+    return args.vllm_server_base_url, getattr(worker, "_loop_kwargs", {}).get("model_name")
 
 
 def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
@@ -221,24 +226,31 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
     return restore
 
 
-def add_first(callback: TrainerCallback) -> None:
-    """Put a callback before all others of the running trainer.
+def add_around(first: TrainerCallback, last: TrainerCallback) -> None:
+    """Put callbacks before and behind all others of the running trainer.
 
     A callback is given neither the trainer nor its `CallbackHandler`, and `report_to` integrations come before the
     callbacks of users. So the handler is found among the callers.
     """
     handler: Any = _caller(CallbackHandler)
-    others = [other for other in handler.callbacks if other is not callback]
+    others = [other for other in handler.callbacks if other is not first and other is not last]
     # The running event goes on with the old list; the default flow stays in front.
     place = int(bool(others) and isinstance(others[0], DefaultFlowCallback))
-    handler.callbacks = [*others[:place], callback, *others[place:]]
+    handler.callbacks = [*others[:place], first, *others[place:], last]
+
+
+def callbacks(kind: type) -> list[Any]:
+    """The callbacks of this class that the running trainer has."""
+    handler: Any = _caller(CallbackHandler)
+    return [callback for callback in handler.callbacks if isinstance(callback, kind)]
 
 
 def replace_stream(take_part: Callable[[], None]) -> None:
-    """Keep TRL from gathering the weights when it syncs them; call it in all processes, from an event of the trainer.
+    """Keep TRL from streaming the weights when it syncs them; call it in all processes, from an event of the trainer.
 
     TRL streams the weights in all of them, as they gather each tensor together. The main process hands the stream to the
     weight transfer or to the client, which do not read it; the others iterate it, which now calls `take_part` instead.
+    Adapters are not merged into the live weights for it.
 
     Raises:
         ConfigError: the trainer has no such stream.
@@ -253,6 +265,8 @@ def replace_stream(take_part: Callable[[], None]) -> None:
     generation: Any = getattr(trainer, "vllm_generation", None)
     if hasattr(trainer, "_streaming_iter"):
         trainer._streaming_iter = stream
+        if hasattr(trainer, "_sync_weight_merged"):
+            trainer._sync_weight_merged = functools.partial(_unmerged, trainer, type(trainer)._sync_weight_merged)
     elif hasattr(generation, "_iter_named_params") and hasattr(generation, "_weight_metadata"):
         generation._iter_named_params = stream
         generation._weight_metadata = []  # which TRL would gather the weights for
@@ -261,6 +275,19 @@ def replace_stream(take_part: Callable[[], None]) -> None:
             f"{type(trainer).__name__} has no stream of weights that the shards of each process could take the place of. "
             f"Install TRL {WITH_SERVER_CLIENT}, or train with DDP."
         )
+
+
+def _unmerged(trainer: Any, sync: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let TRL sync without merging adapters, which would change the bits of the weights below them."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    names = [name for name in ("merge_adapter", "unmerge_adapter") if hasattr(model, "peft_config")]
+    try:
+        for name in names:
+            setattr(model, name, lambda *_, **__: None)
+        return sync(trainer, *args, **kwargs)
+    finally:
+        for name in names:
+            delattr(model, name)
 
 
 def _replace(owner: Any, name: str, function: Any) -> Any:

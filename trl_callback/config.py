@@ -63,7 +63,7 @@ class DeltaSyncConfig:
             Which replicas must serve a version before TRL goes on with it: `"all"` that are live, `"any"` of them, a
             number of them, or `"none"`: do not wait, not even for the upload. If `None`, `"any"` with `AsyncGRPOTrainer`
             and `"all"` with trainers that generate on a vLLM server, which are on-policy and cannot have `"none"`. Not
-            used with other trainers.
+            used with other trainers. The server that TRL generates on must serve it in any case, and is asked over HTTP.
         max_behind (`int`, *optional*):
             Training goes on while the replicas that `ack` asks for are at most so many versions behind the newest one; 0
             waits for each version. The first one is always waited for. If `None`, `DELTASYNC_MAX_BEHIND` decides, else it
@@ -74,8 +74,12 @@ class DeltaSyncConfig:
             With `AsyncGRPOTrainer`: tokens made by a version that is further behind the trainer's, when it takes their
             sample, are masked, and samples without other tokens dropped. It counts as `max_staleness` does, which drops
             samples by their oldest token. If `None`, no token is masked.
+        train_unversioned (`bool`, *optional*, defaults to `False`):
+            With `AsyncGRPOTrainer`: whether to train tokens of replies that do not say which version made them. Otherwise
+            they are masked, as their age is unknown, and training ends if no reply says it.
         ack_timeout_s (`float`, *optional*, defaults to `600.0`):
-            Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end.
+            Seconds that training waits for upload and acknowledgement before it fails, and for uploads at its end; before
+            training, at most a minute for the store.
         replicas (`list[str]`, *optional*):
             URLs of the servers to wait for, e.g. `["http://10.0.0.5:8000"]`. They are asked over HTTP, with
             `DELTASYNC_HTTP_TOKEN` if it is set. If `None`, replicas are known from their heartbeats in the channel.
@@ -93,6 +97,7 @@ class DeltaSyncConfig:
     ack: str | None = None
     max_behind: int | None = None
     max_token_lag: int | None = None
+    train_unversioned: bool = False
     ack_timeout_s: float = 600.0
     replicas: list[str] | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -29,6 +28,7 @@ class Fleet:
         self._urls = urls
         self._looked_s = -_LOOK_EVERY_S
         self._seen: list[Heartbeat] | None = None
+        self._beats: tuple[str, heartbeat.Heartbeats] | None = None
 
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
         """Return how many replicas are live and how many versions the slowest is behind; empty before a look has ended.
@@ -50,7 +50,9 @@ class Fleet:
 
     def _look(self, run_id: str) -> None:
         try:
-            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else heartbeat.read_all(self._store, run_id)
+            if self._beats is None or self._beats[0] != run_id:
+                self._beats = run_id, heartbeat.Heartbeats(self._store, run_id)
+            self._seen = heartbeat.ask(self._urls, run_id) if self._urls else self._beats[1].look()
         except DeltaSyncError:
             self._seen = None  # the next look may succeed
 
@@ -70,13 +72,14 @@ class _Published:
     number: int  # how many there were before
     receipt: Receipt
     count: int | None = None  # the version that the trainer counts it as, once it says
+    error: BaseException | None = None  # of the wait for it
 
 
 class Pace:
     """Lets training go on while the fleet serves a version that is at most `max_behind` behind.
 
-    Versions within the bound are waited for in the background, so that training does not pay for the looks at the fleet.
-    `wait_for` blocks until the fleet serves a version, raises if it does not in time, and is called from several threads.
+    One thread waits for the versions within the bound, so that training does not pay for the looks at the fleet. `wait_for`
+    blocks until the fleet serves a version, and raises if it does not in time.
     """
 
     def __init__(self, wait_for: Callable[[Receipt], None], max_behind: int) -> None:
@@ -85,7 +88,8 @@ class Pace:
         self._number = 0
         self._served: _Published | None = None
         self._tell: Callable[[int], None] | None = None
-        self._lock = threading.Lock()
+        self._looks = False  # whether the thread runs
+        self._changed = threading.Condition()
 
     @property
     def served(self) -> int | None:
@@ -98,45 +102,59 @@ class Pace:
         Before the first version the fleet serves nothing of ours, so that one is waited for in any case.
 
         Raises:
-            Exception: what `wait_for` raises.
+            BaseException: what `wait_for` raises.
         """
         before_s = time.perf_counter()
-        newest = _Published(self._number, receipt)
-        self._number += 1
-        self._window.append(newest)
-        due = self._window[0]
-        if newest is not due:
-            _in_background(self._look, newest)
-        if self._served is None or self._served.number < due.number:
-            self._wait(due)
+        with self._changed:
+            self._window.append(_Published(self._number, receipt))
+            self._number += 1
+            due = self._window[0]
+            due.error = None  # that was nobody's concern until now
+            if not self._looks:
+                self._looks = True
+                threading.Thread(target=self._look, name="deltasync-replicas", daemon=True).start()
+            self._changed.wait_for(lambda: due.error is not None or self._serves(due))
+        if due.error is not None:
+            raise due.error
         return time.perf_counter() - before_s
 
     def tell(self, count: int, update: Callable[[int], None]) -> None:
         """Tell the rollouts which version the fleet serves, now and as soon as it serves a newer one.
 
-        The trainer counts the last publish as `count`, and `update` takes versions counted so. It is also called from other
-        threads, never by two at once.
+        The trainer counts the last publish as `count`, and `update` takes versions counted so. It is also called from the
+        other thread, never by two at once.
         """
-        with self._lock:
+        with self._changed:
             self._tell = update
             if self._window:
                 self._window[-1].count = count
             served = None if self._served is None else self._served.count
             update(count if served is None else served)
 
-    def _look(self, published: _Published) -> None:
-        with contextlib.suppress(DeltaSyncError):  # `keep` raises it if training has to wait for this version
-            self._wait(published)
+    def _serves(self, published: _Published) -> bool:
+        return self._served is not None and self._served.number >= published.number
 
-    def _wait(self, published: _Published) -> None:
-        """Wait until the fleet serves what was published, and tell the rollouts."""
-        self._wait_for(published.receipt)
-        with self._lock:
-            if self._served is not None and self._served.number >= published.number:
-                return
-            self._served = published
-            if self._tell is not None and published.count is not None:
-                self._tell(published.count)
+    def _look(self) -> None:
+        """Wait for one version after the other, until the fleet serves all or it is known why not."""
+        while True:
+            with self._changed:
+                due = next((each for each in self._window if each.error is None and not self._serves(each)), None)
+                if due is None:
+                    self._looks = False
+                    return
+            try:
+                self._wait_for(due.receipt)
+            except BaseException as error:  # noqa: BLE001 - `keep` raises it if training has to wait for this version
+                with self._changed:
+                    due.error = error
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                if not self._serves(due):
+                    self._served = due
+                    if self._tell is not None and due.count is not None:
+                        self._tell(due.count)
+                self._changed.notify_all()
 
 
 def _in_background(look: Callable[..., None], *arguments: object) -> None:

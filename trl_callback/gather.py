@@ -7,6 +7,7 @@ transformers converts them when it loads a model and converts them back when it 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 import tempfile
@@ -17,21 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import unwrap_model
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from deltasync.channel import anchors
 from deltasync.errors import ConfigError
 from deltasync.publish.quantize import QUANTIZATION
-from deltasync.publish.stream import TensorRange, range_of
+from deltasync.publish.stream import TensorRange, module_tensors, plain_names, range_of, unwrapped
 from trl_callback import adapter
+
+logger = logging.getLogger(__name__)
 
 
 def is_peft(model: torch.nn.Module) -> bool:
     """Whether the model has adapters, by PEFT or by the integration of transformers; peft itself need not be installed."""
-    return bool(getattr(unwrap_model(model), "peft_config", None))
+    return bool(getattr(unwrapped(model), "peft_config", None))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -47,7 +49,7 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
     """
     if adapter_only:
         adapter.check(model)
-    elif is_peft(model) and not hasattr(unwrap_model(model), "merge_and_unload"):
+    elif is_peft(model) and not hasattr(unwrapped(model), "merge_and_unload"):
         raise ConfigError(
             "A model with adapters is published by its merged weights, and these adapters cannot be merged. Use "
             "peft.get_peft_model, with a method that can merge, such as LoRA."
@@ -58,36 +60,37 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
         raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
 
 
+def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
+    """Check before training that a model can be published: besides `check_publishable`, that saving keeps what is trained.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    check_publishable(model, adapter_only)
+    if adapter_only:
+        return
+    if is_peft(model):
+        adapter.check_merges(model)
+    elif not is_sharded(model):
+        held = held_tensors(model)
+        check_form(model, held, saved_form(model, held))
+
+
 def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
     """Return parameters and persistent buffers by their name in memory, each storage once; they alias the live weights.
 
     Of a sharded tensor it is this process's part: a `DTensor` from FSDP2, a `TensorRange` from ZeRO-3.
     """
-    model = unwrap_model(model)
+    model = unwrapped(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation leaves some parameters gathered
-    # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
-    tied = list(getattr(model, "_tied_weights_keys", None) or ())
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    # Activation checkpointing puts a part into the names of parameters.
-    params = {
-        name.replace("_checkpoint_wrapped_module.", ""): param
-        for name, param in model.named_parameters(remove_duplicate=False)
-    }
-    kept: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        storage: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape) if tensor.numel() else (name,)
-        if isinstance(tensor, DTensor) or _in_zero(params.get(name)):  # this process may hold nothing of its storage
-            storage = (id(params.get(name, name)),)
-        known = kept.setdefault(storage, name)
-        if known != name and any(re.search(pattern, known) for pattern in tied):
-            kept[storage] = name
-    names = set(kept.values()) - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    plain, ignored = plain_names(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    zero = {plain(name): param for name, param in model.named_parameters(remove_duplicate=False) if _in_zero(param)}
     return {
-        name: _zero_part(name, params[name]) if _in_zero(params.get(name)) else tensor
-        for name, tensor in state.items()
-        if name in names
+        name: _zero_part(name, zero[name]) if name in zero else tensor
+        for name, tensor in module_tensors(model).items()
+        if name not in ignored
     }
 
 
@@ -115,18 +118,73 @@ def _zero_part(name: str, param: Any) -> TensorRange:
 
 
 def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole tensors, all of a model's or some, as a checkpoint holds them."""
-    model = unwrap_model(model)
+    """Return whole tensors, all of a model's or some, as a checkpoint holds them.
+
+    Of a model that was dequantized when it was loaded, the checkpoint has the weights as they are trained.
+    """
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         return tensors
+    loaded = getattr(model, "_weight_conversions", None) or ()
+    operations = [operation for each in loaded for operation in getattr(each, "operations", ())]
+    is_foreign = any(type(operation).__module__ != revert_weight_conversion.__module__ for operation in operations)
+    if not is_foreign or _is_quantized(model):
+        return _reverted(model, tensors)
+    # With the quantizer's, which transformers does not tell from the model's, weights would be quantized again.
+    model._weight_conversions = [
+        *(each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)),
+        *(each for each in loaded if isinstance(each, PrefixChange)),
+    ]
+    try:
+        return _reverted(model, tensors)
+    finally:
+        model._weight_conversions = loaded
+
+
+def _reverted(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     saved: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
     return saved
 
 
-def _saved_shapes(model: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """Names and shapes that these tensors have in a checkpoint."""
-    meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    return {name: tensor.shape for name, tensor in as_saved(model, meta).items()}
+def _is_quantized(model: torch.nn.Module) -> bool:
+    """Whether the model holds weights in a quantized dtype."""
+    return any(param.element_size() < 2 or not param.is_floating_point() for param in model.parameters())
+
+
+def saved_form(model: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return names, shapes and dtypes that a checkpoint has for these tensors, as tensors without values."""
+    meta = {
+        name: torch.empty(tensor.shape, dtype=getattr(tensor, "held", tensor).dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    return as_saved(model, meta)
+
+
+def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check that a checkpoint holds just the elements that all of a model's tensors hold, in the same dtypes.
+
+    Raises:
+        ConfigError: saving the model would change them.
+    """
+
+    def elements(tensors: Mapping[str, Any]) -> dict[torch.dtype, int]:
+        counts: dict[torch.dtype, int] = {}
+        for tensor in tensors.values():
+            dtype = getattr(tensor, "held", tensor).dtype
+            counts[dtype] = counts.get(dtype, 0) + math.prod(tensor.shape)
+        return {dtype: count for dtype, count in counts.items() if count}
+
+    before, after = elements(held), elements(saved)
+    odd = [name for name in saved if re.search(r"[$^*\\]", name)]
+    if before != after or odd:
+        raise ConfigError(
+            f"A checkpoint of {type(unwrapped(model)).__name__} would not hold what is trained: {_shown(before)} in memory, "
+            f"{_shown(after)} saved{f', as {odd[0]}' if odd else ''}. Load it unquantized."
+        )
+
+
+def _shown(counts: Mapping[torch.dtype, int]) -> str:
+    return " and ".join(f"{count:,} {str(dtype).removeprefix('torch.')}" for dtype, count in counts.items())
 
 
 def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
@@ -138,7 +196,9 @@ def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> 
     Raises:
         ConfigError: a checkpoint's tensor is made of several in memory, or of one in another order.
     """
-    wanted = _saved_shapes(model, held)
+    saved = saved_form(model, held)
+    check_form(model, held, saved)
+    wanted = {name: tensor.shape for name, tensor in saved.items()}
     if all(wanted.get(name) == tensor.shape for name, tensor in held.items()):
         return held.items()
     return _convert_shards(model, held, wanted, rank)
@@ -164,7 +224,7 @@ def _convert_shards(
             if wanted.get(saved_name) != values.shape or stop - start != len(places):
                 raise ConfigError(
                     f"{name} has another name or shape in memory than in a checkpoint of "
-                    f"{type(unwrap_model(model)).__name__}, which cannot be undone for shards. Train this model with DDP."
+                    f"{type(unwrapped(model)).__name__}, which cannot be undone for shards. Train this model with DDP."
                 )
             yield saved_name, TensorRange(values.flatten()[start:stop], start, tuple(values.shape))
 
@@ -184,7 +244,10 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
         return shards_as_saved(model, held_tensors(model), dist.get_rank())
     if is_peft(model):
         return _merged(model)
-    return as_saved(model, held_tensors(model)).items()
+    held = held_tensors(model)
+    saved = as_saved(model, held)
+    check_form(model, held, saved)
+    return saved.items()
 
 
 def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,27 +258,19 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     if adapter.merges_by_layers(model):
         base = adapter.unloaded(model)
         held = held_tensors(base)
-        alone = [_saved_shapes(base, {name: tensor}) for name, tensor in held.items()]
-        if {name: shape for shapes in alone for name, shape in shapes.items()} == _saved_shapes(base, held):
+        saved = saved_form(base, held)
+        check_form(base, held, saved)
+        alone = [saved_form(base, {name: tensor}) for name, tensor in held.items()]
+        shapes = {name: tensor.shape for each in alone for name, tensor in each.items()}
+        if shapes == {name: tensor.shape for name, tensor in saved.items()}:
             for item in adapter.merged_by_layers(model, held):
                 yield from as_saved(base, dict([item])).items()
             return
     base = adapter.merged(model)
-    yield from as_saved(base, held_tensors(base)).items()
-
-
-def streamed(stream: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return what a checkpoint of the model holds, while TRL streams its weights.
-
-    TRL leaves out what is frozen, and names the rest as in memory. Its stream is read for adapters only, which are merged
-    until it ends, and gathered, if they are sharded too, until the next tensor is asked for; so each is taken by itself.
-    """
-    if not is_peft(model):
-        return stream_of(model)
-    if is_sharded(model):
-        return stream
-    base = adapter.base_of(model)
-    return (saved for item in stream for saved in as_saved(base, dict([item])).items())
+    held = held_tensors(base)
+    saved = as_saved(base, held)
+    check_form(base, held, saved)
+    yield from saved.items()
 
 
 def loaded_from(model: torch.nn.Module) -> str:
@@ -231,22 +286,59 @@ def loaded_from(model: torch.nn.Module) -> str:
     return str(name) if commit is None else f"{name}@{commit}"
 
 
+def served_dtypes(model: torch.nn.Module, dtype: str) -> str:
+    """Return a rule for served dtypes that keeps what transformers always holds in float32, unless the rule says other."""
+    names = getattr(adapter.base_of(model), "_keep_in_fp32_modules_strict", None) or ()
+    default, *patterns = dtype.split(",")
+    kept = [f"*{name}*=keep" for name in sorted(names)] if default not in ("keep", "fp8") else []
+    return ",".join([default, *kept, *patterns])
+
+
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
     """Return config, generation config and tokenizer, where there are any, as `save_pretrained` writes them, by file name.
 
-    `dtype` is as `PublisherSettings.dtype`; config.json names the dtype of most tensors.
+    `dtype` is as `PublisherSettings.dtype`; config.json names the dtype of most tensors, and whether these
+    are tied and quantized. A file that cannot be saved is left out, with a warning.
     """
-    model = adapter.base_of(model)
+    model = _unloaded_base(model)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(model, PreTrainedModel):
-            config, default = copy.deepcopy(model.config), dtype.partition(",")[0]
-            config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(default, default)
-            if dtype == "fp8":
-                config.quantization_config = QUANTIZATION
-            config.architectures = [type(model).__name__.removeprefix("FSDP")]
-            config.save_pretrained(folder)
+            _config(model, dtype).save_pretrained(folder)
             if model.can_generate():
-                model.generation_config.save_pretrained(folder)
+                _save("generation config", model.generation_config, folder)
         if processing_class is not None:
-            processing_class.save_pretrained(folder)
+            _save("tokenizer or processor", processing_class, folder)
         return anchors.companion_files(Path(folder))
+
+
+def _save(what: str, thing: Any, folder: str) -> None:
+    try:
+        thing.save_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - training needs no such file, and the error is anybody's
+        reason = str(error).partition("\n")[0]
+        logger.warning("Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason)
+
+
+def _unloaded_base(model: torch.nn.Module) -> torch.nn.Module:
+    """The model that a checkpoint is of: without wrappers and adapters."""
+    if is_peft(model) and hasattr(unwrapped(model), "get_base_model"):
+        return unwrapped(adapter.unloaded(model))
+    return unwrapped(model)
+
+
+def _config(model: PreTrainedModel, dtype: str) -> Any:
+    """The config of what is published, which may differ from the model's."""
+    config, default = copy.deepcopy(model.config), dtype.partition(",")[0]
+    config.dtype = {"keep": str(model.dtype).removeprefix("torch."), "fp8": "bfloat16"}.get(default, default)
+    if dtype == "fp8":
+        config.quantization_config = QUANTIZATION
+    elif hasattr(config, "quantization_config") and not _is_quantized(model):
+        del config.quantization_config
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    # transformers gives a head that was trained apart the weights of the embeddings, if a config says that they are tied.
+    tied = list(getattr(model, "_tied_weights_keys", None) or ())
+    if any(re.search(pattern, name) for name in held_tensors(model) for pattern in tied):
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False
+    return config

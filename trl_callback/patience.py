@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltasync import Receipt
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 RETRIES = 10_000
 """Enough for days: as long as training goes on, there is nothing better to do with a version than to try again."""
+
+OPEN_S = 60.0
+"""Before training, the store is tried for so long."""
 
 _WARN_AFTER_S = 10.0
 _SHARE = 0.05  # of the time that may go into encoding a waiting version again
@@ -33,7 +37,17 @@ class PatientStore(WrappedStore):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self._given_up = False
+        self._deadline: float | None = None
         self.trouble: TransientStoreError | None = None
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Inside this context, a request that fails after so many seconds is not tried again. It is no longer given up."""
+        self._given_up, self._deadline = False, time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline = None
 
     def give_up(self) -> None:
         """Fail every further request at once, so that nothing is tried again."""
@@ -47,6 +61,8 @@ class PatientStore(WrappedStore):
             result = action()
         except TransientStoreError as error:
             self.trouble = error
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                raise StoreError(f"The store cannot be reached: {error} See: deltasync doctor {self.url}") from error
             raise
         self.trouble = None
         return result

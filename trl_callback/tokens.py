@@ -17,7 +17,7 @@ import torch
 
 from deltasync.channel.documents import Count, TokenLag
 from deltasync.channel.keys import LARGEST_VERSION
-from deltasync.errors import UNREADABLE_JSON
+from deltasync.errors import UNREADABLE_JSON, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ UNKNOWN = 0
 """In place of a version (they begin with 1): no reply named it, or the model did not make the token."""
 
 _UNKNOWN_LAG = -1
+
+_MOST_REFUSED = 256
+"""Samples in a row whose replies name no version, before training ends."""
 
 
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
@@ -134,11 +137,14 @@ class TokenAges:
 
     A token's lag is how many times the trainer has synced its weights since the sync that published the token's version.
     That is the unit of TRL's `max_staleness` too. Where each sync is a version, it is the difference of versions. Tokens
-    that are older than `max_lag` when the trainer takes their sample are not trained.
+    that are older than `max_lag` when the trainer takes their sample are not trained, nor are those of unknown age unless
+    `unversioned` is set.
     """
 
-    def __init__(self, max_lag: int | None) -> None:
+    def __init__(self, max_lag: int | None, unversioned: bool = False) -> None:
         self.max_lag = max_lag
+        self._unversioned = unversioned
+        self._refused = 0  # samples in a row of which no token has a version
         self._bound = 0
         self._now: Callable[[], int] = lambda: 0
         self._syncs: dict[int, int] = {}  # by version, in order
@@ -163,30 +169,44 @@ class TokenAges:
     def admit(self, sample: Any) -> bool:
         """Prepare a sample that the trainer takes off its queue.
 
-        Sets its `model_version` to the sync of its oldest trained token, which TRL holds to `max_staleness`. With a bound,
-        clears `completion_mask` of older tokens and of those of unknown age; False if that leaves none to be trained.
+        Sets its `model_version` to the sync of its oldest trained token, which TRL holds to `max_staleness`. Clears
+        `completion_mask` of tokens older than the bound, and of those of unknown age; False if that leaves none to train.
+
+        Raises:
+            ConfigError: no token of many samples in a row had a version.
         """
-        trained = np.asarray(sample.completion_mask, dtype=bool)
+        given = trained = np.asarray(sample.completion_mask, dtype=bool)
         lags = self._lags_of(_versions_of(sample.metrics, len(trained)))
         known = lags != _UNKNOWN_LAG
+        unknown = trained & ~known
+        masked = np.zeros_like(trained) if self._unversioned else unknown
         if self.max_lag is not None:
-            masked = trained & ~(known & (lags <= self.max_lag))
-            for place in np.flatnonzero(masked):
-                sample.completion_mask[place] = 0
-            self._masked += int(masked.sum())
-            if (trained & ~known).any() and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "A reply did not say which version of this trainer made its tokens, so max_token_lag masks them. If it "
-                    "goes on after the start, a server does not follow the channel, or a proxy drops the headers %s and %s.",
-                    SPANS_HEADER,
-                    HEADER,
-                )
-            trained &= ~masked
+            masked = masked | (trained & (lags > self.max_lag))
+        for place in np.flatnonzero(masked):
+            sample.completion_mask[place] = 0
+        self._masked += int(masked.sum())
+        self._note_unknown(unknown, trained)
+        trained = trained & ~masked
         if (trained & known).any():
             oldest = self._now() - int(lags[trained & known].max())
             sample.model_version = oldest if known[trained].all() else min(oldest, sample.model_version)
-        return self.max_lag is None or bool(trained.any())
+        return bool(trained.any()) or not given.any()
+
+    def _note_unknown(self, unknown: np.ndarray, trained: np.ndarray) -> None:
+        """Warn once of tokens of unknown age; raise if there are no others any more."""
+        if not unknown.any() or self._unversioned:
+            self._refused = 0
+            return
+        self._refused = self._refused + 1 if unknown.sum() == trained.sum() else 0
+        reason = (
+            "say which version of this trainer made their tokens: a server does not follow the channel, or a proxy drops "
+            f"the headers {SPANS_HEADER} and {HEADER}. To train such tokens, set train_unversioned=True."
+        )
+        if self._refused >= _MOST_REFUSED:
+            raise ConfigError(f"Replies do not {reason}")
+        if not self._warned:
+            self._warned = True
+            logger.warning("A reply's tokens are masked. If it goes on after the start, replies do not %s", reason)
 
     def take(self, samples: Iterable[Any]) -> None:
         """Note a new batch: its samples as TRL's collator has them. Batches are trained in the order they are made."""

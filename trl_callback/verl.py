@@ -12,7 +12,9 @@ adapter. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Other replicas
 from __future__ import annotations
 
 import asyncio
+import atexit
 import collections
+import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -21,6 +23,8 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from deltasync import Publisher, Replica
 from deltasync.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @CheckpointEngineRegistry.register("deltasync")
@@ -43,6 +47,16 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         self._publisher: Publisher | None = None
         self._replica: Replica | None = None
         self._version: int | None = None
+        if is_master:
+            atexit.register(self._warn_if_unused)
+
+    def _warn_if_unused(self) -> None:
+        if self._publisher is None:
+            logger.warning(
+                "verl made this engine and never asked it for an update, so nothing was published to %s. Set "
+                "trainer.v1.trainer_mode=separate_async and actor_rollout_ref.rollout.nnodes: verl's default needs none.",
+                self._channel,
+            )
 
     def prepare(self) -> dict[str, Any]:
         """Return the number of the next version, at the master."""

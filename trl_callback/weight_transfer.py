@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from deltasync.publish.stream import Stream
 from trl_callback import adapter, gather
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace
-from trl_callback.patience import RETRIES, Backlog, PatientStore
+from trl_callback.patience import OPEN_S, RETRIES, Backlog, PatientStore
 from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
 
@@ -40,8 +40,8 @@ class DeltaWeightTransfer:
         published_step (`int`, *optional*): The last version's step; `None` before the first.
         publisher ([`~deltasync.Publisher`], *optional*): `None` before `init_weight_transfer`.
         on_policy (`bool`): Whether each version is waited for, and by default all replicas. Set by the callback.
-        server_url (`str`, *optional*): The server that the trainer generates on, told of each version at once.
-        run_id (`str`, *optional*): The run that this trainer wrote before, which it may continue.
+        server_url (`str`, *optional*): The server that the trainer generates on. It must serve what is waited for.
+        run_ids (`set[str]`): The runs that this trainer wrote before, which it may continue.
         check_server (`Callable`, *optional*): Called once, when the first version is served, to refuse the server.
         ages ([`TokenAges`]): The age of the tokens that are trained.
     """
@@ -53,17 +53,19 @@ class DeltaWeightTransfer:
         self.publisher: Publisher | None = None
         self.on_policy = False
         self.server_url: str | None = None
-        self.run_id: str | None = None
+        self.run_ids: set[str] = set()
         self.check_server: Callable[[], object] | None = None
-        self.ages = TokenAges(config.max_token_lag)
+        self.ages = TokenAges(config.max_token_lag, config.train_unversioned)
         self._store = PatientStore(open_store(config.channel))
         self._backlog = Backlog(self._store)
         self._fleet = Fleet(self._store, config.replicas or ())
         self._model: torch.nn.Module | None = None
         self._processing_class: Any = None
         self._together = False
-        self._receipt: Receipt | None = None  # of a publish that is not in the history yet
+        self._published: Receipt | None = None  # of the last publish
+        self._receipt: Receipt | None = None  # the same while it is not in the history
         self._pace: Pace | None = None
+        self._heard: heartbeat.Heartbeats | None = None
         self._history = History()
 
     @property
@@ -99,32 +101,22 @@ class DeltaWeightTransfer:
         """Open the channel for the bound model, once; `together` if all processes publish, each the shards that it holds.
 
         Raises:
-            ChannelInUseError: the channel holds a run that is neither `run_id` nor to be resumed.
+            ChannelInUseError: the channel holds a run that is neither of `run_ids` nor to be resumed.
+            StoreError: the store cannot be reached.
         """
         assert self._model is not None
         if self.publisher is not None:
             return
-        self._together = together
+        self._together, self.published_step = together, None
         config = self.config
         settings = PublisherSettings.from_env(dtype=config.served_dtype)
+        dtype = gather.served_dtypes(self._model, settings.dtype)
         if config.adapter_only:
             files = adapter.files(self._model)
         else:
-            files = gather.checkpoint_files(self._model, self._processing_class, settings.dtype)
-        self.publisher = Publisher(
-            self._store,
-            codec=config.codec,
-            anchor_every=config.anchor_every,
-            dtype=settings.dtype,
-            retries=RETRIES,
-            signing_key=config.signing_key,
-            model_files=files,
-            initial=gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
-            resume=config.resume or self._holds_our_run(),
-            group=dist.group.WORLD if together else None,
-            # The other processes wait for the main one, which waits for the fleet.
-            peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
-        )
+            files = gather.checkpoint_files(self._model, self._processing_class, dtype)
+        with self._store.within(min(OPEN_S, config.ack_timeout_s)):
+            self.publisher = self._opened(files, dataclasses.replace(settings, dtype=dtype))
         if config.ack != "none":
             asked = TrainerSettings.from_env(max_behind=config.max_behind).max_behind
             default = 0 if self.on_policy else 1
@@ -138,19 +130,37 @@ class DeltaWeightTransfer:
                 f"To see versions and replicas: deltasync watch {url}\n"
             )
 
+    def _opened(self, files: Mapping[str, bytes], settings: PublisherSettings) -> Publisher:
+        assert self._model is not None
+        config = self.config
+        return Publisher(
+            self._store,
+            codec=config.codec,
+            anchor_every=config.anchor_every,
+            dtype=settings.dtype,
+            retries=RETRIES,
+            signing_key=config.signing_key,
+            model_files=files,
+            initial=gather.loaded_from(self._model) if config.initial == "auto" else config.initial,
+            resume=config.resume or self._holds_our_run(),
+            group=dist.group.WORLD if self._together else None,
+            # The other processes wait for the main one, which waits for the fleet.
+            peer_timeout_s=max(settings.peer_timeout_s, config.ack_timeout_s + _MARGIN_S),
+        )
+
     def _holds_our_run(self) -> bool:
         with contextlib.suppress(NotPublishedError):
-            return self.run_id is not None and ChannelReader(self._store).channel().run_id == self.run_id
+            return bool(self.run_ids) and ChannelReader(self._store).channel().run_id in self.run_ids
         return False
 
     def pause(self) -> None:
         """Do nothing: generation goes on, and a replica switches versions by itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish the weights; the upload goes on in the background.
+        """Publish the model's weights; the upload goes on in the background. The stream, which lacks some, is not read.
 
         With `ack="none"` a version may be left out while the store is behind; the next one covers it. If all processes
-        publish their shards, the stream is not read; the others call `publish_shards` at the same time.
+        publish their shards, the others call `publish_shards` at the same time.
 
         Raises:
             ModelMismatchError: the weights are not of the channel's model.
@@ -159,10 +169,8 @@ class DeltaWeightTransfer:
         assert self._model is not None
         if self._together:
             self.publish_shards()
-        elif self._pace is None and self.is_behind():
-            deque(iterator, maxlen=0)  # all processes take part in gathering shards
-        else:
-            self.publish(functools.partial(gather.streamed, iterator, self._model))
+        elif self._pace is not None or not self.is_behind():
+            self.publish(functools.partial(gather.stream_of, self._model))
 
     def publish_shards(self) -> None:
         """Publish what this process holds, in all processes, and wait as `resume` does; if one fails, all do.
@@ -217,24 +225,36 @@ class DeltaWeightTransfer:
             raise PublishTimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
         run_id, published, urls = self.publisher.run_id, self.publisher.published, config.replicas or ()
         assert run_id is not None
-        heartbeat.wake(urls or ([] if self.server_url is None else [self.server_url]), receipt.version)
+        required = [] if self.server_url is None else [self.server_url]
+        heartbeat.wake([*{*urls, *required}], receipt.version)
         ack = ("all" if self.on_policy else "any") if config.ack is None else config.ack
-        left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
-        heartbeat.wait_for(self._store, run_id, receipt.version, published, ack, left_s, urls)
+
+        def wait(ack: str, urls: Sequence[str]) -> None:
+            left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
+            heartbeat.wait_for(self._store, run_id, receipt.version, published, ack, left_s, urls, self._heard)
+
+        if required:
+            wait("all", required)
+            if heartbeat.check_ack(ack) == 1:
+                return  # which that server is
+        if self._heard is None:
+            self._heard = heartbeat.Heartbeats(self._store, run_id)
+        wait(ack, urls)
 
     def destroy(self) -> None:
-        """Finish the uploads and close the channel.
+        """Finish the uploads and close the channel, which may be opened again.
 
         Raises:
             PublishError: the last version did not become visible in `config.ack_timeout_s`.
         """
-        if self.publisher is None:
+        if (publisher := self.publisher) is None:
             return
         try:
             self.flush()
         finally:
+            self.publisher = self._heard = self._pace = None
             with contextlib.suppress(PublishError):  # flush raised it
-                self.publisher.close()
+                publisher.close()
             self._store.give_up()  # nobody waits for replicas any more
 
     def flush(self) -> None:
@@ -248,8 +268,9 @@ class DeltaWeightTransfer:
             self.publisher.flush(self.config.ack_timeout_s)
         except PublishTimeoutError:
             self._store.give_up()
+            version, self.publisher = self.publisher.version, None
             raise PublishError(
-                f"Version {self.publisher.version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
+                f"Version {version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
                 f"end of training, and was given up. Last error: {self._store.trouble}."
             ) from None
 
@@ -258,15 +279,22 @@ class DeltaWeightTransfer:
         assert self.publisher is not None
         return self.publisher.first(self._backlog.is_full)
 
-    def publish(self, named_tensors: Stream) -> None:
-        """Publish the weights of `step`; `resume` or `record` follows."""
-        assert self.publisher is not None
+    def publish(self, named_tensors: Stream, *, if_changed: bool = False) -> bool:
+        """Publish the weights of `step`; `resume` or `record` follows. With `if_changed` False is possible."""
+        publisher = self.publisher
+        assert publisher is not None
         with torch.no_grad():
-            self._receipt = self.publisher.publish(named_tensors, step=self.step, token_lag=self.ages.of_version())
+            receipt = publisher.publish(named_tensors, self.step, self.ages.of_version(), if_changed=if_changed)
+        if receipt is self._published:
+            return False
+        self._receipt = self._published = receipt
         self.published_step = self.step
+        assert publisher.run_id is not None
+        self.run_ids.add(publisher.run_id)
         self._backlog.add(self._receipt)
         published = time.perf_counter()
         self._receipt.when_done(lambda: self._history.log(upload_s=time.perf_counter() - published))
+        return True
 
     def record(self, ack_s: float | None) -> None:
         """Add the last publish to the history."""

@@ -12,8 +12,9 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -47,6 +48,7 @@ _LONGEST_POLL_S = 0.5
 _ANSWER_S = 5.0
 _LOOK_S = 1.0  # least time for one look at all replicas, also for the last one
 
+_COARSE_S = 2.0  # stores tell times in whole seconds
 _MOST_BYTES = 1 << 20  # of a server's answer
 _MOST_ERROR_CHARACTERS = 500
 _MOST_HEARTBEATS = 4096
@@ -63,7 +65,8 @@ class Heartbeat:
         state: `waiting`, `staging`, `committing`, `serving`, `stale`, `sleeping`, `failed` or `stopped`.
         newest_version: The newest version that it has seen.
         pin: Which versions it takes, None for the newest. Nobody waits for a pinned replica.
-        time_s: When it said so: seconds since 1970, by the replica's clock.
+        time_s: When it said so: seconds since 1970, by the replica's clock. Of one that was read, when it was seen to
+            be stored again, or else when it was stored, by the store's clock, if the store tells.
     """
 
     replica_id: str
@@ -104,21 +107,60 @@ def read_all(store: Store, run_id: str, deadline: float | None = None) -> list[H
         TransientStoreError: the heartbeats could not even be listed by the deadline.
         StoreError: the heartbeats cannot be read.
     """
-    (listed,) = each([keys.REPLICAS], lambda prefix: list(store.list(prefix)), deadline)
-    if listed is None:
-        raise TransientStoreError(f"The heartbeats in {store.url} could not be listed in time.")
-    expired_s = time.time() - EXPIRED_S
-    recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store does not tell
-    recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
-    read = each(recent, lambda info: _read_one(store, info.key), deadline)
-    found = (_unread(info, run_id) if beat is None else beat for info, beat in zip(recent, read, strict=True))
-    return [beat for beat in found if isinstance(beat, Heartbeat) and beat.run_id == run_id]
+    return Heartbeats(store, run_id).look(deadline)
 
 
-def _read_one(store: Store, key: str) -> Heartbeat | Literal["unreadable"]:
-    with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-        return msgspec.json.decode(store.read(key, SMALL_BYTES), type=Heartbeat)
-    return "unreadable"
+_State = tuple[int, float, str | None]
+
+
+class Heartbeats:
+    """The heartbeats in a store, for several looks: each lists them, and reads those that have changed."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._seen: dict[str, tuple[_State, float, bool]] = {}  # by key, since when, and whether it was another before
+        self._read: dict[str, tuple[_State | None, Heartbeat | Literal["unreadable"]]] = {}
+
+    def look(self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False) -> list[Heartbeat]:
+        """Return what `read_all` does; a heartbeat that was `enough` before is not read again."""
+        (listed,) = each([keys.REPLICAS], lambda prefix: list(self._store.list(prefix)), deadline)
+        if listed is None:
+            raise TransientStoreError(f"The heartbeats in {self._store.url} could not be listed in time.")
+        expired_s = time.time() - EXPIRED_S
+        recent = [info for info in listed if not 0 < info.modified_s < expired_s]  # 0 where the store does not tell
+        recent = sorted(heapq.nlargest(_MOST_HEARTBEATS, recent, lambda info: info.modified_s), key=lambda info: info.key)
+        new = [info for info in recent if not self._is_known(info, enough)]
+        for info, beat in zip(new, each(new, self._read_one, deadline), strict=True):
+            state, since_s, _ = self._seen[info.key]
+            # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
+            lasting = time.monotonic() - since_s > _COARSE_S
+            if beat is not None:
+                self._read[info.key] = (state if lasting else None, beat)
+            else:
+                self._read.pop(info.key, None)
+        found = [self._found(info) for info in recent]
+        return [beat for beat in found if isinstance(beat, Heartbeat) and beat.run_id == self._run_id]
+
+    def _is_known(self, info: ObjectInfo, enough: Callable[[Heartbeat], bool]) -> bool:
+        state = (info.bytes, info.modified_s, info.content)
+        if self._seen.get(info.key, (None,))[0] != state:
+            self._seen[info.key] = (state, time.monotonic(), info.key in self._seen)
+        read, beat = self._read.get(info.key, (None, None))
+        return (read == state and info.modified_s > 0) or (isinstance(beat, Heartbeat) and enough(beat))
+
+    def _found(self, info: ObjectInfo) -> Heartbeat | Literal["unreadable"]:
+        _, beat = self._read.get(info.key, (None, None))
+        if beat is None:
+            return _unread(info, self._run_id)
+        _, since_s, changed = self._seen[info.key]
+        stored_s = time.time() - (time.monotonic() - since_s) if changed else info.modified_s
+        return dataclasses.replace(beat, time_s=stored_s) if isinstance(beat, Heartbeat) and stored_s else beat
+
+    def _read_one(self, info: ObjectInfo) -> Heartbeat | Literal["unreadable"]:
+        with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
+            return msgspec.json.decode(self._store.read(info.key, SMALL_BYTES), type=Heartbeat)
+        return "unreadable"
 
 
 def _unread(info: ObjectInfo, run_id: str) -> Heartbeat:
@@ -150,6 +192,12 @@ def ask_status(url: str) -> dict[str, Any] | None:
     """
     answer, _, code = _call(f"{url}/{_STATUS}")
     return None if code is None or code >= 500 else _json_object(answer)
+
+
+def ask_models(url: str) -> list[str]:
+    """Ask a server for the names of the models that it serves (`GET /v1/models`); empty if it does not say."""
+    found = _json_object(_call(f"{url}/v1/models")[0]).get("data")
+    return [str(model.get("id")) for model in found if isinstance(model, dict)] if isinstance(found, list) else []
 
 
 def tell(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
@@ -201,6 +249,7 @@ def wait_for(
     ack: str | int,
     timeout_s: float,
     urls: Sequence[str] = (),
+    known: Heartbeats | None = None,
 ) -> list[Heartbeat]:
     """Block until the fleet serves a version. Wait for its upload first (`Receipt.wait`): a failed one never arrives.
 
@@ -214,6 +263,7 @@ def wait_for(
             and every live one serves it.
         timeout_s: How long to wait. The last look may take a second more.
         urls: Servers to ask instead of reading heartbeats; `all` then means each of them.
+        known: What the last call has read, to read what has changed since.
 
     Returns:
         The heartbeats of the replicas that serve it.
@@ -225,10 +275,14 @@ def wait_for(
     needed = check_ack(ack)
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
+    known = Heartbeats(store, run_id) if known is None else known
     while True:
         look_until = max(deadline, time.monotonic() + _LOOK_S)
         try:
-            heartbeats = ask(urls, run_id, look_until) if urls else read_all(store, run_id, look_until)
+            if urls:
+                heartbeats = ask(urls, run_id, look_until)
+            else:
+                heartbeats = known.look(look_until, lambda beat: _serves(beat, version, published))
         except TransientStoreError:
             if time.monotonic() >= deadline:
                 raise
@@ -246,7 +300,7 @@ def wait_for(
 
 
 def is_live(heartbeat: Heartbeat) -> bool:
-    """Whether a replica counts as live: its heartbeat is recent, by our clock, or in the future, and not its last one."""
+    """Whether a replica counts as live: its heartbeat is recent, or in the future, and not its last one."""
     return heartbeat.state != STOPPED and _age_s(heartbeat) < LIVE_S
 
 
@@ -277,7 +331,7 @@ def _explain(needed: int | None, serving: list[Heartbeat], lagging: list[Heartbe
         f"{'' if beat.pin is None else f', pinned: {beat.pin}'})"
         for beat in heartbeats
     )
-    return f"no replica is live. Last heard of: {ages}. Restart them, or set their clocks right"
+    return f"no replica is live. Last heard of: {ages}. Restart them"
 
 
 def _describe(heartbeat: Heartbeat) -> str:
@@ -318,11 +372,15 @@ def _json_object(answer: bytes) -> dict[str, Any]:
 
 def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> tuple[bytes, str | None, int | None]:
     """GET, or with a body POST: the answer, what went wrong, and the HTTP status if there was an answer."""
-    token = ReplicaSettings.from_env().http_token
     headers = {} if body is None else {"Content-Type": "application/json"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    opener = urllib.request.build_opener(_NoRedirects)
+    settings = ReplicaSettings.from_env()
+    if settings.http_token is not None:
+        headers["Authorization"] = f"Bearer {settings.http_token}"
+    # A proxy of the environment is for the world outside, and would get the token.
+    proxies = urllib.request.getproxies() if settings.use_proxy else {}
+    opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler(proxies))
+    proxy = proxies.get(url.partition("://")[0])
+    through = "" if proxy is None or urllib.request.proxy_bypass(urlsplit(url).netloc) else f" through the proxy {proxy}"
     try:
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as reply:
             return reply.read(_MOST_BYTES), None, reply.status
@@ -331,9 +389,9 @@ def _call(url: str, body: bytes | None = None, timeout_s: float = _ANSWER_S) -> 
         answer = b""
         with contextlib.suppress(OSError, http.client.HTTPException), error:
             answer = error.read(_MOST_BYTES)
-        return answer, f"{url} answered {error.code}{redirect}", error.code
+        return answer, f"{url} answered {error.code}{through}{redirect}", error.code
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return b"", f"{url} does not answer: {error}", None
+        return b"", f"{url} does not answer{through}: {error}", None
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -1,19 +1,85 @@
-"""Run one action for many items in a few threads: in order, or as many as are done by a deadline."""
+"""Run actions in a few threads: for many items in order, for as many as are done by a deadline, or one after the other."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _AT_ONCE = 32  # threads of `each`
+
+
+def let_go(lock: Any) -> None:
+    """Release an `RLock` that an interrupt has left this thread holding."""
+    while lock._is_owned():
+        lock.release()
+
+
+class Workers:
+    """Up to `count` threads that run actions in order, and end when there are none.
+
+    They are daemons. Unlike those of `concurrent.futures` they take actions while the interpreter exits, and the process can
+    end while a store hangs. An interrupt of `submit` leaves the action out, or run by the next call of `submit` or `start`.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._actions: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self.lock = threading.RLock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an action runs or waits."""
+        with self.lock:
+            return bool(self._actions) or any(thread.is_alive() for thread in self._threads)
+
+    def submit(self, action: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+        """Run `action` after those that were submitted before; its result or exception is in the future."""
+        future: Future[_Result] = Future()
+        with self.lock:
+            self._actions.append((future, functools.partial(action, *arguments)))
+        self.start()
+        return future
+
+    def start(self) -> None:
+        """Start a thread for actions that wait, if there are not enough."""
+        with self.lock:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            if self._actions and len(self._threads) < self._count:
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._threads.add(thread)
+                thread.start()
+
+    def close(self) -> None:
+        """Wait until all actions have run."""
+        while self.busy:
+            self.start()
+            with self.lock:
+                threads = [thread for thread in self._threads if thread.is_alive()]
+            for thread in threads:
+                thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                if not self._actions:
+                    self._threads.discard(threading.current_thread())
+                    return
+                future, action = self._actions.popleft()
+            try:
+                future.set_result(action())
+            except BaseException as error:  # noqa: BLE001 - raised by the future
+                future.set_exception(error)
+            del future, action
 
 
 def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:

@@ -82,6 +82,7 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
     if reader.store.url.startswith("hf:"):
         yield _quota()
     yield from _installed()
+    yield _kernels()
     yield _gpu()
 
 
@@ -201,6 +202,14 @@ def _installed() -> Iterator[Finding]:
             yield Finding(wanted.name, "ok", f"{found} is installed.")
         else:
             yield Finding(wanted.name, "failure", f"{found} is installed; deltasync works with {wanted.specifier}.")
+
+
+def _kernels() -> Finding:
+    from deltasync.kernels import compiled, cpu  # noqa: F401 - says where its kernels are kept
+
+    if compiled.uncached:
+        return Finding("kernels", "warning", f"Each process compiles them anew: {compiled.uncached[0]}.", compiled.CURE)
+    return Finding("kernels", "ok", "Compiled kernels are kept on disk.")
 
 
 def _gpu() -> Finding:

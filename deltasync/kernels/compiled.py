@@ -8,6 +8,7 @@ in the kernel's own source file, though kernels inline functions of other files.
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any
 
 import numba
 from numba.core.caching import IndexDataCacheFile
+
+logger = logging.getLogger(__name__)
+
+CURE = "Set NUMBA_CACHE_DIR to a folder that can be written."
 
 _SOURCES = tuple(
     (path.name, status.st_mtime_ns, status.st_size)
@@ -46,10 +51,23 @@ class CacheFile(IndexDataCacheFile):
         return str(self._data_name_pattern.replace("{number:d}", number))
 
 
+uncached: list[str] = []
+"""Why kernels are compiled in each process anew, if they are."""
+
+
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function when it is first called: in parallel, without the GIL, and cached on disk."""
-    dispatcher = numba.njit(parallel=True, nogil=True, cache=True)(function)
-    if dispatcher is not function:  # with NUMBA_DISABLE_JIT=1 they are the same
+    """Compile a function when it is first called: in parallel, without the GIL, and cached on disk if that is possible."""
+    compiled = numba.njit(parallel=True, nogil=True)
+    dispatcher = compiled(function)
+    try:
+        if dispatcher is not function:  # with NUMBA_DISABLE_JIT=1 they are the same
+            dispatcher.enable_caching()
+    except RuntimeError as error:  # neither the package's folder nor the user's can be written
+        if not uncached:
+            logger.warning("Kernels are compiled anew in this process, which takes some seconds: %s. %s", error, CURE)
+        uncached.append(str(error))
+        return dispatcher
+    if dispatcher is not function:
         cache = dispatcher._cache
         cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, _SOURCES)
     return dispatcher

@@ -24,7 +24,11 @@ _SMALL_BYTES = 4096  # a put of up to this size takes only the time that any put
 
 
 class MeteredStore(WrappedStore):
-    """A store that measures how long puts take."""
+    """A store that measures how long puts take.
+
+    Attributes:
+        stored_s: When the last put ended well, by `time.monotonic`.
+    """
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -33,6 +37,7 @@ class MeteredStore(WrappedStore):
         self._began_s, self._whole = 0.0, True
         self._small_s: deque[float] = deque(maxlen=16)
         self._large: deque[tuple[int, float]] = deque(maxlen=5)
+        self.stored_s = time.monotonic()
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""
@@ -63,7 +68,7 @@ class MeteredStore(WrappedStore):
         stored = False
         try:
             yield
-            stored = True
+            stored, self.stored_s = True, time.monotonic()
         finally:
             with self._lock:
                 self._under_way -= 1

@@ -76,6 +76,7 @@ class Job:
     _group_changed: int = 0
     _compared: list[Group] = dataclasses.field(default_factory=list)
     _groups: queue.SimpleQueue[tuple[Group, bool] | None] = dataclasses.field(default_factory=queue.SimpleQueue)
+    _waiting: list[Group] | None = dataclasses.field(default_factory=list)  # the same groups, until encoding begins
 
     @property
     def kind(self) -> str:
@@ -96,15 +97,20 @@ class Job:
         """Hand over the last group: the stream has been read."""
         self.ended_s = time.perf_counter()
         self._hand_over()
-        self._groups.put((self._group, True))
+        self._put(self._group, last=True)
 
     def _hand_over(self) -> None:
         for group in self._compared:
-            self._groups.put((group, False))
+            self._put(group)
         self._compared = []
 
+    def _put(self, group: Group, *, last: bool = False) -> None:
+        if (waiting := self._waiting) is not None:
+            waiting.append(group)
+        self._groups.put((group, last))
+
     def abort(self) -> None:
-        """Let `groups` raise: the stream failed."""
+        """Let `groups` raise, unless the stream has been read: it failed."""
         self._groups.put(None)
 
     def groups(self) -> Iterator[tuple[Group, bool]]:
@@ -117,6 +123,7 @@ class Job:
             for patch in self.patches.values():
                 self.add(patch)
             self.end()
+        self._waiting = None
         last = False
         while not last:
             item = self._groups.get()
@@ -125,11 +132,9 @@ class Job:
             group, last = item
             yield group, last
 
-    def take_back(self) -> None:
-        """Turn the groups into `patches`. The stream has been read, and nothing was encoded yet."""
-        if self.live:
-            self.patches = {patch.name: patch for group, _ in self.groups() for patch in group}
-            self.live, self._group, self._group_changed = False, [], 0
+    def steps(self) -> dict[str, Patch]:
+        """Return all changes. The stream has been read, and nothing was encoded yet."""
+        return {patch.name: patch for group in self._waiting or () for patch in group} if self.live else self.patches
 
     def drop_weights(self) -> None:
         """Free the local disk of its weights."""

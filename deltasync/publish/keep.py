@@ -6,13 +6,14 @@ No version depends on this thread. What fails is logged, and tried again with a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from deltasync import housekeeping, kernels
 from deltasync.channel import anchors, keys
 from deltasync.channel.documents import Anchor, Delta, File, Version
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
 from deltasync.config import Retention
 from deltasync.errors import DeltaSyncError, get_logger
@@ -47,7 +48,7 @@ class Keeper:
         self._log = log
         self._model_files = model_files
         self._swept = 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-keep")
+        self._workers = Workers(1, "deltasync-keep")
 
     def store(self, weights: Weights, version: int) -> Anchor:
         """Store the files of an anchor, two at a time, while the next one is made.
@@ -59,18 +60,16 @@ class Keeper:
         log, stored = self._log, list[Future[File]]()
         folder = keys.anchor_folder(version, log.epoch, log.attempt(version))
         companions = [log.put_file(folder, name, data) for name, data in self._model_files.items()]
-        with (
-            kernels.cpu.beside(_STORED_AT_ONCE),
-            ThreadPoolExecutor(_STORED_AT_ONCE, thread_name_prefix="deltasync-anchor") as pool,
-        ):
+        workers = Workers(_STORED_AT_ONCE, "deltasync-anchor")
+        with kernels.cpu.beside(_STORED_AT_ONCE):
             for name, data in weights.files:
                 if len(stored) >= _STORED_AT_ONCE:
                     stored[-_STORED_AT_ONCE].result()  # so that no more are in memory
-                stored.append(pool.submit(log.put_file, folder, name, data))
+                stored.append(workers.submit(log.put_file, folder, name, data))
                 if len(data) > _MOST_BESIDE_BYTES:
                     stored[-1].result()
                 del data  # before the next one is made
-        files = [future.result() for future in stored]
+            files = [future.result() for future in stored]
         if files[-1].key.endswith(anchors.INDEX):
             companions.append(files.pop())
         return Anchor(directory=folder, files=files, companions=companions)
@@ -78,12 +77,12 @@ class Keeper:
     def announce(self, stored: Stored, weights: Weights, requires: list[str]) -> None:
         """Store the weights of a version and announce them as another way to it; returns at once."""
         self.announcing = True
-        self._pool.submit(self._announce, stored.version, str(stored.record.fingerprint), weights, requires)
+        self._workers.submit(self._announce, stored.version, str(stored.record.fingerprint), weights, requires)
 
     def fold(self, base: Version, stored: Stored, delta: Delta, payload: Encoded | None) -> None:
         """Store a fold from one version to another; returns at once."""
         digest = str(stored.record.fingerprint)
-        self._pool.submit(self._guarded, lambda: self._log.fold(stored.version, digest, payload, base=base, delta=delta))
+        self._workers.submit(self._guarded, lambda: self._log.fold(stored.version, digest, payload, base=base, delta=delta))
 
     def published(self, version: int) -> None:
         """Forget and prune if that is due now that a version is visible."""
@@ -91,11 +90,16 @@ class Keeper:
         due = max(_LEAST_BETWEEN, (keep_last or 0) // 2)
         if (keep_last is not None or self.retention.keep_anchors is not None) and version >= self._swept + due:
             self._swept = version
-            self._pool.submit(self._guarded, self._sweep)
+            self._workers.submit(self._guarded, self._sweep)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return self._workers.busy
 
     def close(self) -> None:
-        """Finish what is under way and end the thread."""
-        self._pool.shutdown(wait=True)
+        """Finish what is under way."""
+        self._workers.close()
 
     def _announce(self, version: Version, digest: str, weights: Weights, requires: list[str]) -> None:
         self.failed = not self._guarded(

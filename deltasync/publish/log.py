@@ -13,7 +13,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from deltasync.channel import documents, keys, record
@@ -21,6 +20,7 @@ from deltasync.channel.documents import Anchor, Channel, File, Head, Record, Ver
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.channel.signing import Signer
+from deltasync.channel.threads import Workers
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import (
@@ -131,7 +131,7 @@ class Log:
         self._anchor: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._head_waits = self._had_head = False
-        self._head_pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-head")
+        self._head = Workers(1, "deltasync-head")
 
     @property
     def next_version(self) -> int:
@@ -259,11 +259,16 @@ class Log:
             stored = self._folds[key] = dataclasses.replace(stored, data=None)
         return stored
 
+    @property
+    def busy(self) -> bool:
+        """Whether head is being moved."""
+        return self._head.busy
+
     def close(self) -> None:
-        """Bring head up to date and end its thread. A pending record stays pending: see `settle`."""
+        """Bring head up to date. A pending record stays pending: see `settle`."""
         if self._fenced is None:
             self._follow_with_head()
-        self._head_pool.shutdown(wait=True)
+        self._head.close()
 
     def _retried(self, action: Callable[[], _Result]) -> _Result:
         return put.retried(self._settings, action, self.stop)
@@ -318,9 +323,8 @@ class Log:
         if key == keys.CHANNEL:
             self.store.put(key, data, guard=self._look_for_channel)
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="deltasync-look") as pool:
-            look = pool.submit(self._look_at_epochs)
-            self.store.put(key, data, guard=lambda: self._check_look(look.result()))
+        look = Workers(1, "deltasync-look").submit(self._look_at_epochs)
+        self.store.put(key, data, guard=lambda: self._check_look(look.result()))
 
     def _look_at_epochs(self) -> float:
         """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
@@ -372,7 +376,7 @@ class Log:
             if self._head_waits or not self.published:
                 return
             self._head_waits = True
-        self._head_pool.submit(self._move_head)
+        self._head.submit(self._move_head)
 
     def _move_head(self) -> None:
         """Let head name the newest version. A failure is logged; the next version moves head again."""

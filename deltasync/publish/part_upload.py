@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
 
 from deltasync.channel import keys
 from deltasync.channel.documents import File, Version
+from deltasync.channel.threads import Workers
 from deltasync.config import PublisherSettings
 from deltasync.errors import PublishError, PublishPendingError, error_of
 from deltasync.publish import put
@@ -41,7 +42,7 @@ class PartUploader:
         self._pending: dict[int, Job] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._puts = ThreadPoolExecutor(PUTS, thread_name_prefix="deltasync-put")
+        self._puts = Workers(PUTS, "deltasync-put")
         # A daemon, since nothing would end it if the first rank died.
         self._thread = threading.Thread(target=self._run, name="deltasync-upload", daemon=True)
         self._thread.start()
@@ -57,6 +58,14 @@ class PartUploader:
             jobs = list(self._pending.values())
         if not all(job.released.wait(self._signals.timeout_s) for job in jobs):
             raise PublishError(f"Rank 0 did not say within {self._signals.timeout_s:g} s what becomes of a version.")
+
+    def let_go(self) -> None:
+        """Do nothing."""
+
+    def release(self, job: Job | None = None) -> None:
+        """Put back the job that was taken."""
+        if job is not None:
+            self.submit(job)
 
     def resume(self, tip: Version) -> None:
         """Do nothing: the first rank decides what the next version builds on."""
@@ -75,7 +84,7 @@ class PartUploader:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._puts.shutdown(wait=True)
+        self._puts.close()
 
     def _run(self) -> None:
         while True:

@@ -23,8 +23,9 @@ from deltasync.channel import anchors
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
+from deltasync.channel.threads import let_go
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
-from deltasync.errors import ConfigError, PublishError, get_logger
+from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import Weights, collect_weights
 from deltasync.publish.job import Job, Receipt
 from deltasync.publish.keep import Keeper
@@ -122,7 +123,9 @@ class Publisher:
         self._shadow: Shadow | None = None
         self._held: Sequence[Mapping[str, Range]] = []
         self._last: Receipt | None = None
-        self._serial, self._closed = 0, False
+        self._live: Job | None = None  # the newest job whose changes came while its stream was read
+        self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
+        self._serial, self._closed, self._process = 0, False, os.getpid()
         self._uploader: Uploader | PartUploader
         if self._log is not None:
             keeper = Keeper(reader, self._log, retention, files)
@@ -160,7 +163,14 @@ class Publisher:
         """Memory that the shadow takes in this process, on the `host` and on the `device`."""
         return {"host": 0, "device": 0} if self._shadow is None else self._shadow.size_bytes
 
-    def publish(self, named_tensors: Stream, step: int | None = None, token_lag: TokenLag | None = None) -> Receipt:
+    def publish(
+        self,
+        named_tensors: Stream,
+        step: int | None = None,
+        token_lag: TokenLag | None = None,
+        *,
+        if_changed: bool = False,
+    ) -> Receipt:
         """Publish the weights as the next version; the upload goes on in the background.
 
         Args:
@@ -171,9 +181,10 @@ class Publisher:
                 list is fastest: all its tensors are compared at once, those of a generator one by one.
             step: The trainer's step, a whole number, stored as metadata.
             token_lag: Mean, 95th percentile and maximum age, in versions, of tokens trained since the last call; metadata.
+            if_changed: Publish nothing if no bit differs from the last publish.
 
         Returns:
-            The receipt; `receipt.wait()` blocks until the version is visible.
+            The receipt; `receipt.wait()` blocks until the version is visible. With `if_changed` it may be the last one.
 
         Raises:
             ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the shadow is as
@@ -181,10 +192,23 @@ class Publisher:
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
         """
+        self._check_process()
         if self._closed:
             raise ConfigError("This publisher is closed.")
         step = None if step is None else whole_number("step", step)
         token_lag = None if token_lag is None else token_ages(token_lag)
+        if self._interrupted:
+            self._start_over()
+        self._interrupted = True  # an interrupt, which may come anywhere from here on, leaves it so
+        try:
+            receipt = self._publish(named_tensors, step, token_lag, if_changed)
+        except Exception:
+            self._interrupted = False
+            raise
+        self._interrupted, self._live = False, None
+        return receipt
+
+    def _publish(self, named_tensors: Stream, step: int | None, token_lag: TokenLag | None, if_changed: bool) -> Receipt:
         before_s = time.perf_counter()
         base = self._agree_on_base()
         live: Job | None = None
@@ -197,7 +221,7 @@ class Publisher:
                     base, changes, reference = self._begin(base, named_tensors)
                 else:
                     if base.waiting is None and not base.full and self._uploader.idle:
-                        live = self._job(base, live=True, fingerprints=self._shadow.fingerprints)
+                        live = self._live = self._job(base, live=True, fingerprints=self._shadow.fingerprints)
                         self._uploader.submit(live)
                     changes, problem = attempt(lambda: self._take(named_tensors, live))
             jobs = self._jobs(base, live, changes or {}, reference, problem)
@@ -205,7 +229,10 @@ class Publisher:
             self._undo(base, live, reference)
             raise
         assert self._shadow is not None
-        self._shadow.keep()
+        if if_changed and self._last is not None and base.waiting is None and not base.full and not jobs[-1].changed:
+            jobs[-1].drop_weights()
+            self._undo(base, live, reference)
+            return self._last
         jobs[-1].step, jobs[-1].token_lag = step, token_lag
         for job in jobs:
             if job.full:
@@ -214,6 +241,7 @@ class Publisher:
                 job.end()
             else:
                 self._uploader.submit(job)
+        self._shadow.keep()
         self._version = jobs[-1].version
         self._last = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         self._shadow.warn_of_nan(self._version)
@@ -233,6 +261,7 @@ class Publisher:
         Raises:
             PublishError: as `Receipt.wait` of the last publish.
         """
+        self._check_process()
         if self._last is not None:
             try:
                 self._last.wait(timeout_s)
@@ -243,11 +272,16 @@ class Publisher:
     def close(self) -> None:
         """Finish the uploads and end. Later calls of `publish` are refused.
 
+        Whatever is not closed when the process ends finishes its uploads, as long as the store takes them.
+
         Raises:
             PublishError: the last version did not become visible.
         """
+        self._check_process()
         if not self._closed:
             self._closed = True
+            if self._interrupted:
+                self._start_over()
             self._uploader.close()
         self.flush()
 
@@ -257,7 +291,7 @@ class Publisher:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
             self.close()
-        except PublishError:
+        except Exception:
             if error is None:
                 raise
             logger.exception("The last version was not published.")
@@ -295,8 +329,9 @@ class Publisher:
         def decide() -> tuple[int, bool, bool, bool]:
             nonlocal waiting
             assert isinstance(uploader, Uploader)
-            waiting = uploader.take()
+            waiting = None if self._starts_over else uploader.take()
             number, full = uploader.next() if waiting is None else (waiting.version, waiting.full)
+            full = full or self._starts_over
             uploader.warm_up()
             collects = self._peers.size > 1 and (full or uploader.is_due(number, 0, self._weight_bytes))
             return number, full, collects, waiting is not None
@@ -307,7 +342,7 @@ class Publisher:
                 waiting = uploader.take()
         except BaseException:
             if waiting is not None:
-                uploader.submit(waiting)
+                uploader.release(waiting)
             raise
         if full and number == 1 and self._first.initial is not None and self._peers.size == 1:
             self._shadow = None  # to be compared with the initial checkpoint, again if the reference was lost
@@ -320,6 +355,7 @@ class Publisher:
             self._uploader.resume(self._first.start.end)
             base = base._replace(full=False, collects=False)
         self._channel, self._specs, self._held, self._shadow = begun.channel, begun.channel.specs, begun.held, begun.shadow
+        self._starts_over = False
         return base, begun.changes, begun.reference
 
     def _take(self, named_tensors: Stream, live: Job | None) -> dict[str, Patch]:
@@ -353,7 +389,7 @@ class Publisher:
         """
         shadow, waiting = self._shadow, base.waiting
         assert shadow is not None
-        patches = changes if waiting is None or base.full else fold_changes(waiting.patches, changes)
+        patches = changes if waiting is None or base.full else fold_changes(waiting.steps(), changes)
         # Without other ranks the uploader computes the fingerprints of full weights, so that the trainer does not wait.
         names = () if base.full and reference is None and self._peers.size == 1 else tuple(self._specs)
         digests = [0 if problem is not None else shadow.fingerprints[name] for name in names]
@@ -369,25 +405,45 @@ class Publisher:
         weights = None
         if base.collects:
             weights = collect_weights(self._peers, shadow, self._specs, self._held, fingerprints, self.settings)
-        job = live or waiting or self._job(base)
-        job.drop_weights()
+        job = live or self._job(base)
+        if waiting is not None:  # the new job answers its receipts too
+            waiting.drop_weights()
+            job.encoded, job.uploaded, job.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
         job.weights, job.fingerprints = weights, fingerprints
-        job.coalesced += job is waiting
         job.changed = 0 if base.full else changed
         job.patches = {} if base.full or live else patches
         return [*jobs, job]
 
     def _undo(self, base: _Base, live: Job | None, reference: Reference | None) -> None:
         """Publish nothing: restore the shadow, and let the waiting job go on."""
+        self._uploader.let_go()
         if live is not None:
-            live.abort()
-            live.released.wait()
+            assert isinstance(self._uploader, Uploader)
+            self._uploader.withdraw(live)
         if reference is not None:
             self._shadow = None
         elif self._shadow is not None:
             self._shadow.retreat()
         if base.waiting is not None:
-            self._uploader.submit(base.waiting)
+            self._uploader.release(base.waiting)
+
+    def _start_over(self) -> None:
+        """End what an interrupted publish has left. The next version has full weights, as the shadow may have any bits."""
+        self._uploader.let_go()
+        if self._shadow is not None:
+            let_go(self._shadow.lock)
+        if isinstance(self._uploader, Uploader) and self._peers.size == 1:
+            if self._live is not None:
+                self._uploader.withdraw(self._live)
+            self._uploader.release()
+            self._starts_over, self._shadow = self._channel is not None, None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"This publisher belongs to process {self._process}, of which this one is a fork. Make another one here, or "
+                "publish there."
+            )
 
     @property
     def _weight_bytes(self) -> int:

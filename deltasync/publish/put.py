@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltasync.channel.documents import File, sha256_hex
+from deltasync.channel.threads import Workers
 from deltasync.config import PublisherSettings
 from deltasync.errors import CorruptDataError, ObjectExistsError, ObjectMissingError, TransientStoreError
 from deltasync.stores import retries
@@ -43,10 +43,9 @@ def put_file(
     if len(data) < _LARGE_BYTES:
         retried(settings, lambda: store.put(key, data), stop)
         return File(key=key, bytes=len(data), sha256=sha256_hex(data))
-    with ThreadPoolExecutor(1, thread_name_prefix="deltasync-sha256") as pool:
-        digest = pool.submit(sha256_hex, data)
-        retried(settings, lambda: store.put(key, data), stop)
-        return File(key=key, bytes=len(data), sha256=digest.result())
+    digest = Workers(1, "deltasync-sha256").submit(sha256_hex, data)
+    retried(settings, lambda: store.put(key, data), stop)
+    return File(key=key, bytes=len(data), sha256=digest.result())
 
 
 def create(store: Store, key: str, data: bytes) -> bool:

@@ -8,6 +8,7 @@ many values that are close to a rounding boundary.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from deltasync.errors import ConfigError
 from deltasync.publish.stream import Tensor, TensorRange
-from deltasync.tensors.bits import cast
+from deltasync.tensors.bits import cast, dtype_for
 
 BLOCK = 128
 SCALE = "_scale_inv"
@@ -37,6 +38,8 @@ _KEPT = re.compile(r"(^|\.)(embed_tokens|wte|lm_head|gate|router)\.weight$")  # 
 def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize the weights of linear layers; embeddings, the output layer, routers and norms become bfloat16.
 
+    What servers keep exactly is kept, see `dtype_for`.
+
     Args:
         named_tensors: Whole tensors of a checkpoint; experts one by one.
 
@@ -47,7 +50,7 @@ def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
         if isinstance(tensor, TensorRange) or hasattr(tensor, "placements"):  # a DTensor, whose import takes seconds
             raise ConfigError(f"{name} is a shard, which cannot be quantized by blocks; train with DDP, or serve bfloat16.")
         if tensor.ndim != 2 or not tensor.is_floating_point() or not name.endswith(".weight") or _KEPT.search(name):
-            yield name, cast(tensor, "bfloat16")
+            yield name, cast(tensor, dtype_for(name, "bfloat16"))
             continue
         values, scale = quantize(tensor)
         yield name, values
@@ -63,5 +66,6 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mantissa, exponent = torch.frexp(blocks.abs().amax(dim=(1, 3)) / _LARGEST)
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     scale = torch.where(mantissa == 0, torch.ones_like(scale), scale)
-    values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    scaled = blocks / scale[:, None, :, None]
+    values = torch.where(torch.isinf(scaled), math.nan, scaled).to(torch.float8_e4m3fn)  # which has no infinity
     return values.reshape(padded.shape)[:rows, :columns].contiguous(), scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -65,7 +66,7 @@ class Shadow:
         self.bits = dict(bits)
         self.with_nan: list[str] = []
         self._copies = DeviceCopies(self.bits)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._snapshots: list[Snapshot] = []
         self._taken: dict[str, Patch] = {}
         self._before: dict[str, int] | None = None
@@ -102,14 +103,19 @@ class Shadow:
         specs: dict[str, TensorSpec] = {}
         held: dict[str, np.ndarray] = {}
         ranges: dict[str, Range] = {}
+        given: dict[str, torch.dtype] = {}
+        sizes: dict[torch.dtype, int] = {}
         tensors, dtype = _tensors(stream, dtype)
         for name, part in _parts(tensors, dtype, rank, specs):
             copy = torch.empty(part.held.shape, dtype=getattr(torch, specs[name].dtype))
             # The copy casts host tensors, in all threads; others are cast where they are.
             copy.copy_(part.held.detach() if part.held.is_cpu else cast(part.held, specs[name].dtype))
             held[name], ranges[name] = bits_of(copy), (part.start, part.stop)
+            sizes[part.held.dtype] = sizes.get(part.held.dtype, 0) + math.prod(part.shape)
+            given[name] = part.held.dtype
         if not specs:
             raise ModelMismatchError("The stream held no tensors; nothing was published.")
+        _warn_of_rounding(given, specs, max(sizes, key=lambda dtype: sizes[dtype]))
         return cls(specs, ranges, held)
 
     @classmethod
@@ -315,6 +321,23 @@ def _warn_of_nan(nan: Sequence[str], version: int) -> None:
         )
 
 
+def _warn_of_rounding(given: Mapping[str, torch.dtype], specs: Mapping[str, TensorSpec], main: torch.dtype) -> None:
+    """Warn of tensors that the model holds in a wider dtype than most, and that are published in a narrower one."""
+    rounded = [
+        name
+        for name, dtype in given.items()
+        if dtype.is_floating_point and dtype.itemsize > max(main.itemsize, specs[name].item_bytes)
+    ]
+    if rounded:
+        name = rounded[0]
+        logger.warning(
+            "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype will differ. "
+            'To publish them as they are: dtype="%s,*%s=keep".',
+            *(len(rounded), str(main).removeprefix("torch."), specs[name].dtype, ", ".join(rounded[:5])),
+            *(specs[name].dtype, ".".join(name.split(".")[-2:])),
+        )
+
+
 def _tensors(stream: Stream, dtype: str) -> tuple[Tensors, str]:
     """Return the stream, quantized if that is the served dtype, and the dtype to cast its tensors to."""
     tensors = tensors_of(stream)
@@ -332,7 +355,7 @@ def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec])
                 f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
                 "tensors that were gathered."
             )
-        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype_for(name, dtype))), part.shape)
+        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype_for(name, dtype)), name), part.shape)
         yield name, part
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
@@ -35,7 +36,7 @@ class TensorRange:
 Tensor = torch.Tensor | TensorRange
 Tensors = Iterable[tuple[str, Tensor]]
 Stream = torch.nn.Module | Mapping[str, Tensor] | Tensors | Callable[[], Tensors]
-"""A module, for its `state_dict()`; a mapping of names to tensors; pairs of name and tensor; or a function that returns
+"""A module, for its `module_tensors`; a mapping of names to tensors; pairs of name and tensor; or a function that returns
 those, called when they are read.
 
 A mapping, its items or a list keep their tensors until the publish returns; they are compared together. Anything else, such
@@ -46,7 +47,7 @@ as a generator, may free or overwrite a tensor as soon as the next one is asked 
 def tensors_of(stream: Stream) -> Tensors:
     """Return the stream's pairs, not yet checked (`pair_of`); raise ModelMismatchError if it has none or is none."""
     if isinstance(stream, torch.nn.Module):
-        stream = stream.state_dict()
+        stream = module_tensors(stream)
     elif callable(stream):
         stream = stream()
     pairs = stream.items() if isinstance(stream, Mapping) else stream
@@ -56,6 +57,66 @@ def tensors_of(stream: Stream) -> Tensors:
     if isinstance(pairs, Sized) and not len(pairs):
         raise ModelMismatchError("There is no tensor to publish.")
     return pairs
+
+
+_WRAPPERS = {
+    "AveragedModel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Classes that hold a module and add their attribute's name to the names of its tensors, which no checkpoint has."""
+
+
+def _wrapped(module: torch.nn.Module) -> str | None:
+    """The attribute in which a wrapper holds its module; None for any other module."""
+    return next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of all wrappers, such as those of `torch.compile` and DDP."""
+    while (attribute := _wrapped(module)) is not None:
+        module = getattr(module, attribute)
+    return module
+
+
+def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
+    """Return a function that removes the wrappers inside of a module from the names of its tensors and modules."""
+    found = ((name, _wrapped(part)) for name, part in module.named_modules(remove_duplicate=False))
+    inner = {f"{name}.{attribute}".lstrip(".") for name, attribute in found if attribute is not None}
+
+    def plain(name: str) -> str:
+        parts = name.split(".") if inner else [name]
+        return ".".join(part for end, part in enumerate(parts, start=1) if ".".join(parts[:end]) not in inner)
+
+    return plain
+
+
+def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each storage once.
+
+    They alias the live weights. Of tied ones it is that which `from_pretrained` ties the others to, else the first.
+    """
+    module = unwrapped(module)
+    plain = plain_names(module)
+    # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
+    tied = list(getattr(module, "_tied_weights_keys", None) or ())
+    params = {plain(name): param for name, param in module.named_parameters(remove_duplicate=False)}
+    state = {plain(name): value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    kept: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        storage: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if not tensor.numel() or hasattr(tensor, "placements"):  # of a shard, this process may hold nothing
+            storage = (id(params.get(name, name)),)
+        known = kept.setdefault(storage, name)
+        if known != name and any(re.search(pattern, known) for pattern in tied):
+            kept[storage] = name
+    names = set(kept.values())
+    return {name: tensor for name, tensor in state.items() if name in names}
 
 
 def pair_of(pair: object) -> tuple[str, Tensor]:

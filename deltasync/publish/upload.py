@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from types import FrameType
 
 import msgspec
 
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, Record, Version
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import Workers, let_go
 from deltasync.codec.base import Encoded
 from deltasync.config import PublisherSettings
 from deltasync.errors import DeltaSyncError, FencedError, PublishError, PublishLostError, PublishPendingError, get_logger
@@ -31,6 +36,9 @@ logger = get_logger(__name__)
 
 PUTS = 4
 """Parts that one rank stores at the same time."""
+
+EXIT_S = 30.0
+"""The process ends before everything is stored if the store has taken nothing for so long."""
 
 _ANCHOR_EVERY = 100
 _IDLE_S = 5.0  # after which a connection is opened again before it is needed
@@ -61,13 +69,15 @@ class Uploader:
         self._signals = signals
         self._choice = Choice(settings.codec, None if signals.others else log.store)
         self._fold: tuple[Version, dict[str, Patch]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiting: list[Job] = []
         self._running: Job | None = None
         self._fenced: FencedError | None = None
         self._used_s = time.monotonic()
-        self._puts = ThreadPoolExecutor(PUTS, thread_name_prefix="deltasync-put")
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltasync-upload")
+        self._held: Job | None = None  # of the waiting ones, that which was taken
+        self._puts = Workers(PUTS, "deltasync-put")
+        self._worker = Workers(1, "deltasync-upload")
+        finish_at_exit(self)
 
     @property
     def idle(self) -> bool:
@@ -82,7 +92,9 @@ class Uploader:
             return (self._log.next_version, self.full) if newest is None else (newest.version + 1, False)
 
     def take(self) -> Job | None:
-        """Take back the waiting job, if there is one, so that another publish can be folded into it.
+        """Return the waiting job, if there is one, so that another publish can be folded into it.
+
+        It goes on waiting until another job is submitted, which takes its place, or until `release`.
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
@@ -91,10 +103,31 @@ class Uploader:
             if self._fenced is not None:
                 raise self._fenced
             folds = self._waiting and self._waiting[-1].reference is None
-            job = self._waiting.pop() if folds else None
-        if job is not None:
-            job.take_back()
-        return job
+            self._held = self._waiting[-1] if folds else None
+            return self._held
+
+    def release(self, job: Job | None = None) -> None:
+        """Let the taken job go on as it is, if there is one."""
+        with self._lock:
+            self._held = None
+        self._worker.submit(self._run)
+
+    def let_go(self) -> None:
+        """Release the locks that an interrupt has left this thread holding."""
+        for lock in (self._lock, self._worker.lock, self._puts.lock):
+            let_go(lock)
+
+    def withdraw(self, job: Job) -> None:
+        """Give up a job whose stream failed. After return: it does not read the shadow any more."""
+        job.abort()
+        with self._lock:
+            waited = job in self._waiting
+            if waited:
+                self._waiting.remove(job)
+        if waited:
+            job.fail(AbortedError(f"The stream of version {job.version} failed."))
+        elif job is self._running:
+            job.released.wait()
 
     def wait_released(self) -> None:
         """Wait until the running job does not need the shadow as it is. The caller has taken the waiting one."""
@@ -104,10 +137,14 @@ class Uploader:
             running.released.wait()
 
     def submit(self, job: Job) -> None:
-        """Upload a job after the others. The caller has taken the one that waited."""
+        """Upload a job after the others, in the place of the taken one."""
         with self._lock:
-            self._waiting.append(job)
-        self._pool.submit(self._run)
+            if self._held is not None and self._held in self._waiting:
+                self._waiting[self._waiting.index(self._held)] = job
+            else:
+                self._waiting.append(job)
+            self._held = None
+        self._worker.submit(self._run)
 
     def warm_up(self) -> None:
         """Open connections again that have been idle, so that no record waits for that."""
@@ -130,15 +167,35 @@ class Uploader:
         self.full, self._fold = False, (tip, {})
 
     def close(self) -> None:
-        """Finish what was submitted; end the threads, also those of keeper and log. Ctrl-C ends waits for a retry."""
+        """Finish what was submitted, and the work of the keeper and the log. Ctrl-C ends waits for a retry."""
+        self.release()
         try:
-            self._pool.shutdown(wait=True)
-            self._puts.shutdown(wait=True)
-            self._keeper.close()
-            self._log.close()
+            for part in (self._worker, self._puts, self._keeper, self._log):
+                part.close()
         except BaseException:
             self._log.stop.set()
             raise
+
+    def finish(self) -> None:
+        """Finish what was submitted as long as the store takes something; the process ends."""
+        self.let_go()
+        with self._lock:
+            jobs = [*self._waiting, *([] if self._running is None else [self._running])]
+        for job in jobs:
+            job.abort()  # unless its stream has been read
+        self.release()
+        parts = (self._worker, self._puts, self._keeper, self._log)
+        began_s = time.monotonic()
+        while any(part.busy for part in parts) and time.monotonic() - max(began_s, self._log.store.stored_s) < EXIT_S:
+            time.sleep(0.01)
+        with self._lock:
+            lost = self._running or (self._waiting[0] if self._waiting else None)
+        self._log.stop.set()
+        if lost is not None:
+            logger.error(
+                "The process ends, and version %d is not in %s, which has taken nothing for %g s.",
+                *(lost.version, self._log.store.url, EXIT_S),
+            )
 
     def _run(self) -> None:
         try:
@@ -147,7 +204,7 @@ class Uploader:
         except Exception as error:  # noqa: BLE001 - whatever ends the upload must reach the receipt
             problem = error
         with self._lock:
-            if not self._waiting:
+            if not self._waiting or self._waiting[0] is self._held:
                 return
             job = self._running = self._waiting.pop(0)
         started = time.perf_counter()
@@ -201,9 +258,12 @@ class Uploader:
         if isinstance(error, FencedError):
             with self._lock:
                 self._fenced = error
-                lost, self._waiting = self._waiting, []
+                lost = self._drop_waiting()
         elif pending is not None and pending.version.version == version:
             self._builds_on(job, pending.version)
+            if not isinstance(error, PublishError):
+                error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
+                error.__cause__ = cause
         else:
             self._log.give_up(version)
             if not isinstance(error, PublishError):
@@ -212,11 +272,17 @@ class Uploader:
             # At once, so that a publish that learns of the loss cannot fold anything into what builds on it.
             with self._lock:
                 self.full, self._fold, self._running = True, None, None
-                lost, self._waiting = self._waiting, []
+                lost = self._drop_waiting()
         logger.error("%s", error, exc_info=None if isinstance(cause, DeltaSyncError) else cause)
         self._end(job, error)
         for other in lost:
             self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
+
+    def _drop_waiting(self) -> list[Job]:
+        """Forget and return the waiting jobs. A taken one stays, and is found lost when it is its turn."""
+        lost = [job for job in self._waiting if job is not self._held]
+        self._waiting = [job for job in self._waiting if job is self._held]
+        return lost
 
     def _builds_on(self, job: Job, version: Version) -> None:
         """Build the next version on this one."""
@@ -309,3 +375,36 @@ class Uploader:
         self._fold = (base, patches)
         complete = job.version - base.version >= every
         return encode(job, encoded.codec, list(patches.values()), base.version) if complete else None
+
+
+_uploaders: weakref.WeakSet[Uploader] = weakref.WeakSet()
+_process = os.getpid()
+
+
+def finish_at_exit(uploader: Uploader) -> None:
+    """Finish its uploads before the process ends: at the end of the script, by an exception or by SIGTERM."""
+    global _process
+    _process = os.getpid()
+    _uploaders.add(uploader)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Exit as after an exception; a forked child ends at once, as it would without us."""
+    if os.getpid() != _process:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    sys.exit(128 + number)
+
+
+def _finish() -> None:
+    for uploader in [] if os.getpid() != _process else [*_uploaders]:
+        uploader.finish()
+
+
+# Before the threads of `concurrent.futures`, which stores may use, are ended: what is registered last runs first.
+import concurrent.futures.thread  # noqa: E402, F401
+
+threading._register_atexit(_finish)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 
 import numpy as np
 import torch
@@ -14,17 +15,19 @@ from deltasync.tensors.specs import ITEM_BYTES, TensorSpec
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`. Raises ModelMismatchError if the dtype is not supported."""
+def dtype_name(dtype: torch.dtype, tensor: str = "") -> str:
+    """Return a dtype's name without `torch.`. Raises ModelMismatchError, which names the tensor, if it is not supported."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
-        raise ModelMismatchError(f"Tensors of dtype {name} are not supported.")
+        raise ModelMismatchError(f"{tensor or 'A tensor'} has dtype {name}, which is not supported.")
     return name
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return the spec of a tensor."""
-    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    """Return the spec of a tensor. Raises ModelMismatchError, with its name, if its dtype or layout is not supported."""
+    if tensor.layout is not torch.strided:
+        raise ModelMismatchError(f"{name} is sparse ({tensor.layout}), which is not supported.")
+    return TensorSpec(name, dtype_name(tensor.dtype, name), tuple(tensor.shape))
 
 
 def int_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,9 +78,21 @@ def has_nan(bits_N: np.ndarray, spec: TensorSpec) -> bool:
     return any((piece & mask).max() > largest for piece in pieces)
 
 
+_EXACT = re.compile(
+    r"(^|[._])(A_log|D|dt_bias"  # of state-space layers
+    r"|e_score_correction_bias|expert_bias|routing_bias"  # of routers
+    r"|scales?|scale_inv|scale_[0-9]+|zeros|zero_points?|qzeros|absmax|quant_map|SCB|amax|inv_freq)$"  # of quantized formats
+)
+"""Names of tensors that servers do not multiply with in the dtype of most weights, but keep as a checkpoint has them."""
+
+
 def dtype_for(name: str, rule: str) -> str:
-    """Return a tensor's dtype, or `keep`, by a rule like `bfloat16,*.router.*=float32`; the last match counts."""
+    """Return a tensor's dtype, or `keep`, by a rule like `bfloat16,*.router.*=float32`; the last match counts.
+
+    Without a match, what servers keep exactly is kept, whatever the rule's first dtype is.
+    """
     default, *parts = rule.split(",")
+    default = "keep" if _EXACT.search(name) else default
     patterns = (part.rpartition("=") for part in reversed(parts))
     return next((dtype for pattern, _, dtype in patterns if fnmatch.fnmatchcase(name, pattern)), default)
 

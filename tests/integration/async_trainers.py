@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import itertools
 import json
@@ -18,6 +19,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 import tests.integration.trainers  # noqa: F401 - sets what TRL reads of the environment
+from deltasync import Replica
 from trl_callback import DeltaSyncCallback
 
 
@@ -25,21 +27,41 @@ class Completions:
     """A server in vLLM's place for TRL's own rollout worker.
 
     Args:
+        replica: Follows the channel, as the server says.
         answer: Gives the tokens for a request's body, and how many of them each version made, in order.
     """
 
-    def __init__(self, answer: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]) -> None:
+    def __init__(
+        self, replica: Replica, answer: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]
+    ) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def do_GET(self) -> None:
+                served = replica.identity
+                status = {"state": "waiting", "run_id": None} if served is None else {
+                    "state": "serving", "run_id": replica._reader.channel().run_id, **dataclasses.asdict(served)
+                }  # fmt: skip
+                self.reply({"data": []} if self.path == "/v1/models" else status)
+
             def do_POST(self) -> None:
+                if self.path == "/deltasync/sync":
+                    self.rfile.read(int(self.headers["content-length"]))
+                    return self.reply({})
                 assert self.path == "/v1/completions"
                 ids, spans = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
                 choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
-                body = json.dumps({"choices": [choice]}).encode()
+                versions = {
+                    "x-deltasync-versions": f"{spans[0][0]}..{spans[-1][0]}",
+                    "x-deltasync-spans": json.dumps([spans]),
+                }
+                self.reply({"choices": [choice]}, **versions)
+
+            def reply(self, document: Any, **headers: str) -> None:
+                body = json.dumps(document).encode()
                 self.send_response(200)
-                self.send_header("x-deltasync-versions", f"{spans[0][0]}..{spans[-1][0]}")
-                self.send_header("x-deltasync-spans", json.dumps([spans]))
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()

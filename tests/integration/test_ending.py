@@ -1,4 +1,4 @@
-"""What starts servers, killed by each signal while they start: none of its processes is left."""
+"""Processes that end: what starts servers leaves none of its processes, and what publishes loses nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from deltasync import Replica
 from deltasync.demo import supervisor
 from tests.processes import wait_for_end
 
@@ -90,3 +92,68 @@ def test_the_soak(number: signal.Signals, tmp_path: Path) -> None:
         assert len(tree) >= 4  # two replicas, the publisher, and what forks them
         process.send_signal(number)
     wait_for_end(tree)
+
+
+SCRIPT = """
+import os, signal, sys, torch
+from deltasync import Publisher
+publisher = Publisher(sys.argv[1], anchor_every=2)
+weights = {f"t{number}": torch.full((64, 64), 1.0) for number in range(300)}
+for step in range(3):
+    publisher.publish(weights)
+    for tensor in weights.values():
+        tensor += 1
+def end():
+    END
+end()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("pass", 0),
+        ("sys.exit(3)", 3),
+        ("raise RuntimeError", 1),
+        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 128 + signal.SIGTERM),
+        ("global publisher; del publisher", 0),
+    ],
+)
+def test_a_script_that_closes_nothing_ends_with_every_version_visible(end: str, code: int, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/channel"
+    words = [sys.executable, "-W", "error", "-c", SCRIPT.replace("END", end), url]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == code, done.stderr
+    assert "deltasync" not in done.stderr.replace(str(ROOT), "") or "Traceback" in done.stderr
+    replica = Replica(url)
+    replica.sync()
+    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), 3.0, dtype=torch.bfloat16))
+
+
+def test_a_script_whose_store_is_away_ends_after_a_while(tmp_path: Path) -> None:
+    script = """
+import sys
+from deltasync import open_store
+from deltasync.errors import TransientStoreError
+from deltasync.publish import upload
+from deltasync.stores.wrapper import WrappedStore
+class Away(WrappedStore):
+    away = False
+    def ask(self, verb, key, action):
+        if self.away:
+            raise TransientStoreError("away")
+        return action()
+upload.EXIT_S = 1.0
+store = Away(open_store(sys.argv[1]))
+import torch
+from deltasync import Publisher
+publisher = Publisher(store, retries=10_000)
+publisher.publish({"a": torch.zeros(9)}).wait()
+store.away = True
+publisher.publish({"a": torch.ones(9)})
+"""
+    words = [sys.executable, "-c", script, f"file://{tmp_path}/channel"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0
+    assert "The process ends, and version 2 is not in" in done.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import os
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
 from deltasync.stores import ObjectInfo, Store, open_store
+from deltasync.stores.wrapper import WrappedStore
 from tests.faults import FaultyStore
 
 RUN = "run-1"
@@ -26,7 +29,7 @@ PUBLISHED = {version: sha256_hex(b"version %d" % version) for version in range(1
 
 @pytest.fixture
 def store(channel_url: str) -> Store:
-    return open_store(channel_url)
+    return AgedStore(open_store(channel_url))
 
 
 def beat(
@@ -41,7 +44,6 @@ def beat(
     epoch: str | None = EPOCH,
     sha256: str | None = None,
 ) -> None:
-    time_s = time.time() - age_s
     sha256 = PUBLISHED.get(version or 0) if sha256 is None else sha256
     told = Heartbeat(
         replica_id=replica_id,
@@ -51,9 +53,28 @@ def beat(
         sha256=sha256,
         state=state,
         error=error,
-        time_s=time_s,
+        time_s=0.0,  # by its own clock, which does not matter
     )
     heartbeat.write(store, told)
+    if age_s:
+        assert isinstance(store, AgedStore)
+        store.ages_s[f"replicas/{replica_id}.json"] = age_s
+
+
+class AgedStore(WrappedStore):
+    """Says of some objects that they were stored longer ago."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.ages_s: dict[str, float] = {}
+
+    def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
+        self.ages_s.pop(key, None)
+        super().put(key, data, **options)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for info in super().list(prefix):
+            yield dataclasses.replace(info, modified_s=info.modified_s - self.ages_s.get(info.key, 0.0))
 
 
 def wait(store: Store, version: int, ack: str | int, timeout_s: float = 0.0, urls: Sequence[str] = ()) -> list[str]:
@@ -167,9 +188,10 @@ class SlowStore(FaultyStore):
 
 
 def test_five_hundred_dead_replicas_do_not_outlast_the_time_out(memory_url: str) -> None:
-    store = SlowStore(open_store(memory_url), 0.02)
+    aged = AgedStore(open_store(memory_url))
+    store = SlowStore(aged, 0.02)
     for number in range(500):
-        beat(store.inner, f"dead-{number}", 1, age_s=LONG_AGO_S)
+        beat(aged, f"dead-{number}", 1, age_s=LONG_AGO_S)
     before = time.monotonic()
     with pytest.raises(AckTimeoutError):
         wait(store, 2, "any", timeout_s=1)
@@ -183,6 +205,47 @@ def test_a_heartbeat_that_is_not_read_in_time_serves_nothing(memory_url: str) ->
     with pytest.raises(AckTimeoutError, match=r"hangs \(serves no version, unread, .* could not be read in time"):
         wait(store, 2, "all", timeout_s=0.1)
     assert time.monotonic() - before < 10
+
+
+def test_a_replica_whose_clock_is_wrong_is_waited_for(store: Store) -> None:
+    run = {"run_id": RUN, "epoch": EPOCH, "state": "serving"}
+    for replica_id, version, skew_s in [("good", 3, 0.0), ("behind", 1, -2 * heartbeat.LIVE_S), ("ahead", 2, 3600.0)]:
+        time_s = time.time() + skew_s
+        heartbeat.write(
+            store, Heartbeat(replica_id=replica_id, version=version, sha256=PUBLISHED[version], time_s=time_s, **run)
+        )
+    with pytest.raises(AckTimeoutError, match=r"lag: ahead .*; behind "):
+        wait(store, 3, "all")
+
+
+def test_a_replica_that_goes_on_is_live_whatever_time_the_store_has(store: Store) -> None:
+    known = heartbeat.Heartbeats(store, RUN)
+    beat(store, "replica", 1, age_s=LONG_AGO_S)
+    assert not heartbeat.is_live(known.look()[0])
+    beat(store, "replica", 1, age_s=LONG_AGO_S - 1)  # the store's clock is behind ours
+    assert heartbeat.is_live(known.look()[0])
+
+
+def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SlowStore(open_store(memory_url), 0)
+    for number in range(20):
+        beat(store, f"replica-{number:02d}", 2)
+    beat(store, "straggler", 1)
+    known = heartbeat.Heartbeats(store, RUN)
+    serves = lambda found: found.version == 2  # noqa: E731
+    known.look(enough=serves)
+    store.read_keys.clear()
+    assert len(known.look(enough=serves)) == 21
+    assert store.read_keys == ["replicas/straggler.json"]
+    monkeypatch.setattr(heartbeat, "_COARSE_S", -1.0)  # as if it had not changed for a while
+    known.look(enough=serves)
+    store.read_keys.clear()
+    assert len(known.look()) == 21
+    assert "replicas/straggler.json" not in store.read_keys
+    beat(store, "straggler", 22)
+    store.read_keys.clear()
+    known.look(enough=serves)
+    assert store.read_keys == ["replicas/straggler.json"]
 
 
 def test_the_number_of_heartbeats_is_bounded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ class Trainer:
         with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
-                for thread in (publisher._uploader._pool, publisher._uploader._keeper._pool):  # type: ignore[union-attr]
+                for thread in (publisher._uploader._worker, publisher._uploader._keeper._workers):  # type: ignore[union-attr]
                     thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
         passed.send((store.passed, warned.messages))
 
@@ -172,7 +172,7 @@ class Trainer:
 
         def follow_and_wait(log: Log) -> None:
             follow(log)
-            log._head_pool.submit(int).result(PATIENCE_S)
+            log._head.submit(int).result(PATIENCE_S)
 
         with (
             mock.patch("deltasync.publish.keep._LEAST_BETWEEN", 1),

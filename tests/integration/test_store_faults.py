@@ -144,7 +144,7 @@ class Run:
 def settle(publisher: Publisher) -> None:
     """Wait for all that follows a version: head, anchors, folds."""
     assert publisher._log is not None
-    publisher._uploader._keeper._pool.submit(int).result(60)  # type: ignore[union-attr]
+    publisher._uploader._keeper._workers.submit(int).result(60)  # type: ignore[union-attr]
     wait_for_head(publisher._log)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -27,17 +28,18 @@ from tests.integration.trainers import (
     Bits,
     Fleet,
     FlushEachStep,
+    Recorder,
     anchor_directory,
     beat,
     make_trainer,
+    merged_bits,
     published_bits,
-    record_merges,
     run_id,
     saved_bits,
     tiny_model,
     tiny_moe,
 )
-from tests.unit.test_logprobs import Status
+from tests.unit.test_trainers_server import Status
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 
 checkpoint = trainers.checkpoint
@@ -234,15 +236,18 @@ def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory
     assert_same_bits(published_bits(memory_url), saved_bits(copy.deepcopy(model).merge_and_unload(), tmp_path))
 
 
-def test_async_grpo_publishes_the_weights_that_trl_merged(checkpoint: Path, tmp_path: Path) -> None:
+def test_async_grpo_publishes_merged_weights_and_merges_none_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
 
     url = f"file://{tmp_path}/channel"
     with Fleet(url, "replica"):
         sync = DeltaSyncCallback(url)
         lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-        trainer = make_async_trainer(checkpoint, sync, [], peft_config=lora)
-        merged = record_merges(trainer.model)
+        recorder = Recorder(tmp_path / "saved", merged_bits)
+        trainer = make_async_trainer(checkpoint, sync, [], peft_config=lora, callbacks=[recorder])
+        before = trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.clone()
         trainer.train()
+    assert torch.equal(trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, before)
+    merged = list(recorder.bits.values())
     assert [record.changed > 0 for record in sync.history] == [True] * 4
     assert len(merged) == 4
     for version, bits in enumerate(merged, start=1):

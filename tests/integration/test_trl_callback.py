@@ -422,12 +422,7 @@ def test_a_store_that_is_away_at_the_end_is_given_up_and_reported(s3: tuple[str,
     trainer = make_trainer(tiny_model(), tmp_path / "out", Outage(proxy, sync, 1, 99), sync, max_steps=3)
     with pytest.raises(PublishError, match=r"1 s after the end of training, and was given up\. Last error: .*503"):
         trainer.train()
-    before = time.monotonic()
-    publisher = sync.weight_transfer.publisher
-    assert publisher is not None
-    with contextlib.suppress(PublishError):
-        publisher.close()
-    assert time.monotonic() - before < 20  # the process can end
+    assert sync.weight_transfer.publisher is None  # training again would open the channel again
     proxy.heal()
     assert Replica(url).sync() == 1
 

@@ -12,17 +12,18 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import (
     Bits,
     FlushEachStep,
+    Recorder,
     anchor_directory,
     make_trainer,
+    merged_bits,
     published_bits,
-    saved_bits,
     tiny_model,
 )
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, adapter, gather
@@ -35,26 +36,10 @@ def adapted_model(**lora: Any) -> PeftModel:
     return get_peft_model(tiny_model(tied=False), LoraConfig(**(LORA | lora)))
 
 
-def merged_bits(model: PeftModel, folder: Path) -> Bits:
-    return saved_bits(copy.deepcopy(model).merge_and_unload(), folder)
-
-
 def adapter_bits(model: PeftModel, folder: Path) -> Bits:
     model.save_pretrained(folder)
     bits: Bits = load_file(folder / "adapter_model.safetensors")
     return bits
-
-
-class Recorder(TrainerCallback):
-    def __init__(self, folder: Path, bits_of: Any) -> None:
-        self.folder, self.bits_of = folder, bits_of
-        self.bits: list[Bits] = []
-
-    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self.bits.append(self.bits_of(model, self.folder))
-
-    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self.bits.append(self.bits_of(model, self.folder))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +59,7 @@ def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[s
     make_trainer(model, tmp_path / "out", recorder, sync, FlushEachStep(sync)).train()
     assert [record.version for record in sync.history] == [1, 2, 3, 4, 5]
     assert all(record.changed > 0 for record in sync.history)
-    for version, bits in enumerate(recorder.bits, start=1):
+    for version, bits in enumerate(recorder.bits.values(), start=1):
         assert_same_bits(published_bits(url, version), bits)
 
     make_trainer(alone, tmp_path / "out").train()
@@ -161,7 +146,7 @@ def test_the_adapter_alone_is_published_as_peft_saves_it(dtype: str, tmp_path: P
     make_trainer(adapted_model(), tmp_path / "out", recorder, sync, FlushEachStep(sync)).train()
     elements = sum(tensor.numel() for tensor in recorder.bits[0].values())
     assert [(record.version, record.total) for record in sync.history] == [(v, elements) for v in range(1, 6)]
-    for version, bits in enumerate(recorder.bits, start=1):
+    for version, bits in enumerate(recorder.bits.values(), start=1):
         served = bits if dtype == "keep" else {name: tensor.bfloat16() for name, tensor in bits.items()}
         assert_same_bits(published_bits(url, version), served)
     anchor = anchor_directory(tmp_path)

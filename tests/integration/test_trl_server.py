@@ -24,7 +24,7 @@ from tests.conftest import assert_same_bits
 from tests.integration import vllm_server
 from tests.integration.async_trainers import make_async_trainer, share_of_digits
 from tests.integration.test_examples import run_example
-from tests.integration.trainers import record_merges
+from tests.integration.trainers import merged_bits
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback, gather
 
@@ -79,7 +79,9 @@ def make_trainer(
     import trl
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        expected = vllm_server.digests(merges[-1]) if merges else served_digests(trainer.model)
+        model = trainer.model
+        adapted = peft_config is not None
+        expected = vllm_server.digests(merged_bits(model, folder / "merged")) if adapted else served_digests(model)
         assert server.json("/deltasync/digest")["sha256"] == expected
         return [float(len(set(ids))) for ids in completion_ids]
 
@@ -94,7 +96,7 @@ def make_trainer(
         learning_rate=1e-4,
         **settings,
     )
-    trainer = getattr(trl, f"{kind}Trainer")(
+    trainer: Any = getattr(trl, f"{kind}Trainer")(
         model=str(checkpoint_of(server)),
         reward_funcs=reward,
         args=config,
@@ -103,7 +105,6 @@ def make_trainer(
         callbacks=list(callbacks),
         peft_config=peft_config,
     )
-    merges = record_merges(trainer.model) if peft_config is not None else []
     return trainer
 
 

@@ -46,7 +46,7 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     """The batch of each step but the first is taken one step ahead, which the lag at the step includes."""
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(url, ack="all", ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
-    with Fleet(url, "replica") as fleet, Completions(functools.partial(_halves, fleet)) as server:
+    with Fleet(url, "replica") as fleet, Completions(fleet.replicas["replica"], functools.partial(_halves, fleet)) as server:
         trainer = make_async_trainer(
             checkpoint,
             sync,

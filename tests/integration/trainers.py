@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from deltasync.demo import model as demo_model
 from deltasync.errors import DeltaSyncError
 from deltasync.stores import Store
 from trl_callback import DeltaSyncCallback
-from trl_callback.gather import held_tensors
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported
 os.environ["CI"] = "1"  # no telemetry
@@ -93,19 +94,9 @@ def published_bits(url: str, version: int | None = None) -> Bits:
     return replica.state_dict()
 
 
-def record_merges(model: Any) -> list[Bits]:
-    """What the base model of a PEFT model holds each time that its adapter is merged into it, in bfloat16."""
-    merges: list[Bits] = []
-    merge = model.merge_adapter
-
-    def merge_and_record(*args: Any, **kwargs: Any) -> None:
-        merge(*args, **kwargs)
-        state = held_tensors(model.get_base_model())
-        plain = {name.replace(".base_layer", ""): tensor for name, tensor in state.items() if ".lora_" not in name}
-        merges.append({name: tensor.to(torch.bfloat16, copy=True) for name, tensor in plain.items()})
-
-    model.merge_adapter = merge_and_record
-    return merges
+def merged_bits(model: Any, folder: Path) -> Bits:
+    """What a checkpoint of a PEFT model holds once PEFT has merged the adapters into a copy, in bfloat16."""
+    return saved_bits(copy.deepcopy(model).merge_and_unload(), folder)
 
 
 def run_id(url: str) -> str:
@@ -132,15 +123,15 @@ def anchor_directory(folder: Path, version: int = 1) -> Path:
 class Recorder(TrainerCallback):
     """Keeps what a checkpoint of each step would hold."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, bits_of: Callable[[Any, Path], Bits] = saved_bits) -> None:
+        self.folder, self.bits_of = folder, bits_of
         self.bits: dict[int, Bits] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.bits[state.global_step] = saved_bits(model, self.folder)
+        self.bits[state.global_step] = self.bits_of(model, self.folder)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.bits[state.global_step] = saved_bits(model, self.folder)
+        self.bits[state.global_step] = self.bits_of(model, self.folder)
 
 
 class FlushEachStep(TrainerCallback):

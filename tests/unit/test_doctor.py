@@ -23,7 +23,7 @@ from deltasync.housekeeping.doctor import Finding
 from tests.faults import FOREVER, FaultyStore
 
 STORE_CHECKS = ["list", "write", "read", "clock", "create", "speed", "delete"]
-HERE = ["vllm", "trl", "gpu"]
+HERE = ["vllm", "trl", "kernels", "gpu"]
 
 
 @pytest.fixture

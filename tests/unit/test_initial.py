@@ -210,7 +210,7 @@ def test_anchors_after_a_reference(memory_url: str, base: Path, monkeypatch: pyt
             with Publisher(url, initial=base, resume=True, **settings) as publisher:  # type: ignore[arg-type]
                 for _ in range(part):
                     publisher.publish(state.items()).wait(60)
-                    publisher._uploader._keeper._pool.submit(int).result(60)  # type: ignore[union-attr]
+                    publisher._uploader._keeper._workers.submit(int).result(60)  # type: ignore[union-attr]
                     number += 1
                     state = trained(state, number)
         return anchors(open_store(url))

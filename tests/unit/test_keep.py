@@ -141,7 +141,7 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
 
 
 def wait_for_keeper(publisher: Publisher) -> None:
-    publisher._uploader._keeper._pool.submit(lambda: None).result(60)  # type: ignore[union-attr]
+    publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:

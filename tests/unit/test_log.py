@@ -487,11 +487,12 @@ def test_the_first_version_waits_for_what_is_left_of_the_settling(leased: Place)
     assert time.perf_counter() - started < 0.3
 
 
-def test_closing_ends_the_thread_and_leaves_no_probe(quick: Place) -> None:
+def test_closing_brings_head_up_to_date_and_leaves_no_thread_and_no_probe(quick: Place) -> None:
     a = quick.script("a")
     a.publish()
-    (thread,) = a.log._head_pool._threads
-    assert thread.is_alive()
     a.log.close()
-    assert not thread.is_alive()
+    assert not a.log.busy
+    head = a.log._reader.head()
+    assert head is not None
+    assert head.newest == a.log.tip
     assert not list(quick.store.list("probe/"))

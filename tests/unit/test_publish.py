@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.optim.swa_utils import AveragedModel
 
 from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import keys
@@ -283,7 +285,7 @@ def test_anchor_every_counts_versions(memory_url: str) -> None:
 
 
 def _wait_for_keeper(publisher: Publisher) -> None:
-    publisher._uploader._keeper._pool.submit(lambda: None).result(60)  # type: ignore[union-attr]
+    publisher._uploader._keeper._workers.submit(lambda: None).result(60)  # type: ignore[union-attr]
 
 
 def test_an_anchor_is_written_when_replaying_the_chain_costs_more(memory_url: str) -> None:
@@ -840,3 +842,102 @@ def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
     late = Replica(memory_url)
     assert late.sync() == 5
     assert_same_bits(late.state_dict(), published)
+
+
+def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:
+    weights = _weights()
+    with Publisher(memory_url) as publisher:
+        first = publisher.publish(weights.items(), if_changed=True)
+        first.wait(60)
+        assert publisher.publish(weights.items(), step=9, if_changed=True) is first
+        second = publisher.publish(_trained(weights, 0).items(), if_changed=True)
+        assert second.wait(60).version == 2
+        assert publisher.publish(_trained(weights, 0).items()).wait(60).version == 3  # else it is a version of its own
+    assert Replica(memory_url).sync() == 3
+
+
+def test_the_users_own_exception_is_the_one_that_is_raised(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = Publisher(memory_url)
+    with pytest.raises(ZeroDivisionError), mock.patch.object(publisher, "flush", side_effect=OSError("disk")), publisher:
+        raise ZeroDivisionError
+    assert "The last version was not published." in caplog.text
+
+
+def test_a_record_that_is_refused_is_a_publish_error(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    with Publisher(store) as publisher:
+        publisher.publish(_weights().items()).wait(60)
+        store.fail_at("create", times=1, error=StoreError)
+        with pytest.raises(PublishPendingError, match="the next publish puts it again"):
+            publisher.publish(_trained(_weights(), 0).items()).wait(60)
+        assert publisher.publish(_trained(_weights(), 1).items()).wait(60).version == 3
+    assert Replica(memory_url).sync() == 3
+
+
+EXACT = [
+    "layers.0.mlp.gate.e_score_correction_bias",
+    "layers.0.mixer.A_log",
+    "layers.0.mixer.D",
+    "layers.0.mlp.down_proj.weight_scale_inv",
+    "layers.0.mlp.down_proj.input_scale",
+    "layers.0.mlp.down_proj.scales",
+    "layers.0.mlp.down_proj.weight.absmax",
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_servers_keep_exactly_is_kept_unless_a_pattern_says_other(dtype: str, memory_url: str) -> None:
+    tensors = {name: torch.tensor([1.003]) for name in EXACT} | {"w": torch.tensor([1.003]), "ID": torch.tensor([1.003])}
+    with Publisher(f"{memory_url}-a", dtype=dtype) as publisher:
+        publisher.publish(tensors).wait(60)
+    replica = Replica(f"{memory_url}-a")
+    replica.sync()
+    kept = {name for name, tensor in replica.state_dict().items() if tensor.dtype == torch.float32}
+    assert kept == {*EXACT}
+    with Publisher(f"{memory_url}-b", dtype=f"{dtype},*.D={dtype}") as publisher:
+        publisher.publish(tensors).wait(60)
+    replica = Replica(f"{memory_url}-b")
+    replica.sync()
+    assert replica.state_dict()["layers.0.mixer.D"].dtype == getattr(torch, dtype)
+
+
+def test_what_is_wider_than_the_model_is_named_with_the_pattern_that_keeps_it(
+    memory_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {"a.weight": torch.zeros(9, dtype=torch.bfloat16), "b.norm.weight": torch.zeros(3)}
+    with Publisher(f"{memory_url}-a") as publisher:
+        publisher.publish(tensors).wait(60)
+    assert "b.norm.weight. A server with their dtype will differ. " in caplog.text
+    assert 'dtype="bfloat16,*norm.weight=keep"' in caplog.text
+    caplog.clear()
+    with Publisher(f"{memory_url}-b", dtype="bfloat16,*norm.weight=keep") as publisher:
+        publisher.publish(tensors).wait(60)
+    with Publisher(f"{memory_url}-c") as publisher:
+        publisher.publish({name: tensor.float() for name, tensor in tensors.items()}).wait(60)
+    assert not caplog.records
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(2, 3, bias=False)
+        self.tokens = torch.nn.Embedding(3, 2)
+        self.head.weight = self.tokens.weight
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("wrap", [lambda module: module, torch.compile, AveragedModel, torch.nn.DataParallel])
+@pytest.mark.parametrize(("tied", "name"), [(None, "head.weight"), ({"head.weight": "tokens.weight"}, "tokens.weight")])
+def test_a_module_is_published_without_wrappers_and_each_storage_once(
+    wrap: Any, tied: dict[str, str] | None, name: str, memory_url: str
+) -> None:
+    module = Tied()
+    module._tied_weights_keys = tied  # type: ignore[assignment]
+    outer = torch.nn.Sequential(torch.compile(module)) if wrap is torch.compile else module
+    with Publisher(memory_url) as publisher:
+        publisher.publish(wrap(outer)).wait(60)
+    replica = Replica(memory_url)
+    replica.sync()
+    inner = "0." if wrap is torch.compile else ""
+    expected = name if not inner else "head.weight"  # only the outermost module says what is tied
+    assert [*replica.state_dict()] == [f"{inner}{expected}"]

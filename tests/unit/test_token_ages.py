@@ -36,9 +36,11 @@ def sample(versions: list[int], mask: list[int] | None = None, stamp: int = 0) -
     return SimpleNamespace(completion_mask=np.asarray(mask, dtype=np.int64), metrics=metrics, model_version=stamp)
 
 
-def ages_at(now: int, max_lag: int | None = None, max_staleness: int = 3, ahead: int = 0) -> TokenAges:
+def ages_at(
+    now: int, max_lag: int | None = None, max_staleness: int = 3, ahead: int = 0, unversioned: bool = False
+) -> TokenAges:
     """With one version for each sync, or numbers of versions that are ahead of those of syncs."""
-    ages = TokenAges(max_lag)
+    ages = TokenAges(max_lag, unversioned)
     ages.begin(lambda: now, max_staleness)
     for sync in range(1, now + 1):
         ages.synced(sync + ahead, sync)
@@ -182,7 +184,7 @@ def test_a_version_that_covers_several_syncs_is_as_old_as_the_last_of_them() -> 
 
 
 def test_the_oldest_trained_token_stamps_the_sample() -> None:
-    ages = ages_at(5, ahead=10)
+    ages = ages_at(5, ahead=10, unversioned=True)
     for versions, mask, stamp in [
         ([14, 13], [1, 1], 3),
         ([11, 14], [0, 1], 4),

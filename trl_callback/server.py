@@ -1,4 +1,5 @@
-"""Check that a server's log probabilities are those of the distribution that its tokens are sampled from.
+"""Check the server that a trainer generates on: that it follows a channel, serves the trainer's model, and that its log
+probabilities are those of the distribution that its tokens are sampled from.
 
 GRPO and AsyncGRPO compare them with the trainer's own. vLLM returns those of the model unless it is started with
 `--logprobs-mode processed_logprobs`; they are the same if sampling changes nothing, as with TRL's defaults.
@@ -45,21 +46,42 @@ def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
     return [f"{name}={value}" for name, value in changing.items()]
 
 
-def check(args: Any, model: torch.nn.Module, url: str, wait_s: float | None = None) -> bool:
-    """Ask the server at `url` whether its log probabilities can be compared with the trainer's.
+def check(args: Any, model: torch.nn.Module, url: str, *, compares: bool, name: str | None, wait_s: float | None) -> bool:
+    """Ask the server at `url` whether it follows a channel, and whether its answers can be trained with.
 
-    A server that does not answer is asked again for `wait_s`; if that is None, the answer is False.
+    Args:
+        args: The trainer's arguments.
+        model: The trainer's model.
+        url: The server's.
+        compares: Whether the trainer compares log probabilities.
+        name: The model that the trainer asks for; None if it asks the server for it.
+        wait_s: How long to ask a server that does not answer; if that is None, the answer then is False.
 
     Raises:
-        ConfigError: they cannot, or the server does not tell and sampling changes the distribution.
+        ConfigError: it does not follow, serves another model, or gives log probabilities that cannot be compared.
     """
-    changing = _sampling_changes(args, model)
-    deadline = time.monotonic() + (wait_s if wait_s is not None and changing else 0.0)
+    deadline = time.monotonic() + (wait_s or 0.0)
     while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if status is None and wait_s is None:
-        return False
-    mode = None if status is None else status.get("logprobs_mode")
+    if status is None:
+        if wait_s is None:
+            return False
+        raise ConfigError(f"The vLLM server at {url} does not answer GET /deltasync/status after {wait_s:g} s.")
+    if "state" not in status:
+        raise ConfigError(
+            f"The vLLM server at {url} does not follow a channel, so it would go on to answer with the weights that it has: "
+            "GET /deltasync/status is not answered as deltasync does. Start the server with DELTASYNC_CHANNEL and "
+            "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, and let that path through proxies."
+        )
+    served = heartbeat.ask_models(url)
+    if name is not None and served and name not in served:
+        raise ConfigError(
+            f"The vLLM server at {url} serves the model {served[0]}, and the trainer asks for {name}. Start the server with "
+            f"--served-model-name {name}."
+        )
+    if not compares:
+        return True
+    changing, mode = _sampling_changes(args, model), status.get("logprobs_mode")
     if mode == "processed_logprobs" or (not changing and mode in (None, "raw_logprobs")):
         return True
     problem = "does not tell what its log probabilities are" if mode is None else f"gives {mode}"

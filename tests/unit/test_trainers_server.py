@@ -1,4 +1,4 @@
-"""Whose log probabilities a trainer may compare with its own."""
+"""Which servers a trainer may generate on, and compare its log probabilities with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deltasync.errors import ConfigError
-from trl_callback import logprobs
+from trl_callback import server
 
 MODEL = torch.nn.Linear(1, 1)
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -25,14 +25,17 @@ class Status:
 
     def __init__(self) -> None:
         self.answer: dict[str, Any] | int | bytes = {}
+        self.models: list[str] = []
         self.asked = 0
         status = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                assert self.path.startswith("/deltasync/status")
-                status.asked += 1
-                answer = status.answer
+                answer: Any = {"data": [{"id": name} for name in status.models]}
+                if self.path != "/v1/models":
+                    assert self.path.startswith("/deltasync/status")
+                    status.asked += 1
+                    answer = {"state": "serving"} | status.answer if isinstance(status.answer, dict) else status.answer
                 self.send_response(answer if isinstance(answer, int) else 200)
                 self.end_headers()
                 if not isinstance(answer, int):
@@ -57,10 +60,11 @@ def status() -> Iterator[Status]:
 
 
 def check(status: Status, wait_s: float | None = None, model: torch.nn.Module = MODEL, **sampling: Any) -> bool:
-    return logprobs.check(SimpleNamespace(**(DEFAULTS | sampling)), model, status.url, wait_s)
+    given = SimpleNamespace(**(DEFAULTS | sampling))
+    return server.check(given, model, status.url, compares=True, name="policy", wait_s=wait_s)
 
 
-@pytest.mark.parametrize("answer", [{}, {"logprobs_mode": "raw_logprobs"}, 404, 401, b"no json"], ids=str)
+@pytest.mark.parametrize("answer", [{}, {"logprobs_mode": "raw_logprobs"}], ids=str)
 @pytest.mark.parametrize(
     "neutral",
     [{}, {"top_k": -1, "min_p": 0.0}, {"temperature": 1, "top_p": None, "top_k": None}, {"generation_kwargs": {}}],
@@ -91,7 +95,6 @@ def test_where_sampling_changes_them_the_server_must_say_that_they_are_processed
     for answer, told in [
         ({"logprobs_mode": "raw_logprobs"}, "gives raw_logprobs"),
         ({"state": "serving"}, "does not tell what its log probabilities are"),
-        (404, "does not tell what its log probabilities are"),
     ]:
         status.answer = answer
         with pytest.raises(ConfigError) as refusal:
@@ -123,7 +126,6 @@ def test_a_server_that_is_not_up_is_asked_later_and_waited_for(status: Status) -
     status.answer = 503
     assert not check(status)
     assert not check(status, temperature=0.7)
-    assert check(status, wait_s=60.0)  # no answer would change anything
     later = threading.Timer(1.0, setattr, (status, "answer", {"logprobs_mode": "raw_logprobs"}))
     later.start()
     with pytest.raises(ConfigError, match="gives raw_logprobs"):
@@ -136,6 +138,22 @@ def test_a_server_that_never_answers_is_refused_after_a_while() -> None:
     gone.close()
     assert not check(gone, temperature=0.7)
     before = time.monotonic()
-    with pytest.raises(ConfigError, match="does not tell what its log probabilities are"):
-        check(gone, wait_s=1.0, temperature=0.7)
+    with pytest.raises(ConfigError, match="does not answer GET /deltasync/status after 1 s"):
+        check(gone, wait_s=1.0)
     assert time.monotonic() - before >= 1.0
+
+
+@pytest.mark.parametrize("answer", [404, 401, b"no json"], ids=str)
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_server_that_does_not_follow_a_channel_is_refused(status: Status, answer: Any, compares: bool) -> None:
+    status.answer = answer
+    with pytest.raises(ConfigError, match=rf"server at {status.url} does not follow a channel, .*--worker-extension-cls"):
+        server.check(SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=compares, name=None, wait_s=None)
+
+
+def test_a_server_of_a_model_by_another_name_is_refused(status: Status) -> None:
+    status.models = ["tiny"]
+    with pytest.raises(ConfigError, match="serves the model tiny, and the trainer asks for policy"):
+        check(status)
+    status.models = ["tiny", "policy"]
+    assert check(status)
