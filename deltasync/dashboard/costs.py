@@ -67,12 +67,12 @@ _S3 = Rates(
     looks_per_version=20,
 )
 _HUB = Rates(
-    publish=Exchange(12, 5_700, 3_900),
-    put=Exchange(4, 1_850, 860),
+    publish=Exchange(10, 4_800, 3_400),
+    put=Exchange(3, 1_500, 640),
     follow=Exchange(3, 920, 1_900),
     get=Exchange(3, 840, 1_330),
     look=Exchange(1, 358, 229),
-    heartbeat=Exchange(4, 2_000, 880),
+    heartbeat=Exchange(3, 1_680, 660),
     looks_per_hour=120,
 )
 RATES = {"s3": _S3, "gs": _S3, "az": _S3, "hf": _HUB}

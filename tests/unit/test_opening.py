@@ -571,6 +571,17 @@ class TestListingsThatLie:
         third.publish("c")
         third.log.close()
 
+    def test_one_that_another_writer_creates_meanwhile_is_opened(self, memory: Place) -> None:
+        store = memory.writer("b")
+        gate = store.hold_at("list", keys.VERSIONS)
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(Script, store)
+            assert gate.entered.wait(60)
+            first = memory.script("a", resume=False)
+            version = first.publish("a").version
+            gate.opened.set()
+            assert opening.result().tip == version
+
     def test_a_channel_without_its_description_is_not_begun_anew(self, quick: Place) -> None:
         first = quick.script("a", resume=False)
         first.publish("a")
