@@ -88,6 +88,7 @@ __all__ = [
     "DeviceDiff",
     "SegmentKernels",
     "coder",
+    "compiled",
     "counts",
     "cpu",
     "cpu_diff",
