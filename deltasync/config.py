@@ -166,10 +166,13 @@ class ReaderSettings(_Settings):
         trusted_keys: File of public keys (`signing.Trusted`); anything that none of them has signed is refused. None accepts
             everything.
         max_age_s: Raise an error while the newest version was encoded longer ago than this; None for no limit.
+        reference_repos: Models on the Hub, separated by commas, for which a record whose signature is not checked may have
+            this machine use its token; None for none.
     """
 
     trusted_keys: str | Path | None = None
     max_age_s: _PositiveSeconds | None = None
+    reference_repos: str | None = None
 
 
 class PublisherOptions(TypedDict, total=False):
@@ -297,7 +300,7 @@ class ReplicaSettings(ReaderSettings):
         audit_interval_s: How often all bits in memory are compared with the version's fingerprints, unless another version
             is waiting; 0 for never.
         ready_behind: How many versions a server that calls itself ready may be behind the newest.
-        wait_ready: Answer no request before the server was ready once.
+        wait_ready: Answer no request before the server was ready once, rather than with the weights that it has loaded.
         kv_cache: `keep` the keys and values of running requests over a commit, or `recompute` them with the new weights.
         cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for one of this
             user in the system's temporary directory.
@@ -316,7 +319,7 @@ class ReplicaSettings(ReaderSettings):
     heartbeat_interval_s: _PositiveSeconds = 10.0
     audit_interval_s: _Seconds = 3600.0
     ready_behind: _Natural = 8
-    wait_ready: bool = False
+    wait_ready: bool = True
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
     cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30

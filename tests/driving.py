@@ -71,12 +71,19 @@ class Engine(IdleEngine):
         return [getattr(self.worker, method)(*args)]
 
     async def call_utility_async(self, method: str, *args: object, engine: object) -> bool:
-        assert method == "deltasync_salts"
+        assert method in ("deltasync_salts", "deltasync_guard")
         return self.salted
 
-    async def generate(self) -> AsyncIterator[None]:
-        raise AssertionError("no request is made here")
-        yield
+    async def generate(self, prompt: object) -> AsyncIterator[object]:
+        yield SimpleNamespace(outputs=[])
+
+    encode = generate
+
+    async def sleep(self) -> None:
+        self._note("sleep")
+
+    async def wake_up(self) -> None:
+        self._note("wake up")
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self._note("pause")
@@ -217,6 +224,9 @@ def serving(
         if to:
             assert plugin._follow is not None
             await asyncio.to_thread(plugin._follow.wait, to)
+        if engine is not None:
+            async for _ in engine.generate({}):
+                pass
         return StreamingResponse(iter(["data: [DONE]\n\n"]), media_type="text/event-stream") if stream else {}
 
     plugin.attach_router(app)

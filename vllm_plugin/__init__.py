@@ -2,7 +2,7 @@
 
     DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
 
-The server then follows the channel, reports under /deltasync/ and /metrics, and keeps its prefix cache apart by version.
+The server then follows the channel, reports under /deltasync/ and /metrics, and keeps its caches apart by version.
 Without DELTASYNC_CHANNEL nothing in vLLM is changed. Two other ways, for other purposes:
 
     DELTASYNC_ADAPTER=policy                               load the channel's adapter as runtime LoRA
@@ -62,11 +62,13 @@ def _register() -> None:
     _refuse_unfollowed()
     if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
         return
-    from vllm_plugin import salt
-    from vllm_plugin.load.layers import keep_weights_addressable
+    from vllm_plugin import engine, salt
+    from vllm_plugin.load.layers import keep_weights_addressable, note_built
 
+    note_built()
     keep_weights_addressable()
     salt.install()
+    engine.install()
 
 
 def opt_in(environ: MutableMapping[str, str]) -> None:
@@ -90,20 +92,22 @@ def _refuse_unfollowed() -> None:
 
     if hasattr(AsyncLLM, "deltasync_attached"):
         return
-    generate = AsyncLLM.generate
 
-    @functools.wraps(generate)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.deltasync_attached:
-            raise ConfigError(
-                f"This engine would never follow {os.environ.get('DELTASYNC_CHANNEL')}: its application loads no endpoint "
-                "plugin of vLLM. Start it by `vllm serve`; in Ray Serve LLM set "
-                "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and RAY_SERVE_ENABLE_HA_PROXY=1."
-            )
-        return generate(self, *args, **kwargs)
+    def checked(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.deltasync_attached:
+                raise ConfigError(
+                    f"This engine would never follow {os.environ.get('DELTASYNC_CHANNEL')}: its application loads no "
+                    "endpoint plugin of vLLM. Start it by `vllm serve`; in Ray Serve LLM set "
+                    "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and RAY_SERVE_ENABLE_HA_PROXY=1."
+                )
+            return method(self, *args, **kwargs)
+
+        return wrapped
 
     AsyncLLM.deltasync_attached = False
-    AsyncLLM.generate = checked
+    AsyncLLM.generate, AsyncLLM.encode = checked(AsyncLLM.generate), checked(AsyncLLM.encode)
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow, Pin
+from vllm_plugin import compat
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.messages import Answer, Failure, answer, parse
@@ -100,7 +101,8 @@ class DeltaSyncEngine(WeightTransferEngine):
     """Implements `vllm.distributed.weight_transfer.base.WeightTransferEngine` in one worker.
 
     Raises:
-        ConfigError: the engine shares its experts with other data-parallel engines, or may sleep, which nobody would notice.
+        ConfigError: nothing can follow with this configuration (`compat.refusal`); or the engine shares its experts with
+            other data-parallel engines, or may sleep, which nobody would notice.
     """
 
     init_info_cls = InitInfo
@@ -109,6 +111,9 @@ class DeltaSyncEngine(WeightTransferEngine):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        reason = compat.refusal(vllm_config, None)
+        if reason is not None:
+            raise ConfigError(reason)
         self.group = get_world_group()
         if self.group.world_size != vllm_config.parallel_config.world_size:
             raise ConfigError("The backend 'deltasync' does not span data-parallel engines: let the server follow instead.")

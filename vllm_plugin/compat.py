@@ -43,9 +43,17 @@ _CORE, _CLIENT, _ASYNC = "vllm.v1.engine.core", "vllm.v1.engine.core_client", "v
 _RELOAD = "vllm.model_executor.model_loader.reload"
 
 USES = (
-    # salt.py: the prefix cache by version, in the engine's process
+    # salt.py, engine.py: caches by version, and calls that are added, in the engine's process
     Use(_CORE, "EngineCore.preprocess_add_request", ("request",)),
     Use(_CORE, "EngineCore.set_weight_version", ("weight_version",)),
+    Use(_CORE, "EngineCore.wake_up", ("tags",)),
+    Use(_CORE, "EngineCore.pause_scheduler", ("mode", "clear_cache")),
+    Use(_CORE, "EngineCore.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
+    Use(_CORE, "EngineCore.reset_encoder_cache", ()),
+    Use("vllm.multimodal.inputs", "MultiModalFeatureSpec"),
+    Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.check_and_update_cache", ("request", "input_id")),
+    Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.free", ("request",)),
+    Use("vllm.multimodal.utils", "strip_covered_mm_data", ("mm_features", "num_computed_tokens")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
     # driver.py, pauses.py, engine.py: the engine client, public but for the two that follow it
@@ -53,12 +61,14 @@ USES = (
     Use(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
     Use(_ASYNC, "AsyncLLM.resume_generation", ()),
     Use(_ASYNC, "AsyncLLM.is_paused", ()),
-    Use(_ASYNC, "AsyncLLM.is_sleeping", ()),
+    Use(_ASYNC, "AsyncLLM.sleep", ("level", "mode")),
+    Use(_ASYNC, "AsyncLLM.wake_up", ("tags",)),
     Use(_ASYNC, "AsyncLLM.update_weight_version", ("new_version",)),
     Use(_CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
     Use(_CLIENT, "AsyncMPClient._call_utility_async", ("method", "args", "engine")),
     # versions.py: which weights made which token; __init__.py: whether any should
     Use(_ASYNC, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
+    Use(_ASYNC, "AsyncLLM.encode", ("prompt", "pooling_params", "request_id")),
     Use("vllm.outputs", "WeightVersionSpan", None, "0.32"),
     # load/: the model as its loader knows it, held by either of vLLM's model runners
     *(
@@ -66,7 +76,11 @@ USES = (
         for runner in ("gpu.model_runner", "gpu_model_runner")
         for name in ("get_model", "load_config", "model_config", "device")
     ),
-    # extension.py, load/copies.py: the end of a worker's start; copies of weights that an attention makes anew
+    # extension.py, load/copies.py: a worker's start, its steps and sleep; copies of weights that an attention makes anew
+    *(
+        Use("vllm.v1.worker.gpu_worker", f"Worker.{name}", source_only=True)
+        for name in ("load_model", "execute_model", "reload_weights", "update_weights", "sleep", "wake_up")
+    ),
     Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), source_only=True),
     Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), source_only=True),
     Use("vllm.model_executor.model_loader", "get_model_loader", ("load_config",)),
@@ -82,6 +96,7 @@ USES = (
     Use(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
     Use(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
     Use(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
+    Use(f"{_RELOAD}.layerwise", "record_metadata_for_reloading", ("model",)),
     # load/layers.py: on CPUs, weights stay where they can be patched
     Use("vllm._custom_ops", "_supports_onednn"),
     Use("vllm.model_executor.layers.utils", "check_cpu_sgl_kernel", ("n", "k", "dtype")),
@@ -94,6 +109,16 @@ USES = (
     # backend.py: vLLM's own weight-transfer routes
     Use("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine", ("name",)),
     Use("vllm.distributed.parallel_state", "get_world_group", ()),
+    # trainer_side.py: a trainer's weights
+    *(
+        Use("vllm.distributed.weight_transfer.base", f"WeightSource.{name}", arguments, "0.33")
+        for name, arguments in (
+            ("iter_full", ()),
+            ("implements_iter_full", ()),
+            ("owned_names", ("rank",)),
+            ("metadata", None),
+        )
+    ),
 )
 
 
@@ -150,7 +175,34 @@ def _live_arguments(use: Use) -> Sequence[str] | None:
 
 
 def refusal(vllm_config: Any, args: Any) -> str | None:
-    """Return why a server with this configuration and these arguments cannot follow, in one sentence, or None if it can."""
+    """Return why a server with this configuration and these arguments cannot follow, in one sentence, or None if it can.
+
+    Args:
+        vllm_config: vLLM's whole configuration.
+        args: A server's arguments; None without a server.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is not None and transfer.kv_connector is not None:
+        return (
+            f"{transfer.kv_connector} may hand prompts keys that other weights computed: leave --kv-transfer-config and "
+            "--kv-offloading-size out."
+        )
+    transfer = getattr(vllm_config, "ec_transfer_config", None)
+    if transfer is not None and transfer.ec_connector is not None:
+        return (
+            f"{transfer.ec_connector} may hand requests encoder outputs that other weights computed: leave EC transfer out."
+        )
+    manager = getattr(vllm_config, "ec_manager_config", None)
+    if manager is not None and manager.encoder_cache_manager_cls is not None:
+        return (
+            f"{manager.encoder_cache_manager_cls} may keep encoder outputs that other weights computed: leave "
+            "encoder_cache_manager_cls out."
+        )
+    if getattr(getattr(vllm_config, "speculative_config", None), "draft_lm_head_quantization", None) is not None:
+        return (
+            "draft_lm_head_quantization keeps a copy of lm_head for the drafter, which deltas do not reach: leave it out of "
+            "--speculative-config."
+        )
     if (getattr(args, "api_server_count", None) or 1) > 1:
         return "Several API servers would drive the same workers: start vLLM with --api-server-count 1."
     if vllm_config.parallel_config.enable_eplb:

@@ -11,8 +11,8 @@ GET  /deltasync/digest           sha256 of every live tensor (only with DELTASYN
 
 If DELTASYNC_HTTP_TOKEN is set, all of them require it; without it, status replies with the state and the versions only.
 Requests from other sites' pages are refused (`vllm_plugin.requests`), and so are bodies that are not declared as JSON.
-Completions get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot
-follow with this vLLM or its options, the routes say why.
+Replies get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot follow
+with this vLLM or its options, the routes say why.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError, MissingVersionError, PinnedError, redacted
 from deltasync.following import HISTORY, Follow, Pin
 from vllm_plugin import compat, logger
-from vllm_plugin.engine import is_salted
+from vllm_plugin.engine import Unguarded, is_salted
 from vllm_plugin.messages import PinTo, ServerStatus, Sync, WeightUpdate, body_of
 from vllm_plugin.metrics import Metrics
-from vllm_plugin.pauses import other_pauses
-from vllm_plugin.requests import is_loopback, stranger, token_matches, wait_ready
-from vllm_plugin.target import EngineTarget, OnLoop, open_follow, open_reader
-from vllm_plugin.versions import note_spans, versions_header
+from vllm_plugin.requests import is_loopback, stranger, token_matches, until_ready
+from vllm_plugin.target import EngineTarget, LiveVersions, OnLoop, open_follow, open_reader
+from vllm_plugin.versions import attend, replies
 
 _Body = TypeVar("_Body")
 
@@ -84,7 +83,7 @@ class DeltaSyncEndpoints:
     """Implements `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "deltasync"
-    required_tasks = ("generate",)
+    required_tasks = None  # whatever a server does with the weights
 
     def __init__(self) -> None:
         self._settings = ReplicaSettings.from_env()
@@ -146,11 +145,7 @@ class DeltaSyncEndpoints:
             return _json({"error": f"{type(error).__name__}: {error}"}, 503)
 
         app.include_router(APIRouter(lifespan=self._lifespan))
-        app.add_middleware(other_pauses, pauses=lambda: None if (engine := self._engine()) is None else engine.pauses)
-        if self._settings.adapter is None:  # a reply names the version of an adapter as its model
-            app.add_middleware(versions_header, live=lambda: None if (engine := self._engine()) is None else engine.live)
-        if self._settings.wait_ready:
-            app.add_middleware(wait_ready, not_ready=self._not_ready)
+        app.add_middleware(replies, live=self._live)
 
     def _attach_pipeline_rl(self, app: FastAPI) -> None:
         """Add the routes that PipelineRL's trainer calls once it has published: weights come through the channel."""
@@ -177,17 +172,23 @@ class DeltaSyncEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start to follow, or note why it cannot start. vLLM serves in any case."""
         channel = self._settings.channel
-        if channel is None:
+        if channel is None or engine_client is None:  # the second renders prompts only
             return
-        if engine_client is not None:
-            engine_client.deltasync_attached = True  # it follows, or this says why not (`vllm_plugin._refuse_unfollowed`)
+        engine_client.deltasync_attached = True  # it follows, or this says why not (`vllm_plugin._refuse_unfollowed`)
+        waits = self._settings.wait_ready and not _is_pushed(engine_client)
+        attend(
+            engine_client,
+            live=self._live,
+            refusal=until_ready(self._not_ready) if waits else lambda: None,
+            pauses=lambda: None if (engine := self._engine()) is None else engine.pauses,
+        )
         try:
             self._settings = self._settings.at_port(getattr(args, "port", 0), _rank(args))
             self._look_at_address(args)
             self._metrics = Metrics()
             self._refused = await self._refusal(engine_client, args) or ""
             if not self._refused:
-                self._start(engine_client, state, self._metrics)
+                await self._start(engine_client, state, self._metrics)
         except DeltaSyncError as error:
             self._refused = str(error)
         except Exception as error:  # the server serves the weights it has loaded, and says why
@@ -214,13 +215,10 @@ class DeltaSyncEndpoints:
         """Return why this server cannot follow, in one sentence, or None if it can."""
         import vllm
 
-        if engine is None:
-            return "There is no engine in this process."
         reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config, args)
         if reason is not None:
             return reason
-        transfer = engine.vllm_config.weight_transfer_config
-        if transfer is not None and transfer.backend == "deltasync":
+        if _is_pushed(engine):
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self._settings.adapter is not None:
             return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
@@ -230,7 +228,7 @@ class DeltaSyncEndpoints:
             return "The engine's process did not load deltasync, so its prefix cache would mix versions; see its log."
         return None
 
-    def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
+    async def _start(self, engine: Any, state: Any, metrics: Metrics) -> None:
         if self._settings.adapter is not None:
             from vllm_plugin.adapters import AdapterTarget
 
@@ -238,8 +236,11 @@ class DeltaSyncEndpoints:
             target = AdapterTarget(engine, reader, self._settings, state.openai_serving_models, run)
             self._follow = Follow(reader, target, self._settings, observer=metrics, log=logger)
         else:
-            note_spans(engine)
-            self._follow = open_follow(engine, self._settings, metrics, OnLoop(asyncio.get_running_loop()))
+            follow = open_follow(Unguarded(engine), self._settings, metrics, OnLoop(asyncio.get_running_loop()))
+            assert isinstance(follow.target, EngineTarget)
+            follow.target.pauses.on_use = follow.poke
+            await follow.target.pauses.guard(engine)
+            self._follow = follow
         self._logprobs_mode = engine.vllm_config.model_config.logprobs_mode
         self._ticking = asyncio.create_task(self._tick(self._follow, metrics), name="deltasync-tick")
         logger.info(
@@ -258,6 +259,10 @@ class DeltaSyncEndpoints:
         """What the loop moves, unless that is an adapter."""
         target = None if self._follow is None else self._follow.target
         return target if isinstance(target, EngineTarget) else None
+
+    def _live(self) -> LiveVersions | None:
+        """The versions that made tokens. None with an adapter: a reply names its version as its model."""
+        return None if (engine := self._engine()) is None else engine.live
 
     def _status(self, commit_count: int) -> ServerStatus:
         settings, follow = self._settings, self._follow
@@ -378,6 +383,12 @@ async def _wait(follow: Follow, request: Request, timeout_s: float, version: int
     finally:
         follow.on_step.remove(wake)
         gone.cancel()
+
+
+def _is_pushed(engine: Any) -> bool:
+    """Whether a trainer pushes versions here, so that nothing has to be waited for."""
+    transfer = getattr(getattr(engine, "vllm_config", None), "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == "deltasync"
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:

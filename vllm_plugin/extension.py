@@ -7,12 +7,17 @@ RPCs have a prefix, and the state is created on first use.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
+import torch
+
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, NotPublishedError
+from deltasync.errors import ConfigError, NotPublishedError, SleepingError
 from deltasync.kernels import segment_kernels
 from deltasync.tensors.bits import int_view
+from vllm_plugin import logger
+from vllm_plugin.load.layers import note_loaded
 from vllm_plugin.messages import Answer, answer
 from vllm_plugin.worker import WorkerReplica
 
@@ -32,19 +37,24 @@ class DeltaSyncWorkerExtension:
         if channel is not None:
             _check(channel)
             warm_up_first(worker)
+            _note_loaded(worker)
+            _hook_sleep(worker)
         return worker
 
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> Answer:
         """Record the load plan for the channel's tensors. A second call changes nothing.
 
         Records are refused unless a key in the file `trusted_keys` has signed them; by default the environment names it.
-        The reply is NotPublishedError while the channel has no version.
+        The reply is NotPublishedError while the channel has no version, and SleepingError while vLLM sleeps.
         """
 
         def body() -> None:
             if not hasattr(self, "_deltasync_replica"):
+                if getattr(self, "_deltasync_asleep", False):
+                    raise SleepingError("vLLM sleeps. Its weights are left alone until it wakes up.")
                 self._deltasync_replica = WorkerReplica(self.model_runner, channel, trusted_keys)
-                _hook_sleep(self, self._deltasync_replica)
+                _hook_sleep(self)
+                _guard(self, channel)
 
         return answer(body)
 
@@ -89,19 +99,69 @@ def warm_up_first(worker: Any) -> None:
     worker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
-def _hook_sleep(worker: Any, replica: WorkerReplica) -> None:
-    """Make a vLLM worker tell the replica when it sleeps: touching weights then would end the process."""
-    if not hasattr(worker, "sleep"):
+def _note_loaded(worker: Any) -> None:
+    """Make a vLLM worker note what loading made beside parameters, before it warms the model up."""
+    if not hasattr(worker, "load_model"):
+        return
+    load_model = worker.load_model
+
+    def noted_load_model(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        note_loaded(worker.model_runner.get_model())
+
+    worker.load_model = noted_load_model
+
+
+def _hook_sleep(worker: Any) -> None:
+    """Make a vLLM worker note that it sleeps, and tell its replica: touching weights then would end the process."""
+    if not hasattr(worker, "sleep") or hasattr(worker, "_deltasync_asleep"):
         return
     sleep, wake_up = worker.sleep, worker.wake_up
 
     def hooked_sleep(level: int = 1) -> None:
-        replica.fall_asleep()
+        if replica := getattr(worker, "_deltasync_replica", None):
+            replica.fall_asleep()
+        worker._deltasync_asleep = True
         sleep(level)
 
     def hooked_wake_up(tags: list[str] | None = None) -> None:
         wake_up(tags)
         if tags is None or "weights" in tags:
-            replica.wake_up()
+            worker._deltasync_asleep = False
+            if replica := getattr(worker, "_deltasync_replica", None):
+                replica.wake_up()
 
-    worker.sleep, worker.wake_up = hooked_sleep, hooked_wake_up
+    worker.sleep, worker.wake_up, worker._deltasync_asleep = hooked_sleep, hooked_wake_up, False
+
+
+_LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update", "update_weights")
+
+
+def _guard(worker: Any, channel: str) -> None:
+    """Make a worker refuse to load other weights than the channel's, and look at where its weights lie before each step."""
+    runner = worker.model_runner
+    for owner, names in ((worker, _LOADS), (runner, _LOADS), (runner.get_model(), ("load_weights",))):
+        for name in names:
+            if hasattr(owner, name):
+                vars(owner)[name] = _refusing(name, channel)
+    if hasattr(worker, "execute_model"):
+        execute_model = worker.execute_model
+
+        def checked_execute_model(*args: Any, **kwargs: Any) -> Any:
+            worker._deltasync_replica.put_back()
+            return execute_model(*args, **kwargs)
+
+        worker.execute_model = checked_execute_model
+
+
+def _refusing(name: str, channel: str) -> Callable[..., None]:
+    """Return a method that loads nothing. Only the last worker raises, see `vllm_plugin.backend._SilentError`."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        said = f"{name} would load weights that are not those of {channel}, which this server follows. Nothing was loaded."
+        logger.error("deltasync: %s", said)
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            raise ConfigError(said)
+
+    vars(refuse)["deltasync_refuses"] = True
+    return refuse

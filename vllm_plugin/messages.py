@@ -83,20 +83,22 @@ class Audit(msgspec.Struct):
 
     Attributes:
         parts: The fingerprints of the worker's segments.
-        regions: Which elements of each tensor the worker holds. Only in the first audit, as is the next.
-        reloaded: The tensors that take the fallback, and why.
+        regions: Which elements of each tensor the worker holds.
+        reloaded: The tensors that take the fallback, and why. Only of `verify`, as is the next.
+        complete: Whether vLLM's model has all its modules, so that a tensor that its loader ignores is not served.
     """
 
     parts: Parts
-    regions: dict[str, list[Region]] = {}
+    regions: dict[str, list[Region]]
     reloaded: dict[str, str] = {}
+    complete: bool = False
 
 
 class Work(msgspec.Struct):
     """State of a worker's background work.
 
     Attributes:
-        state: `idle`, `working`, or how it ended: `audited`, `staged`, `unsettled`, `lacking`, `failed`.
+        state: `idle`, `working`, or how it ended: `verified`, `audited`, `staged`, `unsettled`, `lacking`, `failed`.
         blamed: The key of the record that is damaged or lacks something, None if staging failed for another reason.
         idle_s: Seconds since work that goes on last came a step further.
         lacking: The tensors that the worker needs whole to decode the version.

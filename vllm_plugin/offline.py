@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
 from vllm_plugin import compat
-from vllm_plugin.engine import IdleEngine
+from vllm_plugin.engine import IdleEngine, check_salted
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.target import is_held, open_follow
 
@@ -47,7 +47,7 @@ class OfflineReplica:
         return self._follow.version
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
-        """Bring the weights to the newest version, drop the prefix cache, and return the version that is live.
+        """Bring the weights to the newest version, and return the version that is live.
 
         Args:
             version: The version that must be live at least. It may not be published yet.
@@ -57,7 +57,7 @@ class OfflineReplica:
             ApplyError: the weights were not brought there, and why; the version before is still live.
             CommitError: the weights are uncertain. Call again before anything is generated, or load the model again.
         """
-        follow, before, deadline = self._follow, self._follow.identity, time.monotonic() + timeout_s
+        follow, deadline = self._follow, time.monotonic() + timeout_s
         try:
             while True:
                 live = follow.catch_up(wait_s=max(0.0, deadline - time.monotonic()))
@@ -74,9 +74,6 @@ class OfflineReplica:
                 raise CommitError(f"The weights are uncertain: generate nothing. {error}") from error
             wanted = version or follow.newest
             raise ApplyError(f"Version {wanted} is not live, but version {follow.version}. {error}") from error
-        finally:
-            if follow.identity != before:
-                self._llm.reset_prefix_cache()
 
     def close(self) -> None:
         """Stop following. The `LLM` keeps its weights."""
@@ -88,12 +85,13 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
 
     Args:
         llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made while the environment has
-            `DELTASYNC_CHANNEL`, so that on a CPU its weights stay where they can be patched.
+            `DELTASYNC_CHANNEL`: then its caches are kept apart by version, and on a CPU its weights stay where they can be
+            patched.
         channel: The channel's URL.
         **settings: Fields of `ReplicaSettings`.
 
     Raises:
-        ConfigError: deltasync does not support this vLLM.
+        ConfigError: deltasync does not support this vLLM, or its configuration.
 
     Examples:
         >>> replica = vllm_plugin.follow(llm, "s3://bucket/run")
@@ -102,7 +100,8 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
     """
     import vllm
 
-    unsuited = compat.unsuited(vllm.__version__)
+    unsuited = compat.unsuited(vllm.__version__) or compat.refusal(llm.llm_engine.vllm_config, None)
     if unsuited is not None:
         raise ConfigError(unsuited)
+    check_salted(llm)
     return OfflineReplica(llm, ReplicaSettings.from_env(channel=channel, **settings))

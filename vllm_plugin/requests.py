@@ -14,11 +14,7 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from vllm_plugin import logger
-from vllm_plugin.versions import PATHS
 
 
 def token_matches(authorization: str | None, token: str) -> bool:
@@ -79,23 +75,20 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def wait_ready(app: ASGIApp, not_ready: Callable[[], str | None]) -> ASGIApp:
-    """ASGI middleware for `DELTASYNC_WAIT_READY`: replies 503 to requests for tokens until the server was ready once."""
+def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Return why requests are not answered, for `DELTASYNC_WAIT_READY`: None for ever once the server was ready."""
     opened = False
 
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+    def refusal() -> str | None:
         nonlocal opened
-        if not opened and scope["type"] == "http" and scope["path"].endswith(PATHS):
-            try:
-                reason = not_ready()
-            except Exception:  # unknown counts as not ready
-                logger.exception("deltasync could not tell whether this server is ready")
-                reason = "It cannot be told whether this server is ready."
-            if reason is not None:
-                error = {"message": reason, "type": "ServiceUnavailableError", "code": 503}
-                await JSONResponse({"error": error}, 503, {"retry-after": "1"})(scope, receive, send)
-                return
-            opened = True
-        await app(scope, receive, send)
+        if opened:
+            return None
+        try:
+            reason = not_ready()
+        except Exception:  # unknown counts as not ready
+            logger.exception("deltasync could not tell whether this server is ready")
+            return "It cannot be told whether this server is ready."
+        opened = reason is None
+        return reason
 
-    return call
+    return refusal

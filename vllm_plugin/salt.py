@@ -1,9 +1,11 @@
-"""The prefix cache, kept apart by version: no prompt uses keys and values that other weights computed.
+"""What the engine's process caches by content, kept apart by version: no request uses what other weights computed.
 
-vLLM finds cached blocks by a hash that covers a request's `cache_salt`. In the engine's process each request gets the salt
-of the version that is live when its first token is computed, whatever route it came by, combined with a salt of its own.
-Running requests are not touched, so they keep their blocks over a commit. Every change of the weight version starts a new
-salt, also a change back to an older version: blocks of a request that spanned a commit are never found again.
+vLLM finds cached blocks by a hash that covers a request's `cache_salt`, and an encoder's outputs, such as an image's
+features, by the `identifier` of the input. In the engine's process each request gets the salt of the version that is live
+when its first token is computed, whatever route it came by, combined with a salt of its own; its inputs' identifiers get
+that version's salt too. Running requests are not touched, so they keep their blocks and their features over a commit. Every
+change of the weight version starts a new salt, also a change back to an older version: what a request computed that spanned
+a commit is never found again. What nobody finds any more is evicted first, as vLLM's caches evict the least recently used.
 
 A request that names a session keeps the salt of the version that its conversation began with. So its prefix is found
 although the weights have changed, as a running request keeps its blocks.
@@ -11,6 +13,7 @@ although the weights have changed, as a running request keeps its blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import secrets
@@ -66,14 +69,16 @@ class Salts:
 
 def install() -> None:
     """Salt all requests to engines of this process. Call before the first engine is made. A second call does nothing."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import output
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "deltasync_salts"):
         return
     salts = Salts()
     preprocess, look_up = EngineCore.preprocess_add_request, KVCacheManager.prefix_cache_lookup_enabled
-    set_version = EngineCore.set_weight_version
+    set_version, check_encoded = EngineCore.set_weight_version, EncoderCacheManager.check_and_update_cache
 
     @functools.wraps(preprocess)
     def preprocess_add_request(self: Any, request: Any) -> Any:
@@ -83,7 +88,9 @@ def install() -> None:
         except Exception:  # salted when it is looked up
             logger.exception("deltasync could not salt a request")
         made = preprocess(self, request)
-        made[0].deltasync_given_salt = given
+        made[0].deltasync_given = given, made[0].mm_features
+        if made[0].mm_features:
+            _salt(made[0], salts, inputs=True)
         return made
 
     @functools.wraps(look_up)
@@ -98,18 +105,46 @@ def install() -> None:
             logger.exception("deltasync could not begin a salt")
         set_version(self, weight_version)
 
+    @functools.wraps(check_encoded)
+    def check_and_update_cache(self: Any, request: Any, input_id: int) -> bool:
+        request.deltasync_encoded = self  # in which it may hold entries before it runs
+        return bool(check_encoded(self, request, input_id))
+
+    def keep_inputs(mm_features: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep all inputs in what workers are sent, where vLLM drops those whose blocks were found.
+
+        A request that is preempted starts anew with other weights, finds no blocks, and needs its inputs.
+        """
+        return mm_features
+
+    EncoderCacheManager.check_and_update_cache = check_and_update_cache
+    output.strip_covered_mm_data = keep_inputs
     EngineCore.preprocess_add_request = preprocess_add_request
     EngineCore.set_weight_version = set_weight_version
     EngineCore.deltasync_salts = lambda self: True
     KVCacheManager.prefix_cache_lookup_enabled = prefix_cache_lookup_enabled
 
 
-def _salt(request: Any, salts: Salts) -> bool:
-    """Give a request that is about to start the salt of the live version. Returns False if that failed."""
+def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> bool:
+    """Give a request that is about to start the salt of the live version. Returns False if that failed.
+
+    Args:
+        request: One of vLLM's scheduler.
+        salts: The engine's.
+        inputs: Whether the identifiers of its inputs lack their salt, whatever its own is.
+    """
     try:
-        salt = salts.of(vars(request).setdefault("deltasync_given_salt", request.cache_salt))
-        if request.num_computed_tokens == 0 and request.cache_salt != salt:
+        own, features = vars(request).setdefault("deltasync_given", (request.cache_salt, request.mm_features))
+        salt = salts.of(own)
+        if request.num_computed_tokens == 0 and (inputs or request.cache_salt != salt):
             request.cache_salt = salt
+            if not request.num_preemptions:  # workers know the inputs of a request that ran before by their identifiers
+                if (encoded := vars(request).pop("deltasync_encoded", None)) is not None:
+                    encoded.free(request)
+                version = salt.split(" ")[1]
+                request.mm_features = [
+                    dataclasses.replace(each, identifier=f"{version} {each.identifier}") for each in features
+                ]
             request.block_hashes.clear()
             request.update_block_hashes()
     except Exception:  # then it computes its whole prompt

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
@@ -45,10 +46,18 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
         """Open the channel and send its URL to the servers.
 
         Raises:
-            ConfigError: no source is given, or a setting is wrong.
+            ConfigError: no source is given, or one that does not gather every tensor on rank 0; or a setting is wrong.
         """
         if source is None:
             raise ConfigError("The backend 'deltasync' finds changes by itself, and needs all weights: pass source=.")
+        if hasattr(source, "owned_names"):  # from vLLM 0.33 on: sources may give shards, or some tensors on some ranks
+            owned = set(source.owned_names(0)) if source.implements_iter_full() else set()
+            missing = [meta.name for meta in source.metadata if meta.name not in owned]
+            if missing:
+                raise ConfigError(
+                    f"The backend 'deltasync' publishes from rank 0, and this source gathers {len(missing)} tensors not "
+                    f"there, such as {missing[0]}: pass one that does, or publish with Publisher(..., group=group)."
+                )
         publisher = None
         if init_info.is_sender:
             publisher = Publisher(init_info.channel, **init_info.settings)
@@ -62,9 +71,9 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
             PublishError: the version did not become visible; nothing was sent to the servers.
         """
         if self._publisher is None:
-            deque(self.source, maxlen=0)
+            deque(_gathered(self.source), maxlen=0)
             return
-        receipt = self._publisher.publish(iter(self.source))
+        receipt = self._publisher.publish(_gathered(self.source))
         receipt.wait()
         self.client.start_weight_update()
         self.client.update_weights({"version": receipt.version})
@@ -74,3 +83,9 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
         """Finish the uploads and close the channel."""
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _gathered(source: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over whole tensors: by `iter_full` from vLLM 0.33 on, by the source itself before."""
+    tensors: Iterator[tuple[str, Any]] = source.iter_full() if hasattr(source, "iter_full") else iter(source)
+    return tensors

@@ -1,11 +1,16 @@
-"""Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans` of completions.
+"""Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans`.
 
 Also the header `x-deltasync-session` of requests, by which a conversation keeps using the cached prefixes of the version
 that it began with (`vllm_plugin.salt`).
+
+Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So whatever route
+vLLM gets, it has the headers, waits for the first version, and takes a session. What is pooled (embeddings, scores) is made
+by one version in each reply: a commit waits for it, and it for a commit.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -14,11 +19,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deltasync.errors import DeltaSyncError
 from vllm_plugin import logger
+from vllm_plugin.pauses import Pauses
 from vllm_plugin.salt import SESSION, number_of
 
 if TYPE_CHECKING:
@@ -28,15 +34,6 @@ HEADER = "x-deltasync-versions"
 SPANS_HEADER = "x-deltasync-spans"
 SESSION_HEADER = "x-deltasync-session"
 
-_SALTED_PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
-    "/inference/v1/generate",
-)
-PATHS = (*_SALTED_PATHS, "/v1/messages")
-"""Routes that generate tokens."""
 _LONGEST = 4000  # characters of spans: clients refuse long headers
 
 Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
@@ -44,22 +41,110 @@ Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 
 Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not know."""
 
-_choices: ContextVar[Choices | None] = ContextVar("deltasync_choices", default=None)  # of the reply made in this context
+
+class _NotReadyError(DeltaSyncError):
+    """No version has been served yet, so nothing is answered."""
 
 
-def note_spans(engine: Any) -> None:
-    """Make an engine client note which version made which token, for `versions_header`.
+class _Reply:
+    """A reply while it is made.
 
-    Wraps its `generate`, which every route calls. vLLM knows the versions from 0.32 on.
+    Attributes:
+        session: The version that its request names, if any.
+        mark: When it first called the engine, if a version was live then (`LiveVersions.mark`).
+        refused: Why it may not call the engine, in one sentence.
+        choices: What it holds of generated tokens.
     """
-    generate = engine.generate
 
-    def noting_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
-        outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
-        choices = _choices.get()
-        return outputs if choices is None else _noting(outputs, choices)
+    def __init__(self, session: str | None = None) -> None:
+        self.session = session
+        self.mark: int | None = None
+        self.refused: str | None = None
+        self.choices: Choices = {}
+        self._turn = asyncio.Lock()
+        self._entered: contextlib.AsyncExitStack | None = None
 
-    engine.generate = noting_generate
+    def begin(self, live: LiveVersions | None) -> None:
+        """Note that it calls the engine."""
+        if self.mark is None and live is not None and live.now is not None:
+            self.mark = live.mark
+
+    async def enter(self, pauses: Pauses) -> None:
+        """Wait for a commit that is under way, and let no other begin before `leave`."""
+        async with self._turn:
+            if self._entered is None:
+                entered = contextlib.AsyncExitStack()
+                await entered.enter_async_context(pauses.undivided())
+                self._entered = entered
+
+    async def leave(self) -> None:
+        """Let commits begin again."""
+        if self._entered is not None:
+            await self._entered.aclose()
+            self._entered = None
+
+
+_reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None)  # the one that is made in this context
+
+
+def attend(
+    engine: Any,
+    live: Callable[[], LiveVersions | None],
+    refusal: Callable[[], str | None],
+    pauses: Callable[[], Pauses | None],
+) -> None:
+    """Wrap `generate` and `encode` of an engine client, which every route calls.
+
+    Args:
+        engine: vLLM's engine client.
+        live: Returns the versions that were live, None if nothing is followed.
+        refusal: Returns why no request may be answered, in one sentence, or None.
+        pauses: Returns what pauses the engine, None if nothing does.
+    """
+    generate, encode = engine.generate, engine.encode
+
+    def begin() -> _Reply | None:
+        reply, reason = _reply.get(), refusal()
+        if reason is not None:
+            if reply is not None:
+                reply.refused = reason
+            raise _NotReadyError(reason)
+        return reply
+
+    def attended_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        reply = begin()
+        if reply is None:
+            outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
+            return outputs
+        reply.begin(live())
+        if reply.session is not None:
+            args, kwargs = _in_session(reply.session, args, kwargs)
+        return _noting(generate(*args, **kwargs), reply.choices)
+
+    async def attended_encode(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        made = begin()
+        reply, switch = made or _Reply(), pauses()
+        try:
+            if switch is not None:
+                await reply.enter(switch)
+            reply.begin(live())
+            async with contextlib.aclosing(encode(*args, **kwargs)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if made is None:
+                await reply.leave()
+
+    engine.generate, engine.encode = attended_generate, attended_encode
+
+
+def _in_session(version: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of `generate` whose prompt names a session in its `cache_salt`, a field of vLLM's."""
+    prompt = args[0] if args else kwargs.get("prompt")
+    if not isinstance(prompt, dict):
+        return args, kwargs
+    prompt = prompt | {"cache_salt": f"{SESSION}{version}:{prompt.get('cache_salt') or ''}"}
+    return ((prompt, *args[1:]), kwargs) if args else (args, kwargs | {"prompt": prompt})
 
 
 async def _noting(outputs: AsyncGenerator[Any], choices: Choices) -> AsyncGenerator[Any]:
@@ -95,8 +180,8 @@ def _spans_text(choices: Choices) -> str | None:
     return text if len(text) <= _LONGEST else None
 
 
-def versions_header(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
-    """ASGI middleware that adds the headers.
+def replies(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> ASGIApp:
+    """ASGI middleware that adds the headers, and replies 503 where the engine refused a request.
 
     `x-deltasync-versions: first..last` names the least and the greatest version that were live while the request ran, also
     where the server was moved away and back: no token was made by one before `first` or after `last`. A streamed reply's
@@ -110,64 +195,54 @@ def versions_header(app: ASGIApp, live: Callable[[], LiveVersions | None]) -> AS
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith(PATHS):
+        if scope["type"] != "http":
             await app(scope, receive, send)
             return
         session = Headers(scope=scope).get(SESSION_HEADER)
-        if session is not None and scope["path"].endswith(_SALTED_PATHS):
+        if session is not None:
             version = re.match(r"[1-9][0-9]{0,17}(?:\.\.|$)", session)
             if version is None:
                 sentence = f"{SESSION_HEADER} is a version of the channel, such as 5, not {session[:40]!r}."
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
-            receive = await _naming_session(scope, receive, version[0].rstrip("."))
-        versions = live()
-        if versions is None or versions.now is None:
-            await app(scope, receive, send)
-            return
-        mark = versions.mark
-        choices: Choices = {}
+            session = version[0].rstrip(".")
+        reply, at_arrival, versions, refused = _Reply(session), _Reply(), live(), False
+        at_arrival.begin(versions)
 
         async def send_with_versions(message: Message) -> None:
+            nonlocal refused
+            if reply.refused is not None and message["type"] == "http.response.start":
+                refused = True
+                error = {"message": reply.refused, "type": "ServiceUnavailableError", "code": 503}
+                await JSONResponse({"error": error}, 503, {"retry-after": "1"})(scope, receive, send)
+            if refused:
+                return
             try:
-                _add(message, versions.since(mark), choices)
+                _add(message, reply, at_arrival.mark, versions)
             except Exception:  # the reply goes on without them
                 logger.exception("deltasync could not name the versions of a reply")
             await send(message)
 
-        _choices.set(choices)
-        await app(scope, receive, send_with_versions)
+        _reply.set(reply)
+        try:
+            await app(scope, receive, send_with_versions)
+        finally:
+            await reply.leave()
 
     return call
 
 
-def _add(message: Message, live: tuple[int, int] | None, choices: Choices) -> None:
-    """Add to a message of the reply what is known: the least and the greatest version that were `live`, and the choices."""
+def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: LiveVersions | None) -> None:
+    """Add what is known to a message of the reply."""
     if message["type"] == "http.response.start":
         headers = MutableHeaders(scope=message)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
-        if live is not None:
-            headers.append(HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
-        if not streamed and (spans := _spans_text(choices)) is not None:
+        mark = at_arrival if streamed and reply.mark is None else reply.mark  # a stream may call the engine later
+        live = None if mark is None or versions is None else versions.since(mark)
+        if live is None:
+            return
+        headers.append(HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
+        if not streamed and (spans := _spans_text(reply.choices)) is not None:
             headers.append(SPANS_HEADER, spans)
-    elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(choices)) is not None:
+    elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(reply.choices)) is not None:
         message["body"] = f": {SPANS_HEADER} {spans}\n\n".encode() + message["body"]
-
-
-async def _naming_session(scope: Scope, receive: Receive, version: str) -> Receive:
-    """Name the session in the body's `cache_salt`, a field of vLLM's. Returns a `receive` that gives the changed body."""
-    try:
-        data = await Request(scope, receive).body()
-    except ClientDisconnect:
-        return receive
-    with contextlib.suppress(ValueError, RecursionError):  # vLLM refuses such a body
-        fields = json.loads(data)
-        if isinstance(fields, dict) and isinstance(fields.get("cache_salt"), str | None):
-            data = json.dumps(fields | {"cache_salt": f"{SESSION}{version}:{fields.get('cache_salt') or ''}"}).encode()
-            MutableHeaders(scope=scope)["content-length"] = str(len(data))
-    messages: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return receive_again

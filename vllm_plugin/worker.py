@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -22,6 +22,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
+    CommitError,
     ConfigError,
     CorruptDataError,
     DeltaSyncError,
@@ -33,18 +34,37 @@ from deltasync.errors import (
 )
 from deltasync.following import Follower, StagedVersion
 from deltasync.kernels import cpu
-from deltasync.live import LiveMemory
+from deltasync.live import LiveMemory, Segment
 from deltasync.stores import Store
 from deltasync.stores.cache import behind_cache
+from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of
 from vllm_plugin import logger
 from vllm_plugin.load import copies, fallback, plan, proof
+from vllm_plugin.load.layers import is_complete, note_loaded
 from vllm_plugin.messages import Audit, CommitReply, Failure, Handed, Live, Work
 
 CALLS = frozenset(
-    ("settled", "poll", "audit", "prove", "settle", "identified", "stage", "complete", "commit", "confirm", "undo", "read")
+    (
+        "settled",
+        "poll",
+        "verify",
+        "audit",
+        "prove",
+        "settle",
+        "identified",
+        "stage",
+        "complete",
+        "commit",
+        "confirm",
+        "undo",
+        "read",
+    )
 )
 """Methods of `WorkerReplica` that the driver may call."""
+
+_Place = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]
+"""Where a module holds a tensor: its parameters or buffers, the name, the tensor, its memory, and the address of that."""
 
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
 
@@ -77,10 +97,14 @@ class WorkerReplica:
         self._asleep = False
         self._begun_s = 0.0  # when the background work began
         before = time.perf_counter()
-        self._plan = plan.record(model, self._reader.specs)
+        note_loaded(model)
+        self._plan = self._record(model)
         self._mirror: fallback.Mirror | None = None
         self._unproven: set[str] = set()
-        self._copies = copies.find(model)
+        self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
+        self._copies: list[copies.DerivedCopy] = []
+        self._places: list[_Place] = []
+        self._is_stale = False  # whether reloading layers, or refreshing copies, has failed
         self._memory = LiveMemory(self._reader.specs, self._plan.segments)
         self._memory.warm_up()
         self._follower = Follower(self._reader, self._memory)
@@ -91,6 +115,14 @@ class WorkerReplica:
             sum(map(len, self._plan.segments.values())),
             time.perf_counter() - before,
         )
+
+    def _record(self, model: torch.nn.Module) -> plan.LoadPlan:
+        specs = self._reader.specs
+        try:
+            return plan.record(model, specs)
+        except ModelMismatchError as error:
+            found = proof.misfits(specs, proof.checkpoint(self._runner))
+            raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
 
     def fall_asleep(self) -> None:
         """Touch the weights no more, which vLLM is about to take out of memory, and refuse calls that would."""
@@ -105,6 +137,17 @@ class WorkerReplica:
         """Accept calls again: the weights are in memory. An audit has to find out their bits."""
         self._asleep = False
         self._follower.settled = False
+
+    def put_back(self) -> None:
+        """Put parameters and buffers of the model back if something replaced them, or their memory."""
+        for held, name, tensor, data, address in self._places:
+            if held.get(name) is not tensor or tensor.data_ptr() != address:
+                held[name] = tensor
+                tensor.data = data
+                self._follower.settled = False
+                logger.error(
+                    "deltasync: something replaced %s in vLLM's model, which follows a channel; it was put back", name
+                )
 
     def call(self, method: str, *args: Any) -> Any:
         """Call one of `CALLS`. Call `prove`, `commit`, `confirm` and `undo` only while generation is paused.
@@ -139,38 +182,89 @@ class WorkerReplica:
         self._work = self._thread.submit(action)
         return self.poll()
 
-    def audit(self, first: bool) -> Work:
-        """Start to read every bit of live memory; ends in `audited`. The first time, prove the load plan before."""
-        return self._begin(lambda: self._audit(first))
+    def verify(self) -> Work:
+        """Start to prove the load plan against the checkpoint; ends in `verified`."""
+        return self._begin(self._verify)
 
-    def _audit(self, first: bool) -> Work:
+    def _verify(self) -> Work:
+        specs, reasons = self._reader.specs, self._plan.reasons
+        if self._mirror is None:
+            self._unproven, self._others = proof.verify(self._plan, self._memory, specs, proof.checkpoint(self._runner))
+            tensors = fallback.mirrored(self._plan, specs, proof.checkpoint(self._runner)) if reasons else {}
+            logger.info("deltasync load plan: compared=%d reloaded=%d", len(specs) - len(self._unproven), len(tensors))
+            layers = {name: self._plan.layers[name] for name in tensors}
+            self._mirror = fallback.Mirror(self._runner, layers, tensors, reasons)
+            self._hold(self._mirror.segments)
+        return Work("verified", Audit({}, self._memory.regions, reasons, is_complete(self._runner.get_model())))
+
+    def _hold(self, segments: dict[str, list[Segment]]) -> None:
+        self._plan.segments.update(segments)
+        self._memory = LiveMemory(self._reader.specs, self._plan.segments)
+        self._follower = Follower(self._reader, self._memory)
+
+    def audit(self, ignored: list[str]) -> Work:
+        """Start to read every bit of live memory; ends in `audited`.
+
+        `ignored` tensors, which no worker loads, are kept on the host of the first one from now on: the model's fingerprint
+        counts them.
+        """
+        return self._begin(lambda: self._audit(ignored))
+
+    def _audit(self, ignored: list[str]) -> Work:
         before = time.perf_counter()
-        reloaded = self._verify() if first else {}
+        self._unproven -= set(ignored)
+        if ignored and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+            self._hold(proof.kept({name: self._reader.specs[name] for name in ignored}, proof.checkpoint(self._runner)))
         self._memory.audit()
         logger.info("deltasync audit: audit_s=%.3f", time.perf_counter() - before)
-        return Work("audited", Audit(self._memory.parts, self._memory.regions if first else {}, reloaded))
+        return Work("audited", Audit(self._memory.parts, self._memory.regions))
 
-    def _verify(self) -> dict[str, str]:
-        """Prove the load plan against the checkpoint. Returns the tensors that take the fallback, and why."""
-        specs, reasons = self._reader.specs, self._plan.reasons
-        if self._mirror is not None:
-            return reasons
-        self._unproven = proof.verify(self._plan, self._memory, specs, proof.checkpoint(self._runner))
-        tensors = fallback.mirrored(self._plan, specs, proof.checkpoint(self._runner)) if reasons else {}
-        logger.info("deltasync load plan: compared=%d reloaded=%d", len(specs) - len(self._unproven), len(tensors))
-        if tensors:
-            self._mirror = fallback.Mirror(self._runner, {name: self._plan.layers[name] for name in tensors}, tensors)
-            self._memory = LiveMemory(specs, self._plan.segments | self._mirror.segments)
-            self._follower = Follower(self._reader, self._memory)
-        return reasons
+    def prove(self) -> list[str]:
+        """Make sure that the fallback works. Changes live memory and puts it back.
 
-    def prove(self) -> None:
-        """Make sure that the fallback works. Changes live memory and puts it back."""
-        if self._mirror is not None:
-            self._mirror.prove()
+        Returns the checkpoint's tensors that the channel lacks, and that vLLM's loader puts where none of the channel is.
+        """
+        assert self._mirror is not None
+        model, held = self._runner.get_model(), self._plan.segments.values()
+        covered = {segment.live.untyped_storage().data_ptr() for segments in held for segment in segments}
+        self._mirror.prove(covered)
+        places = [
+            (of, name, tensor)
+            for each in model.modules()
+            for of in (each._parameters, each._buffers)
+            for name, tensor in of.items()
+        ]
+        self._places = [
+            (of, name, tensor, tensor.data, tensor.data_ptr()) for of, name, tensor in places if tensor is not None
+        ]
+        self._copies = copies.find(model, covered, self._mirror.modules)
+        if not self._others:
+            return []
+        try:
+            others = plan.record(model, self._others)
+        except ModelMismatchError as error:
+            logger.warning("deltasync could not see what vLLM loads that the channel lacks: %s", error)
+            return []
+        known = {segment.place for segments in held for segment in segments}
+        return [
+            name
+            for name, segments in others.segments.items()
+            if name in others.reasons or any(segment.place not in known for segment in segments)
+        ]
 
     def settle(self, total: int) -> Live:
-        """Compare the model's fingerprint, as audited over all workers (-1 if copies differ), with the live version's."""
+        """Compare the model's fingerprint, as audited over all workers (-1 if copies differ), with the live version's.
+
+        Layers whose reload failed are loaded again first: the audit has read their mirror.
+
+        Raises:
+            CommitError: that failed; it is not known what the weights are.
+        """
+        if self._is_stale:
+            try:
+                self._reload(())
+            except Exception as error:
+                raise CommitError(f"vLLM could not load layers again, whose weights are uncertain: {error}") from error
         self._follower.settle(total)
         return Live(self._follower.version)
 
@@ -230,7 +324,7 @@ class WorkerReplica:
         assert staged is not None
         try:
             self._committed = self._follower.commit(staged)
-            reload_s = self._reload(staged)
+            reload_s = self._reload(staged.staged.fingerprints)
         except Exception:
             self.undo()
             raise
@@ -249,13 +343,15 @@ class WorkerReplica:
         try:
             self._follower.confirm(committed, fingerprints, total)
         except FingerprintMismatchError:
-            self._reload(committed)
+            self._reload(committed.staged.fingerprints)
             raise
 
-    def _reload(self, staged: StagedVersion) -> float:
-        """Have vLLM recompute what it derived from the weights that were written. Returns the seconds for the fallback."""
-        reload_s = 0.0 if self._mirror is None else self._mirror.reload(staged.staged.fingerprints)
+    def _reload(self, changed: Iterable[str]) -> float:
+        """Have vLLM recompute what it derives from the tensors that were written. Returns the seconds for the fallback."""
+        self._is_stale = True
+        reload_s = 0.0 if self._mirror is None else self._mirror.reload(changed)
         copies.refresh(self._copies)
+        self._is_stale = False
         return reload_s
 
     def undo(self) -> None:
@@ -264,7 +360,7 @@ class WorkerReplica:
         self._follower.settled = False
         if committed is not None:
             self._follower.rollback(committed)
-            self._reload(committed)
+            self._reload(committed.staged.fingerprints)
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each of this worker's segments of a tensor, from live memory, in the order of its regions."""

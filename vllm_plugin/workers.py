@@ -13,7 +13,7 @@ import torch
 from deltasync.channel.documents import Version, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
-from deltasync.errors import ApplyError, CommitError, printable
+from deltasync.errors import ApplyError, CommitError, ModelMismatchError, printable
 from deltasync.live import combine, model_fingerprint
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import signed_view
@@ -64,26 +64,26 @@ class Workers:
         """
         answers = await call_workers(self._engine, "deltasync_open", (channel, trusted_keys))
         _succeeded([parse(answer, _NOTHING) for answer in answers])
-        audits = await self._audit(first=True)
+        found = await self._audits("verify")
+        reloaded = {name: why for audit in found for name, why in audit.reloaded.items()}
+        regions, specs = [audit.regions for audit in found], self._reader.specs
+        ignored = await asyncio.to_thread(proof.check_coverage, specs, regions, reloaded)
+        if ignored and not all(audit.complete for audit in found):
+            which = f"{len(ignored)} tensors, such as {specs[ignored[0]]},"
+            raise ModelMismatchError(f"{which} cannot be updated by this release: vLLM's loader copies them nowhere.")
+        missing = sorted(set().union(*await self._call(list[str], "prove")))
+        audits = await self._audits("audit", ignored)
         self._regions = [audit.regions for audit in audits]
-        reloaded = {name: why for audit in audits for name, why in audit.reloaded.items()}
-        await asyncio.to_thread(proof.check_coverage, self._reader.specs, self._regions, reloaded)
-        if reloaded:
-            await self._call(_NOTHING, "prove")
+        _warn(ignored, "are not served: vLLM's loader ignores them")
+        _warn(missing, "stay as vLLM loaded them: the channel has no such tensors. Publish `state_dict()`, buffers included")
         names: dict[str, list[str]] = {}
         for name, why in reloaded.items():
             names.setdefault(why, []).append(name)
         self.reasons = [Reason(printable(why), len(of), printable(of[0])) for why, of in names.items()]
-        patched = len(self._reader.specs) - self.reloaded_count
+        patched = len(specs) - self.reloaded_count - len(ignored)
         logger.info("deltasync load plan is proven: patched_in_place=%d reloaded=%d", patched, self.reloaded_count)
-        for reason in self.reasons:
-            logger.warning(
-                "deltasync: %d tensors (%s, ...) take the fallback, because %s: a commit that changes them has vLLM load "
-                "their layers again, which takes longer",
-                reason.tensors,
-                reason.first,
-                reason.reason,
-            )
+        for why, of in names.items():
+            _warn(of, f"take the fallback, because {why}: a commit has vLLM load their layers again, which takes longer")
         return self._fingerprint(audits)
 
     async def identified(self, stored: Stored | None) -> None:
@@ -96,21 +96,21 @@ class Workers:
 
     async def settle(self) -> Version | None:
         """Audit the workers. Returns the version that they hold, or None if the bits are not what they were taken for."""
-        total = self._fingerprint(await self._audit(first=False))
+        total = self._fingerprint(await self._audits("audit", []))
         named = {live.version for live in await self._call(Live, "settle", total)}
         if len(named) > 1:
             raise ApplyError(f"The workers hold different versions: {', '.join(sorted(map(str, named)))}.")
         (version,) = named
         return version
 
-    async def _audit(self, first: bool) -> list[Audit]:
-        """Have the workers read all live memory, and the first time prove where it lies."""
+    async def _audits(self, method: str, *args: object) -> list[Audit]:
+        """Have the workers `verify` where live memory lies, or `audit` it."""
         audits = []
-        for work in await self._work("audit", first):
+        for work in await self._work(method, *args):
             if work.failure is not None:
                 raise work.failure.error()
             if work.audit is None:
-                raise ApplyError(f"A worker did not audit its weights, it is {work.state}.")
+                raise ApplyError(f"A worker did not {method} its weights, it is {work.state}.")
             audits.append(work.audit)
         return audits
 
@@ -210,6 +210,13 @@ class Workers:
             self.progressed_s = max(self.progressed_s, time.monotonic() - max(idle_s, default=0.0))
             replies = [new if old.state == "working" else old for old, new in zip(replies, later, strict=True)]
         return replies
+
+
+def _warn(names: Sequence[str], what: str) -> None:
+    if names:
+        logger.warning(
+            "deltasync: %d tensors (%s, ...) %s", len(names), ", ".join(map(printable, names[:5])), printable(what)
+        )
 
 
 def _succeeded(replies: Sequence[_T | Failure]) -> list[_T]:

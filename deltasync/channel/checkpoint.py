@@ -93,17 +93,23 @@ def find(where: str | Path) -> Reference:
     return Reference(repo=match["repo"], revision=_download(match["repo"], match["revision"], [_WEIGHTS, INDEX]).name)
 
 
-def load(reference: Reference) -> Checkpoint:
+def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Checkpoint:
     """Find a checkpoint on this machine; a model on the Hub is downloaded unless it is in the Hub's cache.
 
+    Args:
+        reference: Where it is.
+        limit_bytes: Most bytes to download; None for no limit.
+        with_token: Whether the machine's token of the Hub may be used.
+
     Raises:
-        ConfigError: it does not exist, or cannot be reached.
+        ConfigError: it does not exist, cannot be reached, or is larger.
         CorruptDataError: a file is damaged.
     """
-    directory = _directory(reference, [_WEIGHTS, INDEX])
+    bounds = limit_bytes, with_token
+    directory = _directory(reference, [_WEIGHTS, INDEX], *bounds)
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
-        directory = _directory(reference, sorted(set(names.values())))
+        directory = _directory(reference, sorted(set(names.values())), *bounds)
         files = {name: directory / file for name, file in names.items()}
     elif (directory / _WEIGHTS).is_file():
         with _opened(directory / _WEIGHTS) as tensors:
@@ -115,9 +121,9 @@ def load(reference: Reference) -> Checkpoint:
     return Checkpoint(reference, files)
 
 
-def small_files(reference: Reference) -> Path:
-    """A directory with the config, tokenizer and templates of a checkpoint. Raises as `load`."""
-    return _directory(reference, _SMALL)
+def small_files(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Path:
+    """A directory with the config, tokenizer and templates of a checkpoint. Arguments and errors as of `load`."""
+    return _directory(reference, _SMALL, limit_bytes, with_token)
 
 
 def compare(
@@ -145,9 +151,11 @@ def compare(
     return parts, changes
 
 
-def _directory(reference: Reference, patterns: Sequence[str]) -> Path:
+def _directory(
+    reference: Reference, patterns: Sequence[str], limit_bytes: int | None = None, with_token: bool = True
+) -> Path:
     if reference.repo is not None:
-        return _download(reference.repo, reference.revision, patterns)
+        return _download(reference.repo, reference.revision, patterns, limit_bytes, with_token)
     assert reference.path is not None
     directory = Path(reference.path)
     if not directory.is_dir():
@@ -155,19 +163,30 @@ def _directory(reference: Reference, patterns: Sequence[str]) -> Path:
     return directory
 
 
-def _download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def _download(
+    repo: str, revision: str | None, patterns: Sequence[str], limit_bytes: int | None = None, with_token: bool = True
+) -> Path:
     """Download files of a model into the Hub's cache; returns its folder there, whose name is the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": list(patterns), "token": None if with_token else False}
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+        if limit_bytes is not None:
+            found = snapshot_download(repo, dry_run=True, **wanted)
+            size = sum(file.file_size or 0 for file in found if file.will_download)
+            if size > limit_bytes:
+                raise ConfigError(f"{repo}@{revision} has {size:,} bytes, and the channel's model at most {limit_bytes:,}.")
+        return Path(snapshot_download(repo, **wanted))
+    except ConfigError:
+        raise
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the disk
         # By itself the client falls back to its cache only for whole snapshots; `load` checks which files are there.
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {reason}") from error
+        hint = "" if with_token else " It was asked for without a token: set DELTASYNC_REFERENCE_REPOS if it needs one."
+        raise ConfigError(f"{repo}@{revision or 'main'} cannot be had from the Hub or its cache: {reason}{hint}") from error
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -48,7 +48,7 @@ TokenLag = tuple[_Lag, _Lag, _Lag]
 
 _REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[0-9A-Za-z]{1,64}")
-_FILES, _COMPANIONS, _COMPANION_BYTES = 65_536, 1_024, 256 << 20
+_FILES, _COMPANIONS, COMPANION_BYTES = 65_536, 1_024, 256 << 20
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
@@ -374,7 +374,7 @@ def _kind_problems(document: Record) -> Iterator[str]:
 def _anchor_problems(anchor: Anchor, requires: list[str]) -> Iterator[str]:
     reference, folder = anchor.reference, anchor.directory
     files = [*anchor.files, *anchor.companions]
-    if sum(file.bytes for file in anchor.companions) > _COMPANION_BYTES:
+    if sum(file.bytes for file in anchor.companions) > COMPANION_BYTES:
         yield "the files beside its weights have more than 256 MiB"
     if reference is None:
         if not folder.startswith(keys.ANCHORS):

@@ -18,9 +18,11 @@ from deltasync.channel.threads import ahead
 from deltasync.codec.base import read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import cpu
-from deltasync.tensors import Patch, TensorSpec, fingerprint
+from deltasync.tensors import Patch, TensorSpec, fingerprint, weight_bytes
 
 _PARTS_AHEAD = 4
+
+_REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and beside them
 
 FILES_AHEAD = 2
 """Weight files that are fetched and checked, each by a thread, while one is used."""
@@ -102,8 +104,11 @@ def decode(
         fingerprints = payload.fingerprints
         for patch in codec.get(payload.codec).decode(payload, specs, old, wanted):
             expected, index_K = fingerprints[patch.name], patch.index_K
-            first, last = (0, sys.maxsize) if index_K is None else (int(index_K[0]), int(index_K[-1]))
             known, ranges = seen.setdefault(patch.name, (expected, []))
+            if index_K is None:
+                first, last = 0, sys.maxsize
+            else:
+                first, last = (int(index_K[0]), int(index_K[-1])) if index_K.size else (0, -1)
             if known != expected or any(first <= end and start <= last for start, end in ranges):
                 raise CorruptDataError(f"{key} contradicts another payload of its version about {patch.name}.")
             ranges.append((first, last))
@@ -146,7 +151,9 @@ def _reference_weights(reader: ChannelReader, version: int, reference: Reference
     if reference.fingerprints.keys() != specs.keys():
         raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
     try:
-        found = checkpoint.load(reference)
+        factor, more = _REFERENCE_BYTES
+        limit_bytes = factor * weight_bytes(specs.values()) + more
+        found = checkpoint.load(reference, limit_bytes, with_token=reader.may_use_token(reference.repo))
     except ConfigError as error:
         raise MissingVersionError(
             f"Version {version} refers to the checkpoint {reference}, which this machine cannot load: {error}"

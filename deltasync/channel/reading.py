@@ -51,14 +51,19 @@ class ChannelReader:
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
         self.store = store
+        settings = ReaderSettings.from_env(trusted_keys=None if isinstance(trusted_keys, Trusted) else trusted_keys)
         if not isinstance(trusted_keys, Trusted):
-            path = ReaderSettings.from_env(trusted_keys=trusted_keys).trusted_keys
-            trusted_keys = None if path is None else Trusted(path=Path(path))
+            trusted_keys = None if settings.trusted_keys is None else Trusted(path=Path(settings.trusted_keys))
         self.trusted = trusted_keys
+        self._token_repos = (settings.reference_repos or "").split(",")
         self.signed = False
         self.held: dict[str, Future[bytes]] = {}
         self._described: tuple[Channel, dict[str, TensorSpec]] | None = None
         self._confirmed = False  # whether a record of the same run was read
+
+    def may_use_token(self, repo: str | None) -> bool:
+        """Whether this machine's token of the Hub may be used for a model that a record refers to."""
+        return self.trusted is not None or repo in self._token_repos
 
     def channel(self) -> Channel:
         """channel.json, read once. Raises NotPublishedError if there is none yet."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("version", "digest", "kind", "step", "time", "changed", "delta", "bits", "anchor")
 _LEFT = ("digest", "kind", "time")
+_SHOWN = 100  # versions in a table
 
 _field = functools.partial(field, width=16)
 
@@ -57,9 +58,15 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
 
 
 @channel_command("one JSON object per row, oldest first")
-@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N versions.")
+@click.option(
+    "--last", type=click.IntRange(min=1), metavar="N", help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all."
+)
 def log(reader: ChannelReader, last: int | None, as_json: bool) -> None:
-    """List the versions of CHANNEL, oldest first, each followed by the folds and anchors that lead to it."""
+    """List the versions of CHANNEL, oldest first, each followed by the folds and anchors that lead to it.
+
+    Reads the records of the versions that are shown.
+    """
+    last = _SHOWN if last is None and not as_json else last
     rows, newest, problems = with_bars(_read, reader, last)
     for problem in problems:
         echo(f"deltasync: {problem}", err=True)

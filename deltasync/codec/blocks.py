@@ -225,7 +225,8 @@ class BlockCodec:
             old: Returns the bits of a tensor before the delta, flat and unsigned; elements that are not wanted may have any
                 bits. Only `context` needs it.
             wanted: Returns the regions of a tensor that the caller holds, or None for the whole tensor. Blocks without a
-                wanted element are not decoded; other changes outside may be included. Dense patches are always whole.
+                wanted element are not decoded; other changes outside may be included. Dense patches are always whole. A
+                tensor without a wanted block has an empty patch: its fingerprint is that of the payload all the same.
 
         Raises:
             StageError: the codec needs `old`.
@@ -242,9 +243,7 @@ class BlockCodec:
                 data = take(payload, name, spec.dtype, spec.element_count) if plain else dense.decompress(array, mark, spec)
                 yield Patch(name, None, data, absolute=True)
             else:
-                patch = streams.next_patch(spec, row, chosen.get(name))
-                if patch.data.size:
-                    yield patch
+                yield streams.next_patch(spec, row, chosen.get(name))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -316,8 +315,10 @@ class _Streams:
         if blocks.bound_B[-1] != row["changed"] or (row_BF[:, 0] > blocks.size_B).any():
             raise CorruptDataError(f"Payload counts the changes of {spec} wrong, in its table of patches or of blocks.")
         at_B = np.arange(cut.count) if chosen_B is None else chosen_B
+        if not at_B.size:
+            return Patch.steps(spec, np.empty(0, np.int64), np.empty(0, spec.bits_dtype))
         if chosen_B is not None:
-            words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at_B] or [words[:0]])
+            words = np.concatenate([words[word_B[b] : word_B[b + 1]] for b in at_B])
             row_BF = row_BF[at_B]
             blocks = blocks._replace(base_B=blocks.base_B[at_B], end_B=blocks.end_B[at_B], bound_B=_bounds(row_BF[:, 0]))
             word_B = _bounds(row_BF[:, 1])

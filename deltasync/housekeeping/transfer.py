@@ -237,7 +237,9 @@ def companions(reader: ChannelReader, version: Version) -> dict[str, bytes]:
 
 def _companions_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
     if record.reference is not None:
-        return anchors.companion_files(checkpoint.small_files(record.reference))
+        reference = record.reference
+        may = reader.may_use_token(reference.repo)
+        return anchors.companion_files(checkpoint.small_files(reference, documents.COMPANION_BYTES, with_token=may))
     if record.anchor is None:
         return {}
     start = f"{record.anchor.directory}/"

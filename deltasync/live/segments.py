@@ -31,6 +31,11 @@ class Segment:
     stride: tuple[int, ...]
     offset: int
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What two segments of the same elements in the same memory have in common."""
+        return self.live.data_ptr(), self.live.shape, self.live.stride(), self.stride, self.offset
+
     def region(self) -> Region:
         """Return which elements of the checkpoint tensor it holds."""
         dims: list[tuple[int, int]] = []

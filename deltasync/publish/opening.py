@@ -106,10 +106,13 @@ class _Opener:
             self._check(channel, resume)
         listed = self._list(channel)
         if channel is None and (listed.slots or self._retried(self._has_head)):
-            raise ChannelInUseError(
-                f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a copy of the "
-                "channel, or use another URL."
-            )
+            channel = self._retried(self._channel)  # another writer may have created it since
+            if channel is None:
+                raise ChannelInUseError(
+                    f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a copy of the "
+                    "channel, or use another URL."
+                )
+            self._check(channel, resume)
         seals = self._seals(channel, listed)
         run_id = uuid.uuid4().hex if channel is None else channel.run_id
         epoch, tip, claimed_s = listed.next_epoch(), None, 0.0

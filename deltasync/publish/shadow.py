@@ -355,7 +355,7 @@ def _parts(stream: Tensors, dtype: str, rank: int, specs: dict[str, TensorSpec])
                 f"{name} is offloaded: it lies on the meta device, without values. Train without offloading, or publish "
                 "tensors that were gathered."
             )
-        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype_for(name, dtype))), part.shape)
+        specs[name] = TensorSpec(name, dtype_name(served_dtype(part.held, dtype_for(name, dtype)), name), part.shape)
         yield name, part
 
 

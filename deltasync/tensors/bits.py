@@ -15,17 +15,19 @@ from deltasync.tensors.specs import ITEM_BYTES, TensorSpec
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`. Raises ModelMismatchError if the dtype is not supported."""
+def dtype_name(dtype: torch.dtype, tensor: str = "") -> str:
+    """Return a dtype's name without `torch.`. Raises ModelMismatchError, which names the tensor, if it is not supported."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
-        raise ModelMismatchError(f"Tensors of dtype {name} are not supported.")
+        raise ModelMismatchError(f"{tensor or 'A tensor'} has dtype {name}, which is not supported.")
     return name
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return the spec of a tensor."""
-    return TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    """Return the spec of a tensor. Raises ModelMismatchError, with its name, if its dtype or layout is not supported."""
+    if tensor.layout is not torch.strided:
+        raise ModelMismatchError(f"{name} is sparse ({tensor.layout}), which is not supported.")
+    return TensorSpec(name, dtype_name(tensor.dtype, name), tuple(tensor.shape))
 
 
 def int_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def fold_all(patches: Sequence[Patch]) -> list[Patch]:
     name, dtype = patches[0].name, patches[0].data.dtype
     whole = max((at for at, patch in enumerate(patches) if patch.index_K is None), default=None)
     if whole is not None:
-        bits_N, later = patches[whole].data, patches[whole + 1 :]
+        bits_N, later = patches[whole].data, [patch for patch in patches[whole + 1 :] if patch.data.size]
         if later:
             bits_N = bits_N.copy()
         for patch in later:

@@ -45,7 +45,17 @@ print(replica.sync(), replica.state_dict()["w"].view(torch.int16).tolist())
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves one model.
+
+    Attributes:
+        asked: Requests.
+        tokens: The tokens that came with them.
+        sizes: Of files, where they are not what is served.
+    """
+
     asked: list[str]
+    tokens: set[str | None]
+    sizes: dict[str, int]
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -53,6 +63,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.asked.append(f"{self.command} {path}")
+        self.tokens.add(self.headers["Authorization"])
         if path == "/api/models/some/model/revision/main":
             self._answer(json.dumps({"id": "some/model", "sha": COMMIT, "siblings": []}).encode())
         elif path == f"/api/models/some/model/tree/{COMMIT}":
@@ -69,7 +80,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(self.sizes.get(self.path.rpartition("/")[2], len(body))))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -80,7 +91,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[http.server.HTTPServer]:
-    Hub.asked = []
+    Hub.asked, Hub.tokens, Hub.sizes = [], set(), {}
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
@@ -123,3 +134,20 @@ def test_it_is_downloaded_once_and_then_needs_no_hub(tmp_path: Path, hub: http.s
     refused = run(FOLLOW, channel, tmp_path / "another replica", hub, HF_HUB_OFFLINE="1")
     assert "MissingVersionError" in refused.stderr
     assert f"Version 1 refers to the checkpoint some/model@{COMMIT}" in refused.stderr
+
+
+def test_a_writer_without_a_trusted_key_gets_neither_the_token_nor_the_disk(
+    tmp_path: Path, hub: http.server.HTTPServer
+) -> None:
+    channel = f"file://{tmp_path}/channel"
+    published = run(PUBLISH, channel, tmp_path / "trainer", hub, HF_TOKEN="hf_secret")
+    assert published.returncode == 0 and "Bearer hf_secret" in Hub.tokens, published.stderr
+    for told, environ in ((False, {}), (True, {"DELTASYNC_REFERENCE_REPOS": "an/other,some/model"})):
+        Hub.tokens = set()
+        followed = run(FOLLOW, channel, tmp_path / f"replica{told}", hub, HF_TOKEN="hf_secret", **environ)
+        assert followed.stdout.startswith("2 "), followed.stderr
+        assert ("Bearer hf_secret" in Hub.tokens) is told
+    Hub.sizes, Hub.asked = {"model.safetensors": 10**12}, []
+    refused = run(FOLLOW, channel, tmp_path / "full", hub)
+    assert "has 1,000,000,000,000 bytes, and the channel's model at most" in refused.stderr
+    assert not any(line.startswith("GET /some/model/resolve/") for line in Hub.asked)

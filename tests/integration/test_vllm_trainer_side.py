@@ -42,6 +42,29 @@ for _ in range(2):
     with torch.no_grad():
         model.weight[3, :5] += 1
 engine.shutdown()
+
+from vllm.distributed.weight_transfer import base
+if hasattr(base, "ParamMeta") and hasattr(base.WeightSource, "owned_names"):
+    from functools import cached_property
+    from deltasync.errors import ConfigError
+
+    class Stages(base.WeightSource):  # rank 0 owns a, rank 1 owns b
+        @cached_property
+        def metadata(self):
+            return [base.ParamMeta(name, torch.bfloat16, (4,), owners=(at,)) for at, name in enumerate("ab")]
+        def iter_full(self):
+            yield "a", torch.ones(4)
+
+    class Shards(ModuleSource):
+        iter_full = base.WeightSource.iter_full
+
+    for source, said in ((Stages(), "1 tensors not there, such as b"), (Shards(model), "2 tensors not there")):
+        try:
+            WeightTransferTrainerFactory.trainer_init(TrainerInit(url, rank=1), **parts | {"source": source})
+        except ConfigError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(source)
 print("SENT " + json.dumps(sent))
 """
 

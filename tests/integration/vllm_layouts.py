@@ -19,6 +19,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ from deltasync.tensors.bits import cast, dtype_for
 from tests.integration.vllm_server import save_model
 from vllm_plugin.engine import IdleEngine
 from vllm_plugin.extension import DeltaSyncWorkerExtension
-from vllm_plugin.load.layers import keep_weights_addressable
+from vllm_plugin.load.layers import keep_weights_addressable, note_built
 from vllm_plugin.metrics import Metrics
 from vllm_plugin.target import EngineTarget, open_follow
 
@@ -60,6 +61,8 @@ class Case:
     `swapped`, the halves of w13 as FlashInfer wants them, in the shape of the checkpoint."""
     dtype: str = "keep"
     """The publisher's. With patterns the trainer's weights are float32, all of them."""
+    alone: bool = False
+    """Whether each tensor changes alone as well, in a version of its own."""
 
 
 _EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -149,6 +152,56 @@ CASES = {
     ),
 }
 
+_WIDE = {"intermediate_size": 192}
+_HEADS = {**_WIDE, "head_dim": 32}
+_MAMBA = {**_WIDE, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_head": 32}
+_GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+_SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi": ("PhiConfig", _WIDE),  # its loader makes the bias of its head anew
+    "mamba": ("MambaConfig", {"state_size": 16, "intermediate_size": 256}),  # its loader computes with a tensor
+    "falcon": ("FalconConfig", {}),
+    "falcon_h1": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_heads": 4, "head_dim": 32}),
+    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **_WIDE,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "layers_block_type": ["mamba", "attention"],
+        },
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {**_EXPERTS, **_MAMBA, "num_local_experts": 4, "mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
+    ),
+    "jamba": ("JambaConfig", {**_EXPERTS, "num_experts": 4, "attn_layer_offset": 1, "attn_layer_period": 2}),
+    "glm4_moe_alone": ("Glm4MoeConfig", {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 32}),
+    "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}),
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}),
+    "olmoe": ("OlmoeConfig", {**_EXPERTS, "num_experts": 4}),
+    "granite_moe": ("GraniteMoeConfig", {**_EXPERTS, "num_local_experts": 4}),
+    "gpt2": ("GPT2Config", _GPT2),
+    "gptj": ("GPTJConfig", {**_GPT2, "rotary_dim": 32}),
+    "opt": ("OPTConfig", {"ffn_dim": 192, "word_embed_proj_dim": 128}),
+    "cohere": ("CohereConfig", {**_WIDE, "tie_word_embeddings": True}),
+    "persimmon": ("PersimmonConfig", {**_WIDE, "num_key_value_heads": 4}),
+    **{
+        name.removesuffix("Config").lower(): (name, _WIDE)
+        for name in [
+            *("Qwen2Config", "Olmo2Config", "GraniteConfig", "GPTNeoXConfig", "StableLmConfig", "Starcoder2Config"),
+            *("Exaone4Config", "NemotronConfig", "SmolLM3Config", "ApertusConfig", "ArceeConfig"),
+        ]
+    },
+    **{
+        name.removesuffix("Config").lower(): (name, _HEADS)
+        for name in ["Qwen3Config", "GlmConfig", "Glm4Config", "Ernie4_5Config", "HunYuanDenseV1Config", "SeedOssConfig"]
+    },
+}
+CASES |= {name: Case(getattr(transformers, config), fields, alone=True) for name, (config, fields) in _SWEPT.items()}
+
 
 def load(path: Path, arguments: dict[str, Any]) -> tuple[VllmConfig, torch.nn.Module]:
     config = EngineArgs(str(path), enforce_eager=True, max_model_len=256, **arguments).create_engine_config()
@@ -237,10 +290,35 @@ def follow(folder: Path, case: Case) -> dict[str, Any]:
     wanted = tensors_of(load(folder / "second", case.arguments)[1])
     told["differences"] = differences(tensors_of(model), wanted)
     told["changed"] = differences(wanted, loaded)
+    if case.alone and told["second"]["version"] == 2:
+        told["alone"] = alone(folder, case, second, lambda: caught_up(following), model)
     return told
 
 
+def alone(
+    folder: Path,
+    case: Case,
+    weights: dict[str, torch.Tensor],
+    follow_on: Callable[[], dict[str, Any]],
+    model: torch.nn.Module,
+) -> dict[str, list[str]]:
+    """Change each tensor in a version of its own. Returns what is then other than in a fresh load, by the tensor."""
+    wrong = {}
+    with Publisher(f"file://{folder}/channel", dtype=case.dtype, resume=True) as publisher:
+        for name, before in weights.items():
+            weights[name] = -before - 0.5
+            version = publisher.publish(weights.items())
+            version.wait(60)
+            status = follow_on()
+            save_file(weights, folder / "second" / "model.safetensors", metadata={"format": "pt"})
+            found = differences(tensors_of(model), tensors_of(load(folder / "second", case.arguments)[1]))
+            if found or status["version"] != version.version:
+                wrong[name] = [str(status["error"]), *found]
+    return wrong
+
+
 def main() -> None:
+    note_built()
     keep_weights_addressable()
     for name in sys.argv[2:]:
         with laying_out(CASES[name].experts):

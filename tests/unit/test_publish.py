@@ -824,6 +824,26 @@ def test_what_is_compiled_ahead_is_a_change_of_each_dtype(
     assert proved == [{(dtype, changed) for dtype in SAFETENSORS_DTYPES for changed in (1024, 16)}]
 
 
+def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
+    memory_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, model = open_store(memory_url), _weights()
+    with Publisher(memory_url) as publisher:
+        for seed in range(2):
+            publisher.publish(model.items()).wait(60)
+            model = _trained(model, seed)
+        wait_until(lambda: any(store.list(keys.HEAD)))
+        store.delete(*(info.key for info in store.list("")))
+        for seed in range(2, 5):
+            publisher.publish(model.items()).wait(60)
+            wait_until(lambda: any(store.list(keys.HEAD)))
+            published, model = model, _trained(model, seed)
+    assert "somebody emptied the channel" in caplog.text
+    late = Replica(memory_url)
+    assert late.sync() == 5
+    assert_same_bits(late.state_dict(), published)
+
+
 def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:
     weights = _weights()
     with Publisher(memory_url) as publisher:
@@ -921,23 +941,3 @@ def test_a_module_is_published_without_wrappers_and_each_storage_once(
     inner = "0." if wrap is torch.compile else ""
     expected = name if not inner else "head.weight"  # only the outermost module says what is tied
     assert [*replica.state_dict()] == [f"{inner}{expected}"]
-
-
-def test_a_channel_that_was_emptied_is_described_again_and_gets_full_weights(
-    memory_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, model = open_store(memory_url), _weights()
-    with Publisher(memory_url) as publisher:
-        for seed in range(2):
-            publisher.publish(model.items()).wait(60)
-            model = _trained(model, seed)
-        wait_until(lambda: any(store.list(keys.HEAD)))
-        store.delete(*(info.key for info in store.list("")))
-        for seed in range(2, 5):
-            publisher.publish(model.items()).wait(60)
-            wait_until(lambda: any(store.list(keys.HEAD)))
-            published, model = model, _trained(model, seed)
-    assert "somebody emptied the channel" in caplog.text
-    late = Replica(memory_url)
-    assert late.sync() == 5
-    assert_same_bits(late.state_dict(), published)

@@ -111,9 +111,9 @@ core.request_block_hasher = get_request_block_hasher(BLOCK, sha256)
 core.use_mm_embeddings = False
 numbers = iter(range(1000))
 
-def add(cache_salt=None):
+def add(cache_salt=None, inputs=None):
     request = EngineCoreRequest(
-        request_id=str(next(numbers)), prompt_token_ids=list(range(100)), mm_features=None,
+        request_id=str(next(numbers)), prompt_token_ids=list(range(100)), mm_features=inputs,
         sampling_params=SamplingParams(max_tokens=4), pooling_params=None, arrival_time=0.0, lora_request=None,
         cache_salt=cache_salt, data_parallel_rank=None,
     )
@@ -143,8 +143,49 @@ assert (running.cache_salt, running.block_hashes) == before, "running requests k
 assert start(add("deltasync-session:1:")) == HIT
 assert start(add()) == 0
 manager.free(running)
-running.num_computed_tokens = 0  # preempted
+running.num_computed_tokens, running.num_preemptions = 0, 1
 assert start(running) == HIT, "it starts anew, with the keys of version 2"
+
+# Inputs of an encoder: a version's own features, by identifiers that no other version has.
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+encoded = EncoderCacheManager(cache_size=40)
+sent = [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(at, 8)) for at, name in ((8, "a"), (40, "b"))]
+
+def see(request):
+    # Which inputs are found; the others are computed.
+    start(request)
+    found = [encoded.check_and_update_cache(request, at) for at in (0, 1)]
+    for at in (0, 1):
+        if not found[at]:
+            assert encoded.can_allocate(request, at, 100, 0)
+            encoded.allocate(request, at)
+    return found
+
+seeing, same, queued = (add(inputs=sent) for _ in range(3))
+assert see(seeing) == [False, False] and see(same) == [True, True]
+names = [feature.identifier for feature in seeing.mm_features]
+assert [feature.identifier for feature in sent] == ["a", "b"], "what came with the request is left alone"
+core.set_weight_version("3")
+assert see(queued) == [False, False], "it starts under version 3"
+assert see(add(inputs=sent)) == [True, True]
+assert [encoded.check_and_update_cache(seeing, at) for at in (0, 1)] == [True, True], "a running request keeps its own"
+assert see(session := add("deltasync-session:2:", inputs=sent)) == [True, True]
+manager.free(seeing)
+seeing.num_computed_tokens, seeing.num_preemptions = 0, 1
+start(seeing)
+assert [feature.identifier for feature in seeing.mm_features] == names, "workers know them by these"
+assert seeing.block_hashes != queued.block_hashes, "whose keys rest on features of version 2"
+for request in (seeing, same, session):
+    encoded.free(request)
+waits = add(inputs=sent)
+manager.get_computed_blocks(waits)
+assert encoded.check_and_update_cache(waits, 0), "found, but it does not run yet"
+core.set_weight_version("4")
+manager.get_computed_blocks(waits)
+assert not encoded.get_cached_input_ids(waits), "it holds no entry of version 3 any more"
+assert see(add(inputs=sent)) == [False, False]
+assert set(names) & set(encoded.get_freed_mm_hashes()), "what nobody finds is evicted when space is needed"
 
 # Faults: nothing reaches vLLM, and nothing is shared that should not be.
 logging.disable(logging.CRITICAL)

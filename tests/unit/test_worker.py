@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,22 +19,22 @@ import torch
 
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import ModelMismatchError
+from deltasync.errors import CommitError, ConfigError, ModelMismatchError
 from deltasync.following import ChannelCursor
 from deltasync.kernels import cpu
-from deltasync.live import LiveMemory, Segment, model_fingerprint
+from deltasync.live import model_fingerprint
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import int_view
+from tests import driving as tests_driving
 from tests.channels import Made
 from tests.faults import flipped
-from vllm_plugin import extension, worker
+from vllm_plugin import extension, logger, worker
 from vllm_plugin.load import copies as derived
-from vllm_plugin.load import proof
+from vllm_plugin.load import layers, proof
 from vllm_plugin.load.fallback import Mirror, _together, mirrored
 from vllm_plugin.load.plan import LoadPlan, record
 from vllm_plugin.messages import Work
 from vllm_plugin.worker import WorkerReplica
-from vllm_plugin.workers import handed
+from vllm_plugin.workers import Workers, handed
 
 PATIENCE_S = 60.0
 
@@ -65,7 +67,9 @@ def replica(model: torch.nn.Module, url: str) -> WorkerReplica:
 
 def proven(of: WorkerReplica, url: str) -> int | None:
     """Audit, compare and identify, as the driver does at first; the version that is live."""
-    of._audit(first=True)
+    of._verify()
+    of.prove()
+    of._audit([])
     found = ChannelCursor(ChannelReader(open_store(url))).identify(model_fingerprint(of._memory.fingerprints))
     of.identified(None if found is None else handed([found])[0])
     return None if of._follower.version is None else of._follower.version.version
@@ -105,25 +109,203 @@ class TestProof:
         monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
         assert proven(replica(Model(), url), url) is None
 
-    def test_a_tied_tensor_is_proven_by_the_one_that_it_is(self) -> None:
+    def test_two_tensors_in_one_place_are_refused(self) -> None:
         class Tied(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.embed = torch.nn.Parameter(torch.randn(4, 3), requires_grad=False)
 
             def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-                for _, tensor in weights:
-                    self.embed.copy_(tensor)
+                for name, tensor in weights:
+                    self.embed[2 if name == "row" else slice(None)].copy_(tensor)
 
-        model = Tied()
-        specs = {name: TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head", "other")}
-        plan = record(model, specs)
-        plan.segments["other"] = [Segment(int_view(torch.zeros(4, 3)).reshape(4, 3), (3, 1), 0)]
-        memory = LiveMemory(specs, plan.segments)
-        assert proof.verify(plan, memory, specs, [("embed", model.embed.clone())]) == {"other"}
-        assert not plan.reasons
-        assert proof.verify(plan, memory, specs, [("embed", -model.embed)]) == {"head", "other"}
-        assert plan.reasons.keys() == {"embed"}
+        specs = {name: TensorSpec(name, "float32", (4, 3)) for name in ("embed", "head")}
+        for other in (specs["head"], TensorSpec("row", "float32", (3,))):
+            with pytest.raises(ModelMismatchError, match=f"embed and {other.name} into the same memory"):
+                record(Tied(), {"embed": specs["embed"], other.name: other})
+
+
+class Loader(torch.nn.Module):
+    """A model with one parameter of each kind, and a loader that a test replaces."""
+
+    def __init__(self, load: Any) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(6, 2), requires_grad=False)
+        self.register_buffer("derived", torch.randn(2))
+        self.load = load
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.load(self, name, tensor)
+
+
+def composed(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.copy_(tensor)
+    model.w.copy_(-torch.exp(model.w))
+
+
+def made_anew(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w = torch.nn.Parameter(torch.empty_like(model.w), requires_grad=False)
+    model.w.copy_(tensor)
+
+
+def in_another_dtype(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.data = model.w.data.to(torch.float64)
+    model.w.data.copy_(tensor)
+
+
+def summed(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.copy_(tensor)
+    model.derived.copy_(model.w.sum(0))
+
+
+def padded(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.zero_()
+    model.w[:4].copy_(tensor[:4])
+    model.w[4:].fill_(0)
+
+
+def erased(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.w.copy_(tensor)
+    model.w[5:].fill_(0)
+
+
+def through_memory_of_its_own(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    held = torch.empty(6, 2)
+    held.copy_(tensor)
+    model.w.copy_(held * model.w)
+
+
+def kept_as_attribute(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    model.scaled = tensor * 2
+
+
+def kept_outside(model: Loader, name: str, tensor: torch.Tensor) -> None:
+    OUTSIDE.copy_(tensor)
+
+
+OUTSIDE = torch.randn(6, 2)
+COMPUTES = "vLLM's loader computes with it"
+
+
+class TestRecord:
+    @pytest.mark.parametrize(
+        ("load", "reason"),
+        [
+            (composed, COMPUTES),
+            (in_another_dtype, "vLLM's loader makes another tensor for it"),
+            (summed, COMPUTES),
+            (erased, COMPUTES),
+            (through_memory_of_its_own, COMPUTES),
+            (made_anew, None),
+            (padded, None),
+            (kept_as_attribute, ModelMismatchError),
+            (kept_outside, ModelMismatchError),
+        ],
+    )
+    def test_nothing_is_written_whatever_the_loader_does(self, load: Any, reason: Any) -> None:
+        model = Loader(load)
+        before = {id(tensor): (name, tensor.clone(), tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+        before[0] = "outside", OUTSIDE.clone(), OUTSIDE.data_ptr()
+        attributes, specs = dict(vars(model)), {"w": TensorSpec("w", "float32", (6, 2))}
+        if reason is ModelMismatchError:
+            with pytest.raises(ModelMismatchError, match=r"w float32\[6, 2\] cannot be updated: .* no layer of vLLM loads"):
+                record(model, specs)
+        else:
+            plan = record(model, specs)
+            assert plan.reasons == ({} if reason is None else {"w": reason})
+            assert plan.layers == {"w": {model}}
+            assert [segment.live.data_ptr() for segment in plan.segments["w"]] == [model.w.data_ptr()] * (reason is None)
+        assert dict(vars(model)) == attributes
+        for (name, old, address), now in zip(before.values(), [*model.state_dict().values(), OUTSIDE], strict=True):
+            assert torch.equal(now, old), name
+            assert now.data_ptr() == address
+
+    def test_a_refusal_names_the_tensor_and_both_shapes(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = {name: tensor[:7] for name, tensor in checkpoint().items() if name == "experts"}
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        model = Model()
+        model.experts = torch.nn.Parameter(held["experts"].clone(), requires_grad=False)
+
+        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                assert getattr(model, name).shape == tensor.shape
+
+        model.load_weights = load_weights  # type: ignore[method-assign]
+        told = r"experts bfloat16\[8, 6\] has shape \(7, 6\) in the checkpoint .* refuses .* at experts"
+        with pytest.raises(ModelMismatchError, match=told):
+            replica(model, url)
+
+    def test_a_mirrored_tensor_must_be_in_the_checkpoint(self, url: str) -> None:
+        plan = record(Loader(composed), {"w": TensorSpec("w", "float32", (6, 2))})
+        for held in ({}, {"w": torch.zeros(6, 1)}):
+            with pytest.raises(ModelMismatchError, match=r"has no w float32\[6, 2\], and vLLM's loader computes with it"):
+                mirrored(plan, {"w": TensorSpec("w", "float32", (6, 2))}, held.items())
+
+
+class Ignoring(Model):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name in ("plain", "experts"))
+
+
+class TestCoverage:
+    def follow(self, model: torch.nn.Module, url: str, versions: int) -> list[tuple[int, dict[str, str]]]:
+        engine = tests_driving.Engine()
+        engine.model = model
+        reader = ChannelReader(open_store(url))
+        workers = Workers(engine, reader)
+        found = []
+
+        async def body() -> None:
+            await workers.open(url, None)
+            await workers.identified(None)
+            for number in range(1, versions + 1):
+                assert {reply.state for reply in await workers.stage([reader.numbered(number)])} == {"staged"}
+                await workers.commit()
+                assert await workers.settle() == reader.numbered(number).version
+                found.append((number, await workers.digest()))
+
+        asyncio.run(body())
+        return found
+
+    @pytest.mark.parametrize("complete", [True, False])
+    def test_what_the_loader_ignores_is_not_served(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool
+    ) -> None:
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        monkeypatch.setattr(logger, "propagate", True)
+        weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        for tensor in weights.values():
+            tensor.view(torch.int16).reshape(-1)[0] += 1
+        channel.delta(weights)
+        model = Ignoring()
+        gone = [] if complete else ["dropped"]
+        layers._built[model] = layers._Built(frozenset(["", *gone]), {})
+        if not complete:
+            with pytest.raises(ModelMismatchError, match=r"post_layernorm bfloat16\[6\], cannot be updated"):
+                self.follow(model, memory_url, 2)
+            return
+        (_, first), (_, second) = self.follow(model, memory_url, 2)
+        assert first.keys() == second.keys() == weights.keys()
+        assert first["post_layernorm"] != second["post_layernorm"]
+        assert torch.equal(model.plain, weights["plain"])
+        assert caplog.text.count("post_layernorm, ...) are not served") == 1
+
+    def test_what_the_channel_lacks_is_named(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(held.items()))
+        monkeypatch.setattr(logger, "propagate", True)
+        weights = {"plain": checkpoint()["plain"]}
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        self.follow(Ignoring(), memory_url, 1)
+        assert caplog.text.count("1 tensors (experts, ...) stay as vLLM loaded them") == 1
 
 
 class TestHanded:
@@ -199,7 +381,7 @@ class TestDerivedCopies:
     def test_a_copy_that_is_made_anew_in_place_is_found_and_refreshed(self) -> None:
         model = WithSinks(in_place=True)
         before = model.attention.impl.sinks.clone()
-        copies = derived.find(model)
+        copies = derived.find(model, set(), set())
         assert [str(copy) for copy in copies] == ["Impl.sinks"]
         held = model.attention.impl.sinks
         assert torch.equal(held, before)
@@ -214,7 +396,7 @@ class TestDerivedCopies:
         with pytest.raises(
             ModelMismatchError, match=r"made from a weight in Impl\.sinks and does not make it anew in place"
         ):
-            derived.find(model)
+            derived.find(model, set(), set())
         assert model.attention.impl.sinks is held
         assert torch.equal(held, before)
 
@@ -225,7 +407,7 @@ class TestDerivedCopies:
         held, before = attention.sinks, attention.sinks.clone()
         attention.process_weights_after_loading = lambda _: setattr(attention, "sinks", model.sinks.detach().float())
         with pytest.raises(ModelMismatchError, match=r"Attention\.sinks"):
-            derived.find(model)
+            derived.find(model, set(), set())
         assert attention.sinks is held
         assert torch.equal(held, before)
 
@@ -237,7 +419,7 @@ class TestDerivedCopies:
         models[2].cached = (torch.ones(3), copy)
         for model in models:
             with pytest.raises(ModelMismatchError, match=r"Model\.cached"):
-                derived.find(model)
+                derived.find(model, set(), set())
 
     def test_weights_in_a_row_and_a_part_of_one_are_refused(self) -> None:
         model = Model()
@@ -245,14 +427,14 @@ class TestDerivedCopies:
         for made in (rows.float(), model.plain.data[:3].clone()):
             model.made = made
             with pytest.raises(ModelMismatchError, match=r"Model\.made"):
-                derived.find(model)
+                derived.find(model, set(), set())
 
     def test_few_numbers_that_are_alike_are_no_copy(self) -> None:
         model = Model()
         model.few = model.plain.data.reshape(-1)[:15].clone()
         model.ones = torch.nn.Parameter(torch.ones(32), requires_grad=False)
         model.cosines = torch.cat([torch.ones(32), torch.zeros(32)])
-        assert derived.find(model) == []
+        assert derived.find(model, set(), set()) == []
 
     @pytest.mark.parametrize("name", sorted(derived.LATER))
     def test_what_the_first_request_makes_is_known_before(self, name: str) -> None:
@@ -260,19 +442,30 @@ class TestDerivedCopies:
         model = Model()
         model.finalize = holder
         with pytest.raises(ModelMismatchError, match=name):
-            derived.find(model)
+            derived.find(model, set(), set())
         if (asked := derived.LATER[name]) is not None:
             setattr(holder, asked, False)
-            assert derived.find(model) == []
+            assert derived.find(model, set(), set()) == []
 
-    @pytest.mark.parametrize("name", sorted(derived.NAMES))
-    def test_what_was_made_in_another_form_is_known_by_its_name(self, name: str) -> None:
-        for register in (False, True):
+    def test_what_loading_made_or_changed_in_any_form_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(layers, "_built", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(layers, "_made", weakref.WeakKeyDictionary())
+        for register in (False, True, None):
             model = Model()
+            model.cosines = torch.randn(8)
+            model.register_buffer("filled", torch.randn(8), persistent=False)
+            layers._built[model] = layers._Built(frozenset([""]), layers._sums(model))
             made = model.plain.data.sum(dim=1)
-            model.register_buffer(name, made) if register else setattr(model, name, made)
-            with pytest.raises(ModelMismatchError, match=name):
-                derived.find(model)
+            if register is None:
+                model.filled.copy_(made)
+            else:
+                model.register_buffer("made", made, persistent=False) if register else setattr(model, "made", [made])
+            layers.note_loaded(model)
+            model.later = torch.randn(8)  # by a warm-up
+            with pytest.raises(ModelMismatchError, match=r"Model\.(made|filled)"):
+                derived.find(model, set(), set())
+            covered = {made.untyped_storage().data_ptr(), model.filled.untyped_storage().data_ptr()}
+            assert derived.find(model, covered, set()) == derived.find(model, set(), {model}) == []
 
     def test_views_of_parameters_and_scales_are_no_copies(self) -> None:
         model = Model()
@@ -283,7 +476,7 @@ class TestDerivedCopies:
         model.kv_cache = torch.empty(1 << 40, device="meta")  # nobody looks at what lies in it
         model.register_buffer("loaded", torch.randn(8, 6).to(torch.bfloat16))
         model.experts.data.copy_(model.loaded)
-        assert derived.find(model) == []
+        assert derived.find(model, set(), set()) == []
 
     def test_commits_and_what_undoes_them_refresh_it(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
@@ -314,11 +507,6 @@ class TestDerivedCopies:
             ("v1/attention/backends/flashinfer.py", r"self\.sinks\.copy_\(source_sinks\)"),
             ("v1/attention/backends/flashinfer.py", r"def process_weights_after_loading\(self, act_dtype"),
             ("model_executor/layers/attention/attention.py", r"self\.impl\.process_weights_after_loading\(act_dtype\)"),
-            ("model_executor/layers/attention/mla_attention.py", r"W_UK_T_dcp_qrep"),
-            ("v1/attention/backends/mla/amx_mla.py", r"self\._w_uk_packed = torch\.ops"),
-            ("models/deepseek_v4/cpu/cpu_sparse.py", r"self\._wo_a_packed = torch\.ops"),
-            ("models/deepseek_v4/nvidia/model.py", r"layer\.hc_attn_fn_broadcast = broadcast"),
-            ("models/dots3_note/nvidia/vision.py", r'register_buffer\(\s*"_fused_w13_fp8"'),
             ("model_executor/layers/fused_moe/runner/moe_runner.py", r"if self\._combined_gate_weight is None:"),
             ("model_executor/layers/fused_moe/runner/moe_runner.py", r"self\._fse_fuse_gate = gate is not None and shared"),
             ("models/glm5next/common/kda.py", r"self\._merged_conv_weight: torch\.Tensor \| None = None"),
@@ -332,11 +520,109 @@ class TestDerivedCopies:
         assert re.search(pattern, Path(spec.origin).parent.joinpath(path).read_text())
 
 
+class TestUnsettled:
+    """What computes is what is asserted, whoever touches the weights."""
+
+    def test_after_a_reload_that_failed_no_version_is_named_until_one_succeeds(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        weights = checkpoint()
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        channel = Made(open_store(memory_url))
+        channel.create(weights)
+        channel.anchor(weights)
+        model = Model(shuffled=True)
+        fails = False
+
+        def reload(mirror: Mirror, names: Any) -> float:
+            """In the place of vLLM's own, as it loads a shuffled layer."""
+            layers = mirror.dirty | {layer for name in names for layer in mirror._layers.get(name, ())}
+            mirror.dirty = layers
+            if layers:
+                model.experts.data.copy_(mirror._tensors["experts"].roll(4, 0))
+                model.plain.data.copy_(mirror._tensors["plain"])
+                if fails:
+                    model.plain.data.zero_()
+                    raise RuntimeError("out of memory")
+            mirror.dirty = set()
+            return 0.0
+
+        monkeypatch.setattr(Mirror, "reload", reload)
+        of = replica(model, memory_url)
+        assert proven(of, memory_url) == 1
+        before = model.state_dict()["plain"].clone()
+        weights["plain"].add_(1)
+        assert of._stage(handed([channel.delta(weights)])).state == "staged"
+        total = model_fingerprint(of._memory.fingerprints)
+        fails = True
+        for body in (lambda: of.commit(alone=True), lambda: of.settle(total)):
+            with pytest.raises((RuntimeError, CommitError)):
+                body()
+            assert not of.settled()
+            of._audit([])  # reads the mirror, which was rolled back
+            assert model_fingerprint(of._memory.fingerprints) == total
+        fails = False
+        live = of.settle(total).version
+        assert (live and live.version, of.settled()) == (1, True)
+        assert torch.equal(model.plain, before)
+
+    def test_what_is_replaced_is_put_back_before_the_next_step_and_audited(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(proof, "checkpoint", lambda _: iter(checkpoint().items()))
+        model, steps = Model(), []
+        vllm_worker = extension.DeltaSyncWorkerExtension()
+        vllm_worker.model_runner = SimpleNamespace(get_model=lambda: model, reload_weights=lambda: steps.append("reloaded"))
+        vllm_worker.execute_model = lambda: steps.append(model.plain.sum().item())
+        assert vllm_worker.deltasync_open(url) == {"result": None}
+        of = vllm_worker._deltasync_replica
+        proven(of, url)
+        wanted = model.plain.sum().item()
+        for replace in (
+            lambda: setattr(model, "plain", torch.nn.Parameter(-model.plain, requires_grad=False)),
+            lambda: setattr(model.plain, "data", -model.plain.data),
+        ):
+            replace()
+            assert of.settled()
+            vllm_worker.execute_model()
+            assert (steps.pop(), of.settled()) == (wanted, False)
+            of._follower.settled = True
+        for load in (vllm_worker.model_runner.reload_weights, model.load_weights):
+            with pytest.raises(ConfigError, match="Nothing was loaded"):
+                load({})
+        assert steps == []
+
+    def test_weights_that_sleep_before_the_first_version_are_left_alone(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class VllmWorker:
+            model_runner = SimpleNamespace(get_model=Model)
+
+            def sleep(self, level: int = 1) -> None: ...
+
+            def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+        monkeypatch.setenv("DELTASYNC_CHANNEL", url)
+        monkeypatch.setenv("VLLM_PLUGINS", "deltasync")
+        of = type("Worker", (VllmWorker, extension.DeltaSyncWorkerExtension), {})()
+        of.sleep(1)
+        assert of.deltasync_open(url)["error"]["kind"] == "SleepingError"
+        of.wake_up(["kv_cache"])
+        assert of.deltasync_open(url)["error"]["kind"] == "SleepingError"
+        of.wake_up()
+        assert of.deltasync_open(url) == {"result": None}
+        of.sleep(2)
+        assert of.deltasync_call("stage", [])["error"]["kind"] == "SleepingError"
+
+
+RUNNER = SimpleNamespace(get_model=lambda model=torch.nn.Identity(): model)  # noqa: B008
+
+
 class TestMirror:
     def test_layers_are_proven_one_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = [torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(3)]
         tensors = {f"{number}": layer.weight.detach().clone() for number, layer in enumerate(layers)}
-        mirror = Mirror(SimpleNamespace(), {name: {layers[int(name)]} for name in tensors}, tensors)
+        mirror = Mirror(RUNNER, {name: {layers[int(name)]} for name in tensors}, tensors)
         reloaded = []
 
         def reload(names: Any) -> float:
@@ -348,7 +634,7 @@ class TestMirror:
         monkeypatch.setattr(mirror, "reload", reload)
         before = [layer.weight.detach().clone() for layer in layers]
         mirror.prove()
-        assert reloaded == [["0"], ["0"], ["1"], ["1"], ["2"], ["2"]]
+        assert reloaded == [["0"], ["0"], ["0"], ["1"], ["1"], ["2"], ["2"]]  # one by one in the first
         assert all(torch.equal(layer.weight, old) for layer, old in zip(layers, before, strict=True))
 
         layers[1].weight.data.mul_(2)  # the mirror would give something else
@@ -362,7 +648,7 @@ class TestMirror:
         layer = torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
         tensors = {"weight": layer.weight.detach().clone()}
         layer.weight = freed = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
-        mirror = Mirror(SimpleNamespace(), {"weight": {layer}}, tensors)
+        mirror = Mirror(RUNNER, {"weight": {layer}}, tensors)
 
         def reload(_: Any) -> float:
             layer.weight = torch.nn.Parameter(tensors["weight"].clone(), requires_grad=False)

@@ -7,9 +7,12 @@ memory vLLM's loader is trusted.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
-from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
 import torch
 
@@ -17,8 +20,10 @@ from deltasync.errors import ModelMismatchError
 from deltasync.live import Segment
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import cast, int_view
-from vllm_plugin.load.layers import as_loaded, prepare_reload
+from vllm_plugin.load.layers import as_loaded, held_tensors, is_made, prepare_reload
 from vllm_plugin.load.plan import LoadPlan
+
+Weights = Mapping[str, torch.Tensor]
 
 
 def mirrored(
@@ -27,92 +32,180 @@ def mirrored(
     """Return host copies of the checkpoint's tensors that have a reason in the plan, and of the others in their layers.
 
     The others get a reason too, because they are loaded again with their layers.
+
+    Raises:
+        ModelMismatchError: the checkpoint lacks one of them, or has it in another shape.
     """
     layers = {layer for name in plan.reasons for layer in plan.layers[name]}
+    wanted = {name for name, of in plan.layers.items() if of & layers}
     copies = {
         name: _on_host(cast(tensor, specs[name].dtype))
         for name, tensor in tensors
-        if name in specs and plan.layers[name] & layers
+        if name in wanted and tuple(tensor.shape) == specs[name].shape
     }
-    for name in copies:
+    for name in wanted:
         plan.reasons.setdefault(name, "others of its layer are loaded again")
+    if missing := sorted(wanted - copies.keys()):
+        raise ModelMismatchError(
+            f"The checkpoint that vLLM loaded has no {specs[missing[0]]}, and {plan.reasons[missing[0]]}, so its layer "
+            "cannot be loaded again: serve the checkpoint that the channel starts from."
+        )
     return copies
 
 
 class Mirror:
     """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from them.
 
-    `layers` has the modules that each tensor is loaded into.
+    `layers` has the modules that each tensor is loaded into. `reasons` says why they are mirrored.
+
+    Attributes:
+        dirty: Modules that hold unknown values, because reloading them failed.
     """
 
-    def __init__(self, runner: Any, layers: Mapping[str, Set[torch.nn.Module]], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        layers: Mapping[str, Set[torch.nn.Module]],
+        tensors: Weights,
+        reasons: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._reasons = reasons
         self._runner = runner
         self._layers = layers
         self._tensors = tensors
+        self.dirty: set[torch.nn.Module] = set()
 
     @property
     def segments(self) -> dict[str, list[Segment]]:
         """The places of the mirrored tensors."""
         return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
 
-    def prove(self) -> None:
-        """Make sure that reloading changes each layer, and that reloading the unchanged mirror restores live memory.
+    @property
+    def modules(self) -> set[torch.nn.Module]:
+        """The modules that are loaded again."""
+        return set().union(*self._layers.values())
+
+    def prove(self, covered: Set[int] = frozenset()) -> None:
+        """Make sure that reloading a changed tensor changes its layers, and that the unchanged mirror restores live memory.
+
+        Of layers that are alike, tensor by tensor in the first, and with all tensors at once in the others. `covered` are
+        addresses of storages that commits write by themselves.
 
         Raises:
             ModelMismatchError: it does not; live memory is as before.
         """
+        known = set()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
-            self._prove(layers, names)
+            kind = *sorted(re.sub("[0-9]+", "#", name) for name in names), *sorted(type(layer).__name__ for layer in layers)
+            self._prove(layers, sorted(names), kind not in known, covered)
+            known.add(kind)
 
-    def _prove(self, layers: Set[torch.nn.Module], names: Set[str]) -> None:
-        before = {layer: {name: _on_host(tensor) for name, tensor in layer.state_dict().items()} for layer in layers}
-        held = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
+    def _prove(self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]) -> None:
+        live = {layer: {name: each for name, each in held_tensors(layer).items() if not each.is_meta} for layer in layers}
+        before = {layer: {name: _on_host(tensor) for name, tensor in tensors.items()} for layer, tensors in live.items()}
+        places = {layer: {name: tensor.data_ptr() for name, tensor in tensors.items()} for layer, tensors in live.items()}
+        attributes = {layer: (dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
-            self._negate(names)
-            try:
-                self.reload(names)
-            finally:
-                self._negate(names)
-            if idle := sorted(type(layer).__name__ for layer in layers if not _differences(layer, before[layer])):
+            idle = self._stale(names, before, covered) + (self._idle(names, before) if one_by_one else [])
+            if idle:
                 problem = f"does not change {idle[0]}"
             self.reload(names)
             if wrong := sorted(
                 f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])
             ):
                 problem = problem or f"gives another {', '.join(wrong[:5])}"
+            for layer in layers:
+                now = held_tensors(layer)
+                if moved := [name for name, place in places[layer].items() if now[name].data_ptr() != place]:
+                    problem = problem or f"puts {type(layer).__name__}.{moved[0]} elsewhere"
         except RuntimeError as error:  # as torch raises it
             problem, cause = f"fails ({error})", error
         finally:
             for layer, tensors in before.items():
-                layer._parameters, layer._buffers = held[layer]  # a reload that failed may have left others
+                vars(layer).update(attributes[layer][0])  # a reload that failed may have left others
+                layer._parameters, layer._buffers = attributes[layer][1:]
                 for name in _differences(layer, tensors):
-                    layer.state_dict()[name].copy_(tensors[name])
+                    held_tensors(layer)[name].data.copy_(tensors[name])
+            self.dirty = set()
         if problem is not None:
+            reasons = f" ({self._reasons[names[0]]})" if names[0] in self._reasons else ""
             raise ModelMismatchError(
-                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint, and having it load them "
-                f"again {problem}, so this model cannot be updated."
+                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint{reasons}, and having it "
+                f"load them again {problem}, so this model cannot be updated."
             ) from cause
 
-    def _negate(self, names: Set[str]) -> None:
-        for name in names:
-            self._tensors[name].neg_()
+    def _stale(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]) -> list[str]:
+        """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does not change."""
+        model, found = self._runner.get_model(), []
+        with self._changed(names):
+            self.reload(names)
+        for layer, held in before.items():
+            changed, now, kind = _differences(layer, held), held_tensors(layer), type(layer).__name__
+            made = [name for name in held.keys() - changed if is_made(model, layer, name)]
+            stale = [name for name in made if now[name].untyped_storage().data_ptr() not in covered]
+            found += [kind] if not changed else [f"{kind}.{name}" for name in sorted(stale)]
+        return found
+
+    def _idle(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> list[str]:
+        """Reload with half of the tensors changed, as many times as their numbers have bits.
+
+        Elements that each of them alone makes up show its number by when they change. Returns the tensors whose numbers are
+        not found, and that alone change nothing.
+        """
+        found: set[int] = set()
+        codes = {(layer, name): torch.zeros(0) for layer, held in before.items() for name in held}
+        for bit in range(len(names).bit_length()):
+            with self._changed([name for number, name in enumerate(names, 1) if number >> bit & 1]):
+                self.reload(names)
+            for (layer, name), code in codes.items():
+                now, was = held_tensors(layer)[name], before[layer][name]
+                changed = (_bits(now).cpu() != _bits(was)).int() << bit
+                codes[layer, name] = changed if not bit else code | changed
+        for code in codes.values():
+            found.update(torch.unique(code).tolist())
+        idle = []
+        for number, name in enumerate(names, 1):
+            if number not in found:
+                with self._changed([name]):
+                    self.reload(names)
+                if not any(_differences(layer, held) for layer, held in before.items()):
+                    idle.append(name)
+        return idle
+
+    @contextlib.contextmanager
+    def _changed(self, names: Iterable[str]) -> Iterator[None]:
+        """Change every element of these tensors for the body."""
+        before = {name: self._tensors[name].clone() for name in names}
+        try:
+            for name, tensor in before.items():
+                wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
+                one = torch.ones((), dtype=wide.dtype)
+                other = ~wide if wide.dtype == torch.bool else torch.where(wide == 0, one, -wide)
+                self._tensors[name].copy_(other)
+            yield
+        finally:
+            for name, tensor in before.items():
+                self._tensors[name].copy_(tensor)
 
     def reload(self, changed: Iterable[str]) -> float:
-        """Load the layers of those changed tensors that are mirrored. Mutates live weights. Returns the seconds it took.
+        """Load the layers of those changed tensors that are mirrored, and what is `dirty`. Mutates live weights.
+
+        Returns the seconds it took.
 
         Raises:
-            Exception: whatever vLLM raises; the layers then hold unknown values.
+            Exception: whatever vLLM raises; the layers then hold unknown values, and are `dirty`.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        layers = {layer for name in changed for layer in self._layers.get(name, ())}
+        layers = self.dirty | {layer for name in changed for layer in self._layers.get(name, ())}
         if not layers:
             return 0.0
+        self.dirty = layers
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
         before = time.perf_counter()
         names = [name for name, of in self._layers.items() if of & layers]
         model = self._runner.get_model()
-        with torch.no_grad():
+        with torch.no_grad(), _kept_attributes(layers):
             for layer in layers:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
@@ -121,7 +214,23 @@ class Mirror:
             finally:
                 for layer in layers:
                     finalize_layerwise_reload(layer, self._runner.model_config)
+        self.dirty = set()
         return time.perf_counter() - before
+
+
+@contextlib.contextmanager
+def _kept_attributes(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, if the body makes others."""
+    before = [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items() if _is_tensor(value)]
+    yield
+    for attributes, name, tensor in before:
+        other = attributes.get(name)
+        if other is not tensor and _is_tensor(other) and (other.dtype, other.shape) == (tensor.dtype, tensor.shape):
+            attributes[name] = tensor.copy_(other)
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and not value.is_meta
 
 
 def _together(layers: Mapping[str, Set[torch.nn.Module]]) -> list[tuple[set[torch.nn.Module], set[str]]]:
@@ -141,7 +250,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _differences(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _differences(layer: torch.nn.Module, tensors: Weights) -> set[str]:
     """Return the names of a layer's tensors whose bits differ from these, which are on the host."""
-    now = layer.state_dict()
-    return [name for name in now if not torch.equal(int_view(now[name]).cpu(), int_view(tensors[name]))]
+    now = held_tensors(layer)
+    return {name for name in tensors if name not in now or not torch.equal(_bits(now[name]).cpu(), _bits(tensors[name]))}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return int_view(tensor.detach())

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import sys
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from deltasync.tensors.bits import int_view
 from vllm_plugin import logger
 
 
@@ -24,12 +29,34 @@ def as_loaded(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Mo
             module = module.base_layer  # type: ignore[assignment]
         if module not in copies:
             twin = copies[module] = copy.copy(module)
+            if hasattr(vars(twin).get("load_weights"), "deltasync_refuses"):
+                del twin.load_weights
             twin._parameters = {**module._parameters, **_before_changes(module)}  # type: ignore[dict-item]
             twin._buffers = dict(module._buffers)
             twin._modules = {name: child and copy_of(child) for name, child in module._modules.items()}
         return copies[module]
 
     return copy_of(model), {twin: module for module, twin in copies.items()}
+
+
+_NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
+
+
+def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module, or another object, holds by name: registered, or in an attribute of any kind.
+
+    The KV cache is left out.
+    """
+    attributes = {name: value for name, value in vars(holder).items() if name not in _NOT_HELD}
+    if isinstance(holder, torch.nn.Module):
+        attributes |= {**holder._buffers, **holder._parameters}
+    found = {}
+    for name, value in attributes.items():
+        leaves = tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                found[name if leaf is value else f"{name}[{number}]"] = leaf
+    return found
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -65,6 +92,82 @@ def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
 
 def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | None:
     return None if tensor is None else (tensor.dtype, tensor.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A model before its weights were loaded: names of its modules, and the sums of what it held beside parameters."""
+
+    modules: frozenset[str]
+    sums: dict[tuple[int, str], int]
+
+
+_built: weakref.WeakKeyDictionary[torch.nn.Module, _Built] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def note_built() -> None:
+    """Make vLLM note a model before it loads weights, to see what that changes. Call before a model is configured."""
+    from vllm.model_executor.model_loader import utils
+
+    record = utils.record_metadata_for_reloading
+
+    @functools.wraps(record)
+    def record_metadata_for_reloading(model: torch.nn.Module) -> None:
+        _built[model] = _Built(frozenset(name for name, _ in model.named_modules()), _sums(model))
+        record(model)
+
+    utils.record_metadata_for_reloading = record_metadata_for_reloading
+
+
+def note_loaded(model: torch.nn.Module) -> None:
+    """Note what loading weights changed beside a model's parameters. Only the first call for a model does something."""
+    if model in _built and model not in _made:
+        before = _built[model].sums
+        _made[model] = {key for key, value in _sums(model).items() if before.get(key) != value}
+
+
+def is_complete(model: torch.nn.Module) -> bool:
+    """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
+    return model in _built and _built[model].modules <= {name for name, _ in model.named_modules()}
+
+
+def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:
+    """Whether loading weights is known to have changed `holder.name`, or to have made it."""
+    return (id(holder), name) in _made.get(model, ())
+
+
+def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
+    """Return the sums of the bits of tensors that holders have beside parameters, and that are not one repeated value."""
+    return {
+        (id(holder), name): int(int_view(tensor).sum())
+        for holder in holders(model)
+        for name, tensor in held_tensors(holder).items()
+        if not isinstance(tensor, torch.nn.Parameter) and may_be_made(tensor)
+    }
+
+
+def may_be_made(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values may come from weights: floating point, and not one repeated value as default scales are."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() < 2:
+        return False
+    flat = int_view(tensor)
+    return not bool((flat == flat[0]).all())
+
+
+def holders(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield modules, and objects that those hold and that process weights, such as an attention's `impl`."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for holder in (module, *filter(_processes, vars(module).values())):
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                yield holder
+
+
+def _processes(value: object) -> bool:
+    is_object = not isinstance(value, torch.nn.Module | torch.Tensor | type) and hasattr(value, "__dict__")
+    return is_object and callable(getattr(value, "process_weights_after_loading", None))
 
 
 def keep_weights_addressable() -> None:

@@ -1,62 +1,117 @@
 """The load plan: where each checkpoint element lies in this worker's memory, recorded from vLLM's own loader.
 
-The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records every
-`aten.copy_` instead of executing it. A recorded copy is a segment: a strided view of one checkpoint tensor and the strided
-view of the parameter it goes to. Fused, stacked and sliced parameters need no table per architecture.
+The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records writes to the
+model's memory instead of executing them. A recorded copy is a segment: a strided view of one checkpoint tensor and the
+strided view of the parameter it goes to. Fused, stacked and sliced parameters need no table per architecture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live import Segment
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import int_view
-from vllm_plugin.load.layers import as_loaded, computed_parameters
+from vllm_plugin.load.layers import as_loaded, computed_parameters, held_tensors
+
+
+class _Write(NamedTuple):
+    """A write to memory that outlives the loader: `live` is what it would change.
+
+    Attributes:
+        names: The checkpoint's tensors whose values it writes.
+        source: The meta tensor that it copies; None if it computes.
+    """
+
+    names: set[str]
+    live: torch.Tensor
+    source: torch.Tensor | None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
-    """Records copies of the checkpoint's meta tensors into parameters. Runs everything else.
+    """Records writes to memory that was there before, and copies of the checkpoint's meta tensors. Runs everything else.
 
     `sources` are those meta tensors by name; `owners` has the modules of each parameter's storage.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], owners: Mapping[int, Collection[torch.nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.copies: list[tuple[set[str], torch.Tensor, torch.Tensor]] = []
+        self.writes: list[_Write] = []
         self._owners = owners
         self._names = {_storage(tensor): {name} for name, tensor in sources.items()}
-        self._kept: list[torch.Tensor] = []  # so that no new storage has the address of a freed one
+        self._made: dict[int, torch.Tensor] = {}  # by storage; kept, so that no new storage has the address of a freed one
 
     def names(self, tensor: torch.Tensor) -> set[str]:
-        """Return which of the checkpoint's tensors a meta tensor was computed from."""
+        """Return which of the checkpoint's tensors a tensor was computed from."""
         return self._names.get(_storage(tensor), set())
 
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the loader has made a tensor."""
+        return _storage(tensor) in self._made
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[1].device.type == "meta" and self._lasts(args[0]):
-            self.copies.append((self.names(args[1]), args[0], args[1]))
-            return args[0]
-        result = func(*args, **(kwargs or {}))
-        names = set().union(*(self.names(each) for each in _meta_tensors((args, kwargs))))
-        for each in _meta_tensors(result) if names else ():
-            if not self.names(each) >= names:
-                self._names[_storage(each)] = self.names(each) | names
-                self._kept.append(each)
+        kwargs = kwargs or {}
+        tensors, written = _tensors((args, kwargs)), _tensors(_written(func, args, kwargs))
+        has_meta = any(each.is_meta for each in tensors)
+        if any(not self._is_scratch(each) or (has_meta and not each.is_meta) for each in written):
+            return self._record(func, written, tensors)
+        if has_meta and not written:
+            args, kwargs = tree_map(_on_meta, (args, kwargs))
+        result = func(*args, **kwargs)
+        names = set().union(*map(self.names, tensors))
+        known = {_storage(each) for each in tensors}
+        for each in _tensors(result):
+            if _storage(each) not in known:
+                self._made[_storage(each)] = each
+            self._add(each, names)
         return result
 
-    def _lasts(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "meta" or _storage(tensor) in self._owners
+    def _is_scratch(self, tensor: torch.Tensor) -> bool:
+        return _storage(tensor) not in self._owners and (tensor.is_meta or self.is_made(tensor))
+
+    def _add(self, tensor: torch.Tensor, names: set[str]) -> None:
+        if not self.names(tensor) >= names:
+            self._names[_storage(tensor)] = self.names(tensor) | names
+
+    def _record(self, func: Any, written: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        if func is torch.ops.aten.copy_.default and tensors[1].is_meta:
+            names, source = self.names(tensors[1]), tensors[1]
+        else:
+            names, source = set().union(*(self.names(each) for each in tensors if each is not written[0])), None
+        for each in written:
+            self.writes.append(_Write(names, each, source))
+            self._add(each, names)
+        returned = len(func._schema.returns)
+        if returned > len(written):
+            raise ModelMismatchError(f"vLLM's loader runs {func} on the weights.")
+        return None if not returned else written[0] if returned == 1 else tuple(written[:returned])
 
 
-def _meta_tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return those arguments of an operator that it writes to."""
+    found = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[at] if at < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -83,37 +138,182 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> LoadPlan:
     """Find where the checkpoint's tensors, which are served as `specs`, lie in a loaded vLLM model. Changes nothing.
 
     Raises:
-        ModelMismatchError: the loader refuses a name or a shape, or the model keeps weights computed from others.
+        ModelMismatchError: the loader refuses a name or a shape, puts a tensor where it is not part of the model, or the
+            model keeps weights computed from others.
     """
     meta = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()}
     loaded, originals = as_loaded(model)
     owners: dict[int, set[torch.nn.Module]] = {}
     for module, original in originals.items():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        for tensor in held_tensors(module).values():
             owners.setdefault(_storage(tensor), set()).add(original)
     recorder = _Recorder(meta, owners)
-    try:
-        with torch.no_grad(), recorder:
-            loaded.load_weights(iter(meta.items()))  # type: ignore[operator]
-    except Exception as error:
-        raise ModelMismatchError(f"vLLM's loader refuses the channel's tensors: {error!r}") from error
+    asked: list[str] = []
+    weights = ((name, tensor) for name, tensor in meta.items() if not asked.append(name))  # type: ignore[func-returns-value]
     plan = LoadPlan({name: [] for name in specs}, {name: set() for name in specs}, {})
-    for names, live, source in recorder.copies:
-        for name in names:
-            plan.layers[name] |= owners.get(_storage(live), set())
-        problem = _problem(live, source)
-        if problem is None and [_storage(source)] == [_storage(meta[name]) for name in names]:
-            (name,) = names
-            if live.shape != source.shape:
-                live, source = live.squeeze(), source.squeeze()
-            integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)
-            plan.segments[name].append(Segment(integers, source.stride(), int(source.storage_offset())))
-        else:
-            plan.reasons.update(dict.fromkeys(names, problem or "vLLM's loader computes with it"))
-    _find_computed(plan, originals.values(), {_storage(live) for _, live, _ in recorder.copies})
-    for name in plan.reasons:
+    with _put_back(originals) as before:
+        try:
+            with torch.no_grad(), recorder:
+                loaded.load_weights(weights)  # type: ignore[operator]
+        except Exception as error:
+            at = f" at {specs[asked[-1]]}" if asked else ""
+            raise ModelMismatchError(f"vLLM's loader refuses the channel's tensors{at}: {error!r}") from error
+        moved = _find_made(plan, recorder, originals, before, owners)
+    _add_writes(plan, recorder, meta, owners, moved)
+    _find_computed(plan, originals.values(), {_storage(write.live) for write in recorder.writes})
+    for name, reason in plan.reasons.items():
         plan.segments[name].clear()
+        if not plan.layers[name]:
+            raise ModelMismatchError(f"{specs[name]} cannot be updated: {reason}, and no layer of vLLM loads it again.")
     return plan
+
+
+_Held = dict[torch.nn.Module, dict[str, torch.Tensor]]
+
+
+@contextlib.contextmanager
+def _put_back(originals: Mapping[torch.nn.Module, torch.nn.Module]) -> Iterator[_Held]:
+    """Put modules' attributes, and the memory of their tensors, back after the body. Yields those tensors as they were."""
+    modules = {*originals, *originals.values()}
+    names = [(held, dict(held)) for each in modules for held in (vars(each), each._parameters, each._buffers)]
+    held = {each: held_tensors(each) for each in modules}
+    before = {each: {name: tensor.data for name, tensor in tensors.items()} for each, tensors in held.items()}
+    try:
+        yield before
+    finally:
+        for now, was in names:
+            if now.keys() != was.keys() or any(now[name] is not was[name] for name in was):
+                now.clear()
+                now.update(was)
+        for each, tensors in held.items():
+            for name, tensor in tensors.items():
+                if _storage(tensor) != _storage(before[each][name]):
+                    tensor.data = before[each][name]
+
+
+def _find_made(
+    plan: LoadPlan,
+    recorder: _Recorder,
+    originals: Mapping[torch.nn.Module, torch.nn.Module],
+    before: _Held,
+    owners: dict[int, set[torch.nn.Module]],
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Find tensors of modules in whose place the loader put others, by the storage of those: the new one and the old one."""
+    moved = {}
+    for twin, original in originals.items():
+        for module in (twin, original):
+            for attribute, tensor in held_tensors(module).items():
+                if not recorder.is_made(tensor):
+                    continue
+                if tensor.is_meta:
+                    why = f"vLLM's loader makes {type(original).__name__}.{attribute} of it"
+                    plan.reasons.update(dict.fromkeys(recorder.names(tensor), why))
+                    continue
+                owners.setdefault(_storage(tensor), set()).add(original)
+                old = before[module].get(attribute)
+                if old is not None and _layout(old) == _layout(tensor):
+                    moved[_storage(tensor)] = tensor.data, old
+    return moved
+
+
+def _add_writes(
+    plan: LoadPlan,
+    recorder: _Recorder,
+    meta: Mapping[str, torch.Tensor],
+    owners: Mapping[int, Collection[torch.nn.Module]],
+    moved: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Add what the loader would have written to a plan: segments, or reasons why there are none."""
+    placed: dict[int, list[tuple[torch.Tensor, str]]] = {}
+    outside = set()
+    for names, live, source in recorder.writes:
+        at, place = _storage(live), _in_place_of(live, moved.get(_storage(live)))
+        held = placed.setdefault(_storage(place), [])
+        if at not in owners:
+            outside |= names
+            continue
+        for name in names:
+            plan.layers[name].update(owners[at])
+        is_view = source is not None and [(_storage(source), source.dtype)] == [
+            (_storage(meta[name]), meta[name].dtype) for name in names
+        ]
+        if source is None or not is_view:
+            changed = {name for other, name in held if _overlap(place, other)}
+            plan.reasons.update(dict.fromkeys(names | changed, "vLLM's loader computes with it"))
+            continue
+        (name,) = names
+        problem = "vLLM's loader makes another tensor for it" if recorder.is_made(place) else _problem(place, source)
+        if problem is not None:
+            plan.reasons[name] = problem
+            continue
+        segment = _segment(place, source)
+        if not any(segment.place == other.place for other in plan.segments[name]):
+            plan.segments[name].append(segment)
+            held.append((place, name))
+    for held in placed.values():
+        for one, other in _overlapping(held):
+            if one != other:
+                raise ModelMismatchError(
+                    f"vLLM's loader puts {one} and {other} into the same memory, so their changes cannot be told apart: "
+                    "publish one of them, as `save_pretrained` does of tied weights."
+                )
+            plan.reasons[one] = "vLLM's loader puts several of its elements into one place"
+    for name in outside:
+        if not plan.segments[name]:
+            plan.reasons.setdefault(name, "vLLM's loader puts it where it is no part of the model")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+def _in_place_of(live: torch.Tensor, moved: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """Return the view of the old tensor that `live` is of the new one."""
+    if moved is None:
+        return live
+    new, old = moved
+    return old.as_strided(live.shape, live.stride(), live.storage_offset() - new.storage_offset() + old.storage_offset())
+
+
+def _segment(live: torch.Tensor, source: torch.Tensor) -> Segment:
+    if live.shape != source.shape:
+        live, source = live.squeeze(), source.squeeze()
+    integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)
+    return Segment(integers, source.stride(), int(source.storage_offset()))
+
+
+def _span(view: torch.Tensor) -> tuple[int, int]:
+    """Return the first position of a view in its storage, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    first = int(view.storage_offset())
+    return first, first + (int(last) + 1 if view.numel() else 0)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views of one storage share an element."""
+    (first, end), (other_first, other_end) = _span(one), _span(other)
+    start = max(first, other_first)
+    if start >= min(end, other_end):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    start = min(first, other_first)
+    taken = torch.zeros(max(end, other_end) - start, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), first - start).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other_first - start).any())
+
+
+def _overlapping(held: list[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:
+    """Return the names of tensors, two by two, that share an element of one storage."""
+    found = []
+    end = 0
+    spans = sorted((*_span(view), at) for at, (view, _) in enumerate(held) if view.numel())
+    for number, (first, stop, at) in enumerate(spans):
+        if first < end:
+            before = [other for _, other_end, other in spans[:number] if other_end > first]
+            found += [(held[other][1], held[at][1]) for other in before if _overlap(held[other][0], held[at][0])]
+        end = max(end, stop)
+    return found
 
 
 def _problem(live: torch.Tensor, source: torch.Tensor) -> str | None:

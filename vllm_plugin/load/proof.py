@@ -19,29 +19,30 @@ def check_coverage(
     specs: Mapping[str, TensorSpec],
     regions: Sequence[Mapping[str, Sequence[Region]]],
     reasons: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+) -> list[str]:
     """Make sure that all shards together hold every tensor: each element once, or in copies of the same region.
 
-    `reasons` has known reasons why tensors cannot be patched in place.
+    `reasons` has known reasons why tensors cannot be patched in place. Returns the tensors of which no shard holds anything.
 
     Raises:
         ModelMismatchError: they do not hold these tensors; it says what is missing.
     """
-    problems = []
+    problems, ignored = [], []
     for spec in specs.values():
-        problem = _coverage(spec, {region for held in regions for region in held[spec.name]})
-        if problem is not None:
+        held = {region for held in regions for region in held[spec.name]}
+        if not held and spec.element_count and spec.name not in reasons:
+            ignored.append(spec.name)
+        elif (problem := _coverage(spec, held)) is not None:
             problems.append(f"{spec} ({reasons.get(spec.name, problem)})")
     if problems:
         raise ModelMismatchError(
             f"{len(problems)} tensors cannot be updated by this release: {'; '.join(problems[:5])}"
             + ("; ..." if len(problems) > 5 else ".")
         )
+    return ignored
 
 
 def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
-    if not regions and spec.element_count:
-        return "the loader copies it nowhere"
     count_N = torch.zeros(spec.element_count, dtype=torch.uint8)
     for offset, dims in regions:
         count_N.as_strided([size for size, _ in dims], [stride for _, stride in dims], offset).add_(1)
@@ -69,28 +70,34 @@ def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def verify(
     plan: LoadPlan, memory: LiveMemory, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> set[str]:
+) -> tuple[set[str], dict[str, TensorSpec]]:
     """Compare live memory, as vLLM loaded it, with the checkpoint's `tensors` through the plan, bit by bit.
 
-    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape, and
-    that share no place with a compared one. Only a fingerprint can prove the plan for those.
+    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape: only
+    a fingerprint can prove the plan for those. And it returns the checkpoint's tensors that are not in `specs`.
     """
-    compared = set()
+    unproven, others = set(specs), {}
     for name, tensor in tensors:
         spec = specs.get(name)
-        if spec is None or tuple(tensor.shape) != spec.shape:
-            continue
-        compared.add(name)
-        if memory.differs(name, int_view(cast(tensor, spec.dtype))):
-            plan.reasons[name] = "vLLM keeps it in a layout of its own"
-    # A tied tensor lies in the same place as the one that the checkpoint has.
-    proven = {_place(segment) for name in compared - plan.reasons.keys() for segment in plan.segments[name]}
-    return {
-        name
-        for name in specs.keys() - compared
-        if not (plan.segments[name] and all(_place(segment) in proven for segment in plan.segments[name]))
-    }
+        if spec is None:
+            others[name] = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        elif tuple(tensor.shape) == spec.shape:
+            unproven.discard(name)
+            if plan.segments[name] and memory.differs(name, int_view(cast(tensor, spec.dtype))):
+                plan.reasons[name] = "vLLM keeps it in a layout of its own"
+    return unproven, others
 
 
-def _place(segment: Segment) -> tuple[object, ...]:
-    return segment.live.data_ptr(), segment.live.shape, segment.live.stride(), segment.stride, segment.offset
+def misfits(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return which of the checkpoint's `tensors` have other shapes than in the channel, with both shapes."""
+    found = ((specs[name], tuple(tensor.shape)) for name, tensor in tensors if name in specs)
+    return [f"{spec} has shape {shape} in the checkpoint that vLLM loaded" for spec, shape in found if spec.shape != shape]
+
+
+def kept(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Segment]]:
+    """Return segments of host memory for tensors that vLLM does not load; zeros where the checkpoint lacks them."""
+    found = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+    for name, tensor in tensors:
+        if name in found and tensor.shape == found[name].shape:
+            found[name].copy_(cast(tensor, specs[name].dtype))
+    return {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in found.items()}

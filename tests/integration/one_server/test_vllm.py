@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,11 @@ def test_a_replica_started_before_the_first_anchor_waits_and_says_so(started: Se
     status = started.wait(lambda status: "Waiting for the first version" in (status["error"] or ""))
     assert status["state"] == "waiting"
     assert status["version"] is None
-    assert len(complete(started.url, 5)) == 5
+    with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+        started.json("/v1/completions", {"prompt": [5, 6], "max_tokens": 1})
+    with caught.value:
+        assert caught.value.headers["retry-after"] == "1"
+        assert "Waiting for the first version" in json.load(caught.value)["error"]["message"]
 
 
 def test_weights_that_are_the_anchor_already_are_recognised_without_loading_it(started: Server) -> None:
@@ -127,4 +133,7 @@ def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(fol
         other = Server(url, channel, weights)
         status = other.wait(lambda status: status["state"] == "failed")
         assert "ModelMismatchError" in status["error"]
-        assert len(complete(url, 5)) == 5
+        with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+            complete(url, 5)
+        with caught.value:
+            assert "ModelMismatchError" in json.load(caught.value)["error"]["message"]

@@ -158,7 +158,7 @@ def test_a_server_that_has_just_loaded_the_version_agrees(server: Server, folder
             shutil.copy(file, exported)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(exported), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
-    environ = {**_environment(), "DELTASYNC_CHANNEL": server.channel}
+    environ = {**_environment(), "DELTASYNC_CHANNEL": server.channel, "DELTASYNC_WAIT_READY": "0"}
     with Child("The fresh server", command, environ, folder / "fresh.log") as child:
         fresh = Server(f"http://127.0.0.1:{port}", server.channel, server.weights)
         child.wait_until(lambda: get_json(f"{fresh.url}/v1/models"), 2 * PATIENCE_S, "to start")
