@@ -144,6 +144,7 @@ def test_a_compiled_model_is_published_by_plain_names(inner: bool, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
 def test_a_head_that_is_trained_apart_is_not_called_tied(tmp_path: Path) -> None:
     url, model = f"file://{tmp_path}/channel", get_peft_model(tiny_model(), LoraConfig(**LORA, modules_to_save=["lm_head"]))
     with torch.no_grad():
@@ -194,7 +195,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
-@pytest.mark.filterwarnings("ignore:.*lora_bias:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize("name", REFUSED)
 def test_adapters_that_cannot_be_published_are_refused_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
     make, settings, said = REFUSED[name]

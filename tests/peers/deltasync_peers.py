@@ -102,45 +102,52 @@ def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 def _stand_in() -> None:
     import datasets
     import transformers
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    from deltasync.demo import model as demo_model
-
-    def model_of(name: str) -> Any:
-        """A small model of the class in a name such as `tiny-Qwen3ForCausalLM`."""
-        found = re.search(r"tiny-(\w+?For\w+?)(-|$)", name)
-        kind = getattr(transformers, found[1], None) if found else None
-        if kind is None:
-            raise OSError(f"There is no stand-in for {name}.")
-        torch.manual_seed(0)
-        return kind(kind.config_class(**_SIZES))
-
-    def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        if Path(str(name)).exists():
-            return originals[cls.__name__](name, *args, **kwargs)
-        model = model_of(str(name))
-        return model if kwargs.get("dtype") in (None, "auto", "float32") else model.to(kwargs["dtype"])
-
-    originals = {}
-    for cls in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification):
-        originals[cls.__name__] = cls.from_pretrained
-        cls.from_pretrained = classmethod(load)
-
-    from_tokenizer = AutoTokenizer.from_pretrained
-
-    def tokenizer(name: Any, *args: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
-        exists = Path(str(name)).exists()
-        return from_tokenizer(name, *args, **kwargs) if exists else demo_model.build_tokenizer()
-
-    AutoTokenizer.from_pretrained = tokenizer
-    transformers.AutoProcessor.from_pretrained = tokenizer
+    folder = Path(tempfile.mkdtemp(prefix="deltasync-models-"))
+    loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModelFor")]
+    for loader in [*loaders, *(getattr(transformers, name) for name in ("AutoConfig", "AutoTokenizer", "AutoProcessor"))]:
+        _load_locally(loader, folder)
+    for loader in (transformers.PreTrainedModel, transformers.GenerationConfig):
+        _load_locally(loader, folder)
 
     def dataset(path: str, name: str = "standard_language_modeling", split: str | None = None, **_: Any) -> Any:
-        rows = {split_: _rows(name) for split_ in ("train", "test")}
-        made = datasets.DatasetDict({split_: datasets.Dataset.from_dict(columns) for split_, columns in rows.items()})
+        made = datasets.DatasetDict({split_: datasets.Dataset.from_dict(_rows(name)) for split_ in ("train", "test")})
         return made if split is None else made[split]
 
     datasets.load_dataset = dataset
+
+
+def _load_locally(loader: Any, folder: Path) -> None:
+    """Let `from_pretrained` of a class find a stand-in in place of a name on the Hub."""
+    original = loader.__dict__["from_pretrained"].__func__ if "from_pretrained" in loader.__dict__ else None
+
+    def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("revision", None)
+        found = name if Path(str(name)).exists() else _checkpoint(str(name), folder)
+        if original is not None:
+            return original(cls, found, *args, **kwargs)
+        return super(loader, cls).from_pretrained(found, *args, **kwargs)
+
+    loader.from_pretrained = classmethod(load)
+
+
+def _checkpoint(name: str, folder: Path) -> str:
+    """A small model of the class in a name such as `tiny-Qwen3ForCausalLM`, with the demo's tokenizer."""
+    import transformers
+
+    from deltasync.demo import model as demo_model
+
+    found = re.search(r"tiny-(\w+?For[A-Z][A-Za-z]+)", name)
+    kind = getattr(transformers, found[1], None) if found else None
+    if found is None or kind is None:
+        raise OSError(f"There is no stand-in for {name}.")
+    path = folder / found[1]
+    if not path.exists():
+        torch.manual_seed(0)
+        labels = {"num_labels": 1} if "SequenceClassification" in found[1] else {}
+        kind(kind.config_class(**_SIZES, **labels)).save_pretrained(path)
+        demo_model.build_tokenizer().save_pretrained(path)
+    return str(path)
 
 
 def _rows(name: str) -> dict[str, list[Any]]:

@@ -122,7 +122,7 @@ def test_versions_are_held_to_what_deltasync_requires(store: FaultyStore, monkey
 def test_the_command_exits_by_what_it_found(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["doctor", f"file://{tmp_path}/new", "--model", "600M", "--json"])
     assert done.exit_code == 0, done.output
-    assert [row["state"] for row in json.loads(done.stdout)] == ["ok"] * 11
+    assert [row["state"] for row in json.loads(done.stdout)] == ["ok"] * 12
     (tmp_path / "file").write_text("in the way")
     done = CliRunner().invoke(main, ["doctor", f"file://{tmp_path}/file"])
     assert done.exit_code == 1
