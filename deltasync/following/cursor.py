@@ -502,7 +502,8 @@ class ChannelCursor:
             where = "" if newest is None else f" for {self._pin}"
             raise NotPublishedError(f"{self.reader.store.url} holds no version yet{where}.")
         if number > newest.version:
-            raise MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
+            absent = MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
+            raise self._damaged or absent
         if have is not None and have.version == number and have.epoch == newest.epoch:
             return []
         if found and found[0].base == have and found[-1].version == newest and number == newest.version:

@@ -71,7 +71,7 @@ class Poll:
         if failure is None and not moved and self.is_pushed:
             return max(_LIVE_S, self._interval_s)
         # Random, so that many replicas do not keep asking at the same moment.
-        return max(delay_s * random.uniform(0.9, 1.0), getattr(failure, "retry_after_s", None) or 0.0)
+        return max(delay_s * random.uniform(0.9, 1.0), getattr(failure, "wait_s", None) or 0.0)
 
     def _due_s(self, now_s: float) -> float:
         """Return how long to wait at most, by the rhythm of the last versions."""

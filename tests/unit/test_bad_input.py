@@ -195,7 +195,8 @@ def test_a_damaged_anchor_gives_no_version_and_later_the_right_one(
 @DAMAGES
 def test_a_damaged_record_changes_nothing(scene: Scene, change: Callable[[bytes], bytes] | None) -> None:
     _lie(scene.store, scene.second.key, change)
-    assert scene.replica.sync() == 1, "the newest that can be read"
+    with pytest.raises(REFUSED):
+        scene.replica.sync()
     scene.assert_at(1)
     scene.store.heal()
     scene.replica.sync()
@@ -240,13 +241,15 @@ def test_a_head_that_points_to_nothing_costs_a_listing(scene: Scene) -> None:
 def test_a_record_in_another_versions_slot_is_passed_over(scene: Scene) -> None:
     assert scene.second.data is not None
     scene.store.inner.put(keys.slot(3, scene.channel.epoch), scene.second.data)
-    scene.replica.sync()
+    with pytest.raises(CorruptDataError, match="contradicts itself"):
+        scene.replica.sync()
     scene.assert_at(2)
 
 
 def test_a_record_of_another_run_is_passed_over(scene: Scene) -> None:
     _replaced(scene, scene.second, run_id="other")
-    assert scene.replica.sync() == 1
+    with pytest.raises(CorruptDataError, match="belongs to run other"):
+        scene.replica.sync()
     scene.assert_at(1)
 
 
