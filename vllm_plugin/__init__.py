@@ -85,8 +85,8 @@ def opt_in(environ: MutableMapping[str, str]) -> None:
 def _refuse_unfollowed() -> None:
     """Make vLLM's engines refuse requests until their `deltasync_attached` is set.
 
-    The driver comes with vLLM's endpoint plugins. An application that makes an `AsyncLLM` without vLLM's own app may load
-    none, as Ray Serve LLM does by default. Its engine would serve the weights it started with for ever.
+    The follow loop comes with vLLM's endpoint plugins. An application that makes an `AsyncLLM` without vLLM's own app may
+    load none, as Ray Serve LLM does by default. Its engine would serve the weights it started with for ever.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 

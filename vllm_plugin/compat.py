@@ -56,7 +56,7 @@ USES = (
     Use("vllm.multimodal.utils", "strip_covered_mm_data", ("mm_features", "num_computed_tokens")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     Use("vllm.v1.request", "Request.update_block_hashes", ()),
-    # driver.py, pauses.py, engine.py: the engine client, public but for the two that follow it
+    # target.py, pauses.py, engine.py: the engine client, public but for the two that follow it
     Use(_ASYNC, "AsyncLLM.collective_rpc", ("method", "timeout", "args", "kwargs")),
     Use(_ASYNC, "AsyncLLM.pause_generation", ("mode",)),
     Use(_ASYNC, "AsyncLLM.resume_generation", ()),

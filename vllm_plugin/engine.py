@@ -11,7 +11,7 @@ from vllm_plugin import logger
 
 
 class IdleEngine:
-    """Stands in for vLLM's engine client where nothing is generated while the driver runs: all that the driver calls.
+    """Stands in for vLLM's engine client where nothing is generated while the follow loop steps: all that its target calls.
 
     A subclass has `collective_rpc`, which calls a method of every worker and returns the replies in the order of ranks.
     """

@@ -1,4 +1,4 @@
-"""Messages between processes: replies and errors of workers to the driver, bodies and replies of routes.
+"""Messages between processes: replies and errors of workers to the target, bodies and replies of routes.
 
 Workers reply in plain data, which vLLM can send: `{"result": ...}`, or `{"error": {"kind": ..., "message": ...}}`.
 """
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 Answer = dict[str, Any]
 
 Handed = tuple[str, str, bytes | None]
-"""A record that the driver has read and hands to the workers: its key, its sha256, and its bytes unless too many."""
+"""A record that the follow loop has read and hands to the workers: its key, its sha256, and its bytes unless too many."""
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ vLLM has one switch for all of them. So a commit waits until no other caller use
 leaves it as it was. `Pauses.guard` catches them in the engine client, whatever route they came by.
 
 A call that may have changed the weights, which is any call of the workers and waking up from sleep, runs while generation is
-paused. It is resumed once the workers know their bits: at once, or when the driver has settled which version they are.
+paused. It is resumed once the workers know their bits: at once, or when the target has settled which version they are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Pauses:
     Attributes:
         last_s: Seconds that the last pause for a commit took.
         held: Whether generation stays paused, because the weights are uncertain.
-        used: Whether another caller has used the switch. The driver resets it.
-        on_use: Called when the driver should look whether the workers know their bits.
+        used: Whether another caller has used the switch. The target resets it.
+        on_use: Called when the follow loop should see whether the workers know their bits.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -161,7 +161,7 @@ class Pauses:
         @functools.wraps(call)
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             async with self._alone():
-                before, self.held = self.held, True  # should this end in the middle, the driver looks at the weights
+                before, self.held = self.held, True  # should this end in the middle, the follow loop looks at the weights
                 try:
                     if not before and not self._by_another:
                         await self._pause(clear_cache=False)
@@ -189,7 +189,7 @@ class Pauses:
             return True
         except SleepingError:
             return self._by_another
-        except Exception:  # whatever it is: then the driver finds out
+        except Exception:  # whatever it is: then the follow loop finds out
             logger.exception("deltasync could not ask the workers about their weights")
             return False
         return all(replies)

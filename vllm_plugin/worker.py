@@ -1,7 +1,7 @@
 """One worker's part of a replica: the load plan, a follower over the live parameters, and background work.
 
 vLLM runs RPCs on the thread of the engine's steps. So long work runs in another thread while tokens are generated, and
-RPCs only start it, poll it, or commit. Each of several workers has a shard; the driver adds up their fingerprints and sends
+RPCs only start it, poll it, or commit. Each of several workers has a shard; the target adds up their fingerprints and sends
 all of them the sum.
 """
 
@@ -61,7 +61,7 @@ CALLS = frozenset(
         "read",
     )
 )
-"""Methods of `WorkerReplica` that the driver may call."""
+"""Methods of `WorkerReplica` that the target may call."""
 
 _Place = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]
 """Where a module holds a tensor: its parameters or buffers, the name, the tensor, its memory, and the address of that."""
@@ -83,7 +83,7 @@ class WorkerReplica:
         if model in _followed:
             raise ConfigError(
                 f"Something else in this server follows {_followed[model]} with the same weights; choose one: "
-                "the driver, the worker extension alone, or vLLM's weight-transfer routes."
+                "the follow loop, the worker extension alone, or vLLM's weight-transfer routes."
             )
         self._reader = ChannelReader(open_channel(channel), trusted_keys)
         self._runner = runner
@@ -93,7 +93,7 @@ class WorkerReplica:
         self._work: Future[Work] | None = None
         self._staged: StagedVersion | None = None
         self._committed: StagedVersion | None = None
-        self._coming = torch.empty(0)  # a tensor that the driver hands over whole
+        self._coming = torch.empty(0)  # a tensor that the target hands over whole
         self._asleep = False
         self._begun_s = 0.0  # when the background work began
         before = time.perf_counter()

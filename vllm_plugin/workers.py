@@ -1,4 +1,4 @@
-"""The driver's side of the workers: RPCs to all of them, and their shards put together."""
+"""The target's side of the workers: RPCs to all of them, and their shards put together."""
 
 from __future__ import annotations
 

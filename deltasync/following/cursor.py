@@ -84,7 +84,7 @@ class ChannelCursor:
         self._head: Head | None = None  # as of the last refresh
         self._refreshes = self._failures = 0
         self._lost = True  # whether a poll is no use before a refresh
-        self._moved = False  # whether the last call returned records
+        self._moved = self._lags = False  # whether the last call returned records; whether the last two did
         self._rest: list[Stored] = []  # the rest of the last chain
         self._next_epoch: str | None = None  # named by a seal
         self._ahead: dict[str, Any] = {}  # by key: objects that were read at once for one caller; None: missing
@@ -143,13 +143,14 @@ class ChannelCursor:
             is_outage = isinstance(self.failure, StoreError)
             if self.failure is not None and not (forced or is_outage) and now_s < self._retry_due_s and self._is_head_same():
                 raise self.failure
-            chain = self._next(have, known, refresh or self.failure is not None, ahead, pushed)
+            chain = self._next(have, known, refresh or self.failure is not None, ahead or self._lags, pushed)
         except DeltaSyncError as error:
             self._failed(error, have)
             raise
         self.failure, self.followed_s, self._failures = None, time.monotonic(), 0
-        if self._moved and len(chain) == 1:
-            self._refresh_due_s = 0.0  # it lags behind: several versions at once are cheaper
+        self._lags = self._moved and len(chain) == 1  # several versions at once are cheaper
+        if self._lags:
+            self._refresh_due_s = 0.0
         self._moved = bool(chain)
         return self._batch(chain, have)
 

@@ -312,12 +312,12 @@ class Follow:
     def stop(self) -> None:
         """Stop following, and write the last heartbeat; for a bounded time, whatever the store does."""
         self.end()
+        self.target.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
         self._state, self._error, self._good_s = heartbeat.STOPPED, None, math.inf
         if self._heartbeats is not None and (self._heartbeats.is_used or self.identity is not None):
             self._heartbeats.stop(self.status(0))
-        self.target.close()
 
     def run(self) -> None:
         """Follow in this thread until `stop`."""
@@ -423,7 +423,7 @@ class Follow:
             cursor.retry_bad()
         if not self._opened:
             cursor.locate()
-            target.open(cursor.identify)
+            target.open(self._identify)
             self._opened, self._audited_s, asked = True, time.monotonic(), False
         elif not target.is_settled(asked):
             self._settle()
@@ -434,6 +434,8 @@ class Follow:
             if audits:
                 self._audit_if_due()
             return True
+        if audits and self._ended.is_set():
+            return False  # it was stopped while the store did not answer
         self._state = "staging"
         try:
             staged = target.stage(chain)
@@ -450,6 +452,12 @@ class Follow:
             raise
         self._committed(commit, chain)
         return False
+
+    def _identify(self, total: int) -> Stored | None:
+        """Find the version whose model has this fingerprint; its step counts as served."""
+        found = self.cursor.identify(total)
+        self._step_of = None if found is None else (found.version, found.record.step)
+        return found
 
     def _mark_bad(self, chain: Sequence[Stored], key: str | None, error: DeltaSyncError) -> None:
         self.cursor.mark_bad(chain, key, error)

@@ -11,11 +11,13 @@ A thread looks for versions and stages them while the module computes.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -115,19 +117,36 @@ class _ModuleTarget(MemoryTarget):
         self._module, self._names, self._gate = module, names, gate
         self._ties: dict[str, str] = {}
         self._served = False  # whether the module has ever had a version of the channel
+        self._identify: Identify | None = None
+        self._storages: dict[str, tuple[int, torch.device]] = {}  # where the tensors lay when they were mapped
         self._broken: str | None = None
 
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the module, and which version they are, if any."""
+        self._identify, self._storages = identify, self._found()
         self.tensors, self._ties = places(self._module, self.reader.specs, self._names)
         segments = {name: [segment(tensor)] for name, tensor in self.tensors.items()}
         self.adopt(LiveMemory(self.reader.specs, segments), identify)
         self._served = self.version is not None
         self._tell_gate()
 
+    def _found(self) -> dict[str, tuple[int, torch.device]]:
+        """Where the module's tensors lie now."""
+        state = self._module.state_dict(keep_vars=True).items()
+        return {name: (each.data_ptr(), each.device) for name, each in state if isinstance(each, torch.Tensor)}
+
+    def is_settled(self, asked: bool) -> bool:
+        """As `Target.is_settled`; not where the module has other storages than those that were mapped."""
+        return super().is_settled(asked) and self._found() == self._storages
+
     def settle(self) -> None:
-        """As `Target.settle`."""
-        super().settle()
+        """As `Target.settle`; storages that were replaced are mapped anew."""
+        if self._found() != self._storages and self._identify is not None:
+            served = self._served
+            self.open(self._identify)
+            self._served |= served
+        else:
+            super().settle()
         self._tell_gate()  # before anything is loaded in their place
 
     def stage(self, chain: Sequence[Stored]) -> StagedVersion:
@@ -141,6 +160,8 @@ class _ModuleTarget(MemoryTarget):
             with self._gate.alone():
                 for device in {tensor.device for tensor in self.tensors.values() if tensor.device.type != "cpu"}:
                     torch.accelerator.synchronize(device)  # what forward calls have launched
+                if self._found() != self._storages:
+                    raise StageError("The module's parameters were replaced meanwhile; they are mapped anew.")
                 self._served = True
                 commit = self._exchange(staged)
                 for name, other in self._ties.items():
@@ -161,28 +182,58 @@ class _ModuleTarget(MemoryTarget):
         self._gate.problem = self._broken or (None if is_known else unknown)
 
 
-def _gated(module: torch.nn.Module, gate: _Gate) -> Callable[[], None]:
-    """Let forward calls of a module pass a gate; return what undoes it. Hooks would not do: an interrupt skips them."""
-    forward, held = module.forward, "forward" in vars(module)
+_gates: weakref.WeakKeyDictionary[torch.nn.Module, _Gate] = weakref.WeakKeyDictionary()  # of followed modules
+_followed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # these, and all modules in them
 
-    @functools.wraps(forward)
-    def gated(*arguments: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in module.parameters()):
+
+@functools.cache
+def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a class like `kind` whose calls pass the gate of a followed module.
+
+    The module's class is what tells: copies and pickles of it are of `kind`, and compute with their own weights. Hooks would
+    not do, because an interrupt skips them; nor would an attribute `forward`, which copies take along.
+    """
+
+    # The gate is not compiled; what it lets through is.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def passed(self: torch.nn.Module, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        gate = _gates.get(self)
+        if gate is None:
+            return call(*arguments, **options)
+        if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in self.parameters()):
             raise ConfigError(
                 "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
                 "call into torch.no_grad()."
             )
         with gate.inside():
-            return forward(*arguments, **options)
+            return call(*arguments, **options)
 
-    def unwrap() -> None:
-        if held:
-            module.forward = forward
-        else:
-            del module.forward
+    class Gated(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return passed(self, super().__call__, *arguments, **options)
 
-    module.forward = gated
-    return unwrap
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            return passed(self, super().forward, *arguments, **options)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return copyreg._reconstructor, (kind, object, None), *super().__reduce_ex__(protocol)[2:]  # type: ignore[attr-defined]
+
+    Gated.__name__, Gated.__qualname__, Gated.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    functools.update_wrapper(Gated.forward, kind.forward)
+    return Gated
+
+
+@contextlib.contextmanager
+def _gating(module: torch.nn.Module, gate: _Gate) -> Iterator[None]:
+    """Return a context in which the calls of a module pass a gate."""
+    kind = type(module)
+    _gates[module] = gate
+    object.__setattr__(module, "__class__", _gated(kind))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        del _gates[module]
+        object.__setattr__(module, "__class__", kind)
 
 
 class Following:
@@ -198,7 +249,9 @@ class Following:
         for each in module.modules():
             # In a wrapped model, the model inside has the `generate` that is called.
             if each is module or callable(getattr(type(each), "generate", None)):
-                self._unwraps.callback(_gated(each, self._gate))
+                self._unwraps.enter_context(_gating(each, self._gate))
+        _followed.update(module.modules())
+        self._unwraps.callback(_followed.difference_update, [*module.modules()])
         try:
             with contextlib.suppress(NotPublishedError):
                 self.sync()
@@ -323,6 +376,8 @@ def follow(
     """
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"follow() takes a torch.nn.Module, not {module!r:.100}.")
+    if any(each in _followed for each in module.modules()):
+        raise ConfigError("This module, or a part of it, follows a channel already: close() that first.")
     named = names if callable(names) else lambda own: names.get(own, plain_name(own))
     chosen = ReplicaSettings.from_env(**settings)
     if "replica_id" not in settings:

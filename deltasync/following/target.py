@@ -66,5 +66,5 @@ class Target(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it holds. The weights stay as they are."""
+        """Give up what is under way, but a commit; called from another thread. The weights stay as they are."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from deltasync import Following, Publisher, Replica, follow, open_store
@@ -400,6 +403,133 @@ def test_an_interrupt_of_a_commit_that_waits_leaves_the_gate_open(memory_url: st
             assert _computes(following, model)
             assert following.sync() == 2
             assert_same_bits(model.state_dict(), trainer.published[2])
+
+
+@pytest.mark.parametrize("how", ["forward", "hold"])
+def test_threads_that_call_without_a_pause_keep_no_version_away(memory_url: str, how: str) -> None:
+    model, stop = llama(), threading.Event()
+
+    def call(following: Following) -> None:
+        while not stop.is_set():
+            with following.hold() if how == "hold" else contextlib.nullcontext(), torch.no_grad():
+                model(torch.tensor([[1, 2, 3]]))
+
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            threads = [threading.Thread(target=call, args=(following,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            try:
+                for version in (2, 3):
+                    trainer.publish()
+                    assert following.wait(version, timeout_s=PATIENCE_S) == version
+            finally:
+                stop.set()
+                for thread in threads:
+                    thread.join()
+            assert_same_bits(model.state_dict(), trainer.published[3])
+
+
+def test_a_long_hold_is_said_and_threads_inside_it_go_on(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.following.module._WAIT_S", 0.1)
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, poll_interval_s=0.02) as following:
+            with following.hold() as version:
+                trainer.publish()
+                deadline = time.monotonic() + PATIENCE_S
+                while following.error is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert "has waited for forward calls" in (following.error or "")
+                inside = threading.Thread(target=_computes, args=(following, model))
+                inside.start()
+                inside.join(PATIENCE_S)
+                assert not inside.is_alive() and following.version == version
+            assert following.wait(2, timeout_s=PATIENCE_S) == 2
+
+
+def test_a_copy_of_a_followed_module_has_weights_of_its_own(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), AveragedModel(model)]
+            trainer.publish()
+            assert following.sync() == 2
+            for made in copies:
+                inner = made.module if isinstance(made, AveragedModel) else made
+                assert type(inner) is LlamaForCausalLM
+                assert_same_bits(inner.state_dict(), trainer.published[1])
+                with torch.no_grad():
+                    inner.lm_head.weight.zero_()
+                    assert not made(torch.tensor([[1, 2]])).logits.any(), "it computes with its own weights"
+                assert inner(torch.tensor([[1]])).logits.requires_grad, "and nothing keeps gradients from it"
+            assert_same_bits(model.state_dict(), trainer.published[2])
+        assert type(model) is LlamaForCausalLM
+
+
+def test_a_module_follows_once(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False):
+            for part in (model, model.model):
+                with pytest.raises(ConfigError, match="follows a channel already"):
+                    follow(part, memory_url, background=False)
+        follow(model, memory_url, background=False).close()
+
+
+def test_replaced_parameters_are_found_and_brought_to_the_version(memory_url: str) -> None:
+    model = llama()
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(model, memory_url, background=False) as following:
+            model.lm_head.weight.data = torch.zeros_like(model.lm_head.weight)
+            trainer.publish()
+            assert following.sync() == 2
+            assert_same_bits(model.state_dict(), trainer.published[2])
+            model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone(), requires_grad=False)
+            assert following.sync() == 2
+            trainer.publish()
+            assert following.sync() == 3
+            assert_same_bits(model.state_dict(), trainer.published[3])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("order", ["before", "after", "in place", "followed"])
+def test_a_compiled_module_stays_compiled(memory_url: str, order: str) -> None:
+    runs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *given: runs.append(1) or graph.forward(*given)
+
+    class Small(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).relu()
+
+    torch._dynamo.reset()
+    model = Small().requires_grad_(False)
+    compiled = model if order == "in place" else torch.compile(model, backend=backend) if order != "after" else None
+    if order == "in place":
+        model.compile(backend=backend)
+    with training(memory_url, model.state_dict()) as trainer:
+        trainer.publish()
+        with follow(compiled if order == "followed" else model, memory_url, background=False) as following:
+            compiled = torch.compile(model, backend=backend) if compiled is None else compiled
+            for version in (1, 2):
+                assert following.sync() == version
+                runs.clear()
+                found = compiled(torch.ones(8, dtype=torch.bfloat16))
+                assert runs
+                expected = torch.nn.functional.linear(torch.ones(8, dtype=torch.bfloat16), model.inner.weight).relu()
+                torch.testing.assert_close(found, expected)
+                trainer.publish()
 
 
 def test_closing_twice_is_closing_once(memory_url: str) -> None:

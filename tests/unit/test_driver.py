@@ -19,7 +19,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from deltasync import open_store
+from deltasync import Publisher, open_store
 from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, CommitError, FingerprintMismatchError, NotPublishedError, StoreError
@@ -27,7 +27,7 @@ from deltasync.following import Commit, Follow, Pin
 from tests import driving
 from tests.driving import PATIENCE_S, PLAIN, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
-from vllm_plugin import compat
+from vllm_plugin import compat, endpoints
 from vllm_plugin.extension import DeltaSyncWorkerExtension
 from vllm_plugin.messages import Failure
 from vllm_plugin.metrics import Metrics
@@ -373,6 +373,79 @@ def test_sync_answers_once_the_version_is_served(
             "Version 9 is not served after 0.5 s: this replica serves version 3, the newest is version 3, and it is serving."
         )
         assert (late.json()["version"], late.json()["cause"]) == (3, None)
+
+
+def test_a_step_that_is_published_again_is_waited_for_in_the_newest_epoch(
+    engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer goes on from an older checkpoint, so its steps repeat."""
+    weights = {"w": driving.Model().state_dict()["w"].clone()}
+
+    def publish(publisher: Publisher, step: int) -> int:
+        weights["w"].view(torch.int16)[:3] += 1
+        return publisher.publish(weights.items(), step=step).wait(60).version
+
+    with Publisher(memory_url) as publisher:
+        publish(publisher, 50)
+        publish(publisher, 100)
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        assert client.post("/receive_weight_update", json={"version": 100}).json()["version"] == 2
+        with Publisher(memory_url, resume=True) as publisher:
+            early = client.post("/receive_weight_update", json={"version": 60, "timeout_s": 0.5})
+            assert early.status_code == 504, "version 2 is of step 100, but of the epoch before"
+            version = publish(publisher, 60)
+            assert client.post("/receive_weight_update", json={"version": 60}).json()["version"] == version
+            assert torch.equal(engine.model.w, weights["w"])
+
+
+def test_who_leaves_frees_a_place_at_once(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish()
+    left = asyncio.Event()
+
+    class Request:
+        async def receive(self) -> dict[str, str]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+    async def body() -> None:
+        async with following(engine, memory_url, CollectorRegistry()) as driver:
+            await driver.reach(1)
+            waits = asyncio.create_task(endpoints._wait(driver, Request(), 3600.0, 99, None))  # type: ignore[arg-type]
+            await asyncio.sleep(0.05)
+            assert not waits.done() and driver.on_step
+            left.set()
+            assert await waits is None
+            assert not driver.on_step
+
+    asyncio.run(body())
+
+
+def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
+    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        trainer.publish()
+    with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
+        assert client.post("/deltasync/sync").json()["version"] == 3
+        monkeypatch.setattr("vllm_plugin.endpoints._MOST_HELD", 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Semaphore, "locked", lambda _: True)
+            assert client.post("/deltasync/pin", json={"pin": "1"}).status_code == 429
+        assert client.get("/deltasync/status").json()["pin"] is None, "nothing was changed"
+        pin = Follow.set_pin
+
+        def overtaken(self: Follow, wanted: Pin, *, checked: bool = False) -> None:
+            pin(self, wanted, checked=checked)
+            if wanted == Pin(1):
+                self.cursor.next = lambda *_, **__: []  # type: ignore[method-assign]
+                asyncio.get_running_loop().call_later(0.2, pin, self, Pin(2))
+
+        monkeypatch.setattr(Follow, "set_pin", overtaken)
+        monkeypatch.setattr(Follow, "_was_caught_up_since", lambda *_: False)
+        late = client.post("/deltasync/pin", json={"pin": "1", "timeout_s": 30})
+        assert late.status_code == 409 and late.json()["error"] == "The pin of this replica was changed meanwhile to: 2."
 
 
 def test_only_so_many_requests_wait_at_once(engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
