@@ -7,7 +7,6 @@ PROMETHEUS_MULTIPROC_DIR.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -38,10 +37,6 @@ class Metrics:
         )
         self.following.set(1)
         self._newest = gauge("deltasync_newest_version", "Newest version seen in the channel, 0 before the first.")
-        self._followed_at = gauge(
-            "deltasync_last_followed_timestamp_seconds",
-            "When the channel could last be followed, seconds since the epoch; 0 before the first time.",
-        )
         self._followed = gauge(
             "deltasync_seconds_since_followed", "Seconds since the channel could last be followed: how long it is stuck."
         )
@@ -72,10 +67,8 @@ class Metrics:
         self.followed(follow)
 
     def followed(self, follow: Follow) -> None:
-        """Note when the channel could last be followed; call it every second, because a step may hang."""
-        ago_s = follow.followed_s_ago
-        self._followed.set(0 if ago_s is None else ago_s)
-        self._followed_at.set(0 if ago_s is None else time.time() - ago_s)
+        """Note how long the replica is stuck; call it every second, because a step may hang."""
+        self._followed.set(follow.followed_s_ago or 0.0)
 
     def committed(self, commit: Commit, chain: Sequence[Stored]) -> None:
         """Note a commit."""

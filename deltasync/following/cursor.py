@@ -182,7 +182,7 @@ class ChannelCursor:
             return []
         if refresh or not ahead:
             self._ahead = {}
-        ahead = ahead and have is not None and self.failure is None
+        is_exact, ahead = ahead, ahead and have is not None and self.failure is None
         if ahead:
             self._read_ahead(refresh)
         elif refresh:
@@ -193,7 +193,7 @@ class ChannelCursor:
         joins = have is None and 0 < self._pin.of(newest) <= newest
         waits = (self._pin.version or 0) > newest
         try:
-            if not is_there and not joins and (not refresh or ahead or waits or known is not None):
+            if not is_there and not joins and (not refresh or is_exact or waits or known is not None):
                 found = self._poll(known)
             if ahead and refresh:
                 self._refresh(False, _REFRESH_PUSHED_S if pushed else REFRESH_S)
@@ -522,6 +522,8 @@ class ChannelCursor:
             chain = find_way_back(self.reader, have, target, self._avoided())
             if chain and len(chain) <= _BATCH and payload_bytes(chain) <= _BATCH_BYTES:
                 return chain
+        if target is None:
+            logger.warning("Version %s is not the channel's any more; starting from full weights.", have)
         return self._find_chain(None, wanted)
 
     def _find_chain(self, have: Version | None, target: Version) -> list[Stored]:

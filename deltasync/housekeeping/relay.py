@@ -189,8 +189,9 @@ class Relay:
             StoreError, FormatError, MissingVersionError: a store failed or the source is damaged; try again.
         """
         self._copies.progress = progress
-        while not self.follow.step(known=known):
-            pass
+        before: Version | None = None
+        while not self.follow.step(known=known) and self.version != before:
+            before = self.version  # if nothing leads on from there, the next call tries again
         return self.take_copied()
 
     def take_copied(self) -> Copied | None:

@@ -116,7 +116,7 @@ def _vanishes(lab: Lab, prefix: str, first: int | None, anchor_every: int) -> Se
     store.drop(prefix)
     with listening() as warned:
         seconds = _recovers(run, 3, 3)
-    return Seen(warned.one("Taking another way"), seconds)
+    return Seen(warned.one("Planning around it"), seconds)
 
 
 @row(

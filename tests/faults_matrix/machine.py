@@ -21,7 +21,7 @@ from deltasync.channel import heartbeat
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import AckTimeoutError, ConfigError, PublishLostError, PublishPendingError, StageError
+from deltasync.errors import ConfigError, PublishLostError, PublishPendingError, StageError
 from deltasync.stores.cache import CachedStore
 from tests.conftest import assert_same_bits
 from tests.faults_matrix import steps
@@ -271,8 +271,8 @@ def _jumps(lab: Lab) -> Seen:
 @row(
     "Clocks",
     "a replica's clock is an hour behind the trainer's, which waits for the fleet",
-    noticed="heartbeats that look old",
-    back="setting the clock right",
+    noticed="nobody: the store's clock counts",
+    back="nothing to come back from",
 )
 def _behind(lab: Lab) -> Seen:
     store = open_store(f"file://{lab.folder}/channel")
@@ -282,16 +282,12 @@ def _behind(lab: Lab) -> Seen:
         assert newest is not None
         serves = {"version": newest.version, "epoch": newest.epoch, "sha256": newest.sha256}
         beat = functools.partial(Heartbeat, replica_id="a", run_id=run_id, state="serving", **serves)
-        heartbeat.write(store, beat(time_s=time.time() - 3600))
-        with expecting(AckTimeoutError) as said:
-            heartbeat.wait_for(store, run_id, 1, publisher.published, "all", 0.0)
-        heartbeat.write(store, beat(time_s=time.time() + 3600))  # ahead is no harm
-        assert heartbeat.wait_for(store, run_id, 1, publisher.published, "all", 0.0)
-        heartbeat.write(store, beat())
-        with timed() as took:
-            assert heartbeat.wait_for(store, run_id, 1, publisher.published, "all", PATIENCE_S)
+        for off_s in (-3600, 3600):
+            heartbeat.write(store, beat(time_s=time.time() + off_s))
+            with timed() as took:
+                assert heartbeat.wait_for(store, run_id, 1, publisher.published, "all", PATIENCE_S)
         publish(publisher, 2)
     replica = Replica(store)
     assert replica.sync() == 2
     assert_holds(replica, 2)
-    return Seen(said[0], took[0])
+    return Seen("(nothing)", took[0])

@@ -271,7 +271,7 @@ def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, t
         version = server.publish()
     server.wait(lambda status: status["error"] is not None)
     page = look("damaged", "--dump-dom")
-    assert shown(page)["state"] == "serving"
+    assert shown(page)["state"] == "failed"
     assert "has format '&lt;b&gt;another&lt;/b&gt;'" in shown(page)["error"]
     look("picture", f"--screenshot={tmp_path}/page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
