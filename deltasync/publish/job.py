@@ -111,7 +111,8 @@ class Job:
 
     def abort(self) -> None:
         """Let `groups` raise, unless the stream has been read: it failed."""
-        self._groups.put(None)
+        if self.live:  # another job's groups are made when they are asked for, after its stream
+            self._groups.put(None)
 
     def groups(self) -> Iterator[tuple[Group, bool]]:
         """Wait for the groups; yield each, which may be empty, with whether it is the last.
