@@ -191,6 +191,9 @@ class Uploader:
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)
         self._log.stop.set()
+        ended_s = time.monotonic()
+        while any(part.busy for part in parts) and time.monotonic() - ended_s < _ENDING_S:
+            time.sleep(0.01)  # a thread that runs on while the interpreter ends may abort the process
         if lost is not None:
             logger.error(
                 "The process ends, and version %d is not in %s, which has taken nothing for %g s.",
@@ -376,6 +379,8 @@ class Uploader:
         complete = job.version - base.version >= every
         return encode(job, encoded.codec, list(patches.values()), base.version) if complete else None
 
+
+_ENDING_S = 2.0  # how long threads may take to end once they were told to
 
 _uploaders: weakref.WeakSet[Uploader] = weakref.WeakSet()
 _process = os.getpid()
