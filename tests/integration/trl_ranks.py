@@ -55,25 +55,26 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 
 
 class Expected(TrainerCallback):
-    """Saves the whole weights after what TRL's callbacks have published."""
+    """Saves the whole weights after what TRL's callbacks have published; call `save_last` after training."""
 
     def __init__(self, sync: DeltaSyncCallback, folder: Path) -> None:
         self.sync, self.folder = sync, folder
 
-    def save(self, state: Any, model: Any) -> None:
+    def save(self, state: Any, model: Any, version: int) -> None:
         weights = whole(model)
         if dist.get_rank() == 0 and self.sync.weight_transfer.published_step == state.global_step:
             self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(weights, self.folder / f"{self.sync.weight_transfer.publisher.version}.pt")
+            torch.save(weights, self.folder / f"{version}.pt")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.save(state, model)
+        self.save(state, model, self.sync.weight_transfer.publisher.version)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.save(state, model)
+        self.save(state, model, self.sync.weight_transfer.publisher.version)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.save(state, model)
+    def save_last(self, trainer: Any) -> None:
+        """The callback publishes the final weights after all other callbacks, and the transfer is closed by now."""
+        self.save(trainer.state, trainer.model, self.sync.history[-1].version)
 
 
 def measure_syncs(trainer: Any) -> dict[str, list[int]]:
@@ -124,11 +125,13 @@ def replicas(name: str, count: int) -> Iterator[None]:
 
 def run(name: str, trainer: Any, sync: DeltaSyncCallback, events: list[str]) -> None:
     """Train, and leave what this rank was told; whatever it was, all ranks come to the end."""
-    trainer.add_callback(Expected(sync, FOLDER / name / "expected"))
+    expected = Expected(sync, FOLDER / name / "expected")
+    trainer.add_callback(expected)
     moved = measure_syncs(trainer)
     error = None
     try:
         trainer.train()
+        expected.save_last(trainer)
     except (DeltaSyncError, OverflowError) as raised:
         error = [type(raised).__name__, str(raised)]
     told = {
