@@ -206,9 +206,9 @@ class ChannelCursor:
         try:
             chain = self._plan(have, found)
         except MissingVersionError:
-            if waits:
+            if waits and not refresh:
                 raise
-            self._refresh(True, REFRESH_S)  # what it was planned on may be gone by now
+            self._refresh(True, REFRESH_S)  # what it was planned on may be gone by now, and head may be behind
             chain = self._plan(have, [])
         self._check_age()
         if not chain and self._damaged is not None and self._pin.version is None:
