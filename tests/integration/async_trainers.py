@@ -40,7 +40,7 @@ class Completions:
             def do_GET(self) -> None:
                 served = replica.identity
                 status = {"state": "waiting", "run_id": None} if served is None else {
-                    "state": "serving", "run_id": replica._reader.channel().run_id, **dataclasses.asdict(served)
+                    "state": "serving", "run_id": replica._target.reader.channel().run_id, **dataclasses.asdict(served)
                 }  # fmt: skip
                 self.reply({"data": []} if self.path == "/v1/models" else status)
 

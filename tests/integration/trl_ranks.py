@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -77,23 +78,25 @@ class Expected(TrainerCallback):
         self.save(trainer.state, trainer.model, self.sync.history[-1].version)
 
 
-def measure_syncs(trainer: Any) -> dict[str, list[int]]:
+@contextlib.contextmanager
+def measured_syncs(trainer: Any) -> Iterator[dict[str, list[int]]]:
     """Bytes that each sync of the weights gives to collectives, and what TRL's own stream would at the first of them."""
     moved: dict[str, list[int]] = {"ours": [], "trl": []}
-    sync_weights = trainer._sync_weight_merged
+    kind = type(trainer)
+    sync_weights = kind._sync_weight_merged
 
-    def measured(t0: float) -> Any:
+    def measured(self: Any, t0: float) -> Any:
         if not moved["trl"]:
             with Traffic() as traffic:
-                deque(type(trainer)._streaming_iter(trainer), maxlen=0)
+                deque(kind._streaming_iter(self), maxlen=0)
             moved["trl"].append(traffic.moved_bytes)
         with Traffic() as traffic:
-            times = sync_weights(t0)
+            times = sync_weights(self, t0)
         moved["ours"].append(traffic.moved_bytes)
         return times
 
-    trainer._sync_weight_merged = measured
-    return moved
+    with mock.patch.object(kind, "_sync_weight_merged", measured):  # the callback has its own at the trainer
+        yield moved
 
 
 def url_of(name: str) -> str:
@@ -127,13 +130,13 @@ def run(name: str, trainer: Any, sync: DeltaSyncCallback, events: list[str]) -> 
     """Train, and leave what this rank was told; whatever it was, all ranks come to the end."""
     expected = Expected(sync, FOLDER / name / "expected")
     trainer.add_callback(expected)
-    moved = measure_syncs(trainer)
     error = None
-    try:
-        trainer.train()
-        expected.save_last(trainer)
-    except (DeltaSyncError, OverflowError) as raised:
-        error = [type(raised).__name__, str(raised)]
+    with measured_syncs(trainer) as moved:
+        try:
+            trainer.train()
+            expected.save_last(trainer)
+        except (DeltaSyncError, OverflowError) as raised:
+            error = [type(raised).__name__, str(raised)]
     told = {
         "history": [[record.version, record.step, record.kind, record.changed] for record in sync.history],
         "events": events,

@@ -214,7 +214,7 @@ def follow(soak: Soak, channel: str, number: int) -> None:
 def _beat(store: Store, replica: Replica, number: int, version: Version) -> None:
     beat = Heartbeat(
         replica_id=str(number),
-        run_id=replica._reader.channel().run_id,
+        run_id=replica._target.reader.channel().run_id,
         state="serving",
         version=version.version,
         epoch=version.epoch,
