@@ -206,9 +206,10 @@ class ChannelCursor:
         try:
             chain = self._plan(have, found)
         except MissingVersionError:
-            if waits:
+            if waits and not (is_exact and self._is_listed(self._pin.version or 0)):
                 raise
-            self._refresh(True, REFRESH_S)  # what it was planned on may be gone by now
+            if not waits:
+                self._refresh(True, REFRESH_S)  # what it was planned on may be gone by now
             chain = self._plan(have, [])
         self._check_age()
         if not chain and self._damaged is not None and self._pin.version is None:
@@ -362,6 +363,15 @@ class ChannelCursor:
             if self._prefetch is not None:
                 self._prefetch.took(stored)
         return found
+
+    def _is_listed(self, number: int) -> bool:
+        """Whether a version is in the log of an epoch that head does not name yet; if so, it is the newest."""
+        try:
+            stored = self.reader.numbered(number)
+        except MissingVersionError:
+            return False
+        self._note(stored.version, stored)
+        return self.newest == stored.version
 
     def _next_slot(self) -> Slot:
         """Return the slot after the newest version, or that of the later version which a pin waits for."""

@@ -72,9 +72,8 @@ class Scenario:
 
     def expect(self, version: int, weights: Weights) -> None:
         """Gathered on all ranks: what `version` must hold."""
-        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights.items()}
+        served = served_of(weights)
         if dist.get_rank() == 0:
-            served = {name: w.detach().to(torch.bfloat16) if w.is_floating_point() else w for name, w in whole.items()}
             torch.save({name: value.clone() for name, value in served.items()}, self.folder / f"expected/{version}.pt")
 
     def publish(self, publisher: Publisher, weights: Weights, step: int | None = None) -> Receipt:
@@ -92,6 +91,13 @@ class Scenario:
 def weights_of(model: nn.Module) -> Weights:
     named = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     return named | dict(model.named_buffers())
+
+
+def served_of(weights: Weights) -> Weights:
+    """Gathered on all ranks: weights as a channel has them, in bfloat16 but for the scale."""
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights.items()}
+    rounded = {name for name, value in whole.items() if value.is_floating_point() and name != "scale"}
+    return {name: value.detach().to(torch.bfloat16) if name in rounded else value for name, value in whole.items()}
 
 
 def trainer(mesh: DeviceMesh, seed: int = 0) -> tuple[Tiny, Callable[[], Weights]]:
@@ -283,11 +289,11 @@ def free_start() -> None:
     """The first version is a checkpoint that all ranks can read; nothing is collected, whatever the weights are."""
     model, step = trainer(world())
     scenario = Scenario("free")
-    start = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights_of(model).items()}
+    start = served_of(weights_of(model))
     if dist.get_rank() == 0:
         (scenario.folder / "start").mkdir()
-        named = {name: value.to(torch.bfloat16) for name, value in start.items() if name != "head.weight"}  # tied
-        save_file(named, scenario.folder / "start/model.safetensors")
+        start.pop("head.weight")  # tied
+        save_file(start, scenario.folder / "start/model.safetensors")
     dist.barrier()
     scenario.expect(1, weights_of(model))
     with scenario.publisher(initial=scenario.folder / "start", retries=0) as publisher:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, open_store
-from deltasync.channel import heartbeat
+from deltasync.channel import heartbeat, keys
 from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
@@ -103,11 +103,12 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("gpu-west-0", 55, "staging", None, 0, None),
         ("gpu-west-1", 41, "failed", ERROR, 0, None),
         ("evaluation", 30, "serving", None, 0, "every 30"),
-        ("gone", 23, "serving", None, 4000, None),
+        ("gone", 23, "serving", None, 400, None),
     ):
-        time_s = time.time() - age_s
-        beat = Heartbeat(replica_id=name, run_id=run, version=version, state=state, error=error, time_s=time_s, pin=pin)
+        beat = Heartbeat(replica_id=name, run_id=run, version=version, state=state, error=error, pin=pin)
         heartbeat.write(store, beat)
+        stored_s = time.time() - age_s
+        os.utime(store.url.removeprefix("file://") + f"/{keys.replica(name)}", (stored_s, stored_s))
     yield url
 
 

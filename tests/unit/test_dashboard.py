@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import io
 import json
@@ -29,7 +30,7 @@ from deltasync.dashboard.costs import RATES, estimate
 from deltasync.dashboard.heat import layer_of
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
 from deltasync.housekeeping import Keep
-from deltasync.stores import ObjectInfo
+from deltasync.stores import ObjectInfo, Store
 from tests.channels import EPOCH, RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
 
@@ -44,9 +45,21 @@ LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
 
 
 class RangeStore(FaultyStore):
-    """Also counts the bytes of headers that were read."""
+    """Also counts the bytes of headers that were read.
+
+    Attributes:
+        stored_s: When some objects were stored, if not when they were.
+    """
 
     payload_bytes = 0
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.stored_s: dict[str, float] = {}
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for info in super().list(prefix):
+            yield dataclasses.replace(info, modified_s=self.stored_s.get(info.key, info.modified_s))
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         assert not key.startswith(("parts/", "anchors/"))
@@ -86,9 +99,19 @@ def publish(publisher: Publisher, weights: dict[str, torch.Tensor], count: int) 
 
 
 def beat(
-    store: RangeStore, run_id: str | None, name: str, version: int | None, state: str = "serving", **more: object
+    store: RangeStore,
+    run_id: str | None,
+    name: str,
+    version: int | None,
+    state: str = "serving",
+    *,
+    stored_s: float | None = None,
+    **more: object,
 ) -> None:
+    """A heartbeat; `stored_s` is the store's time of it."""
     heartbeat.write(store, Heartbeat(replica_id=name, run_id=run_id, version=version, state=state, **more))  # type: ignore[arg-type]
+    if stored_s is not None:
+        store.stored_s[keys.replica(name)] = stored_s
 
 
 @pytest.mark.parametrize(
@@ -225,7 +248,7 @@ def test_replicas_by_their_heartbeats(publisher: Publisher, store: RangeStore, w
     beat(store, run, "behind", 3)
     beat(store, run, "bad", 2, "failed", error="it broke")
     beat(store, run, "new", None, "waiting")
-    beat(store, run, "silent", 1, time_s=time.time() - 2 * heartbeat.LIVE_S)
+    beat(store, run, "silent", 1, stored_s=time.time() - 2 * heartbeat.LIVE_S)
     beat(store, run, "stopped", 2, "stopped")
     beat(store, run, "pinned", 1, pin="1")
     beat(store, "another", "elsewhere", 5)
@@ -256,14 +279,14 @@ def test_lag_is_known_for_what_happened_while_somebody_looked(
     run = publisher.run_id
     observer = Observer(store)
     created = {row.version: row.created_s for row in observer.look().versions}
-    beat(store, run, "a", 1, time_s=created[3] + 0.001)
+    beat(store, run, "a", 1, stored_s=created[3] + 0.001)
     assert observer.look().lags == []  # it may have served it for long
-    beat(store, run, "a", 1, time_s=time.time())
+    beat(store, run, "a", 1, stored_s=time.time())
     assert observer.look().lags == []
     publish(publisher, weights, 1)
     settle(publisher, store)
     created = {row.version: row.created_s for row in observer.look().versions}
-    beat(store, run, "a", 4, time_s=created[4] + 3.5)
+    beat(store, run, "a", 4, stored_s=created[4] + 3.5)
     (lag,) = observer.look().lags
     assert (lag.replica_id, lag.version, lag.lag_s) == ("a", 4, pytest.approx(3.5, abs=2e-3))
 
@@ -284,10 +307,10 @@ def test_to_catch_up_and_to_go_back_are_no_lag(
         (4, "serving"),
         (2, "serving"),
     ):
-        beat(store, run, "a", version, state, time_s=late_s)
+        beat(store, run, "a", version, state, stored_s=late_s)
         assert observer.look().lags == []
     for version in (1, 5):
-        beat(store, run, "pinned", version, pin=str(version), time_s=late_s)
+        beat(store, run, "pinned", version, pin=str(version), stored_s=late_s)
         publish(publisher, weights, 1)
         settle(publisher, store)
         assert observer.look().lags == []
@@ -469,7 +492,7 @@ def test_the_terminal_shows_versions_replicas_and_cost(
     beat(store, publisher.run_id, "far", 2, "failed", error="[red]it broke")
     beat(store, publisher.run_id, "gone", 2, "stopped")
     beat(store, publisher.run_id, "held", 2, pin="2")
-    beat(store, publisher.run_id, "lost", 2, time_s=time.time() - 2 * heartbeat.LIVE_S)
+    beat(store, publisher.run_id, "lost", 2, stored_s=time.time() - 2 * heartbeat.LIVE_S)
     console = Console(width=120, file=io.StringIO())
     console.print(watch.screen(Observer(store).look()))
     text = console.file.getvalue()  # type: ignore[attr-defined]

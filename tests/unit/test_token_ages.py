@@ -60,7 +60,7 @@ def test_versions_are_read_from_what_the_servers_middleware_writes() -> None:
     engine = Engine()
 
     async def body() -> None:
-        await drain(engine.generate("cmpl-0", [("5", 2), ("6", 3)]))
+        await drain(engine.generate("", "cmpl-0", [("5", 2), ("6", 3)]))
 
     assert read_versions(request(body)[0], 5) == [5, 5, 6, 6, 6]
 
