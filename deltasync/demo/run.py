@@ -238,7 +238,8 @@ def _caught_up(out: Path, url: str, server: Child) -> dict[str, Any]:
 
     def reached() -> bool:
         status.update(get_json(f"{url}/deltasync/status") or {})
-        return status.get("version") == last
+        version = status.get("version") or 0
+        return version >= last and version == status["newest_version"]  # the final weights are a version after the last step
 
     server.wait_until(reached, CATCH_UP_S, f"to serve version {last}")
     return status

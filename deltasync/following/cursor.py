@@ -322,7 +322,11 @@ class ChannelCursor:
             except DeltaSyncError as error:
                 return error
 
-        self._ahead |= dict(zip(reads, each(list(reads), read, None), strict=True))
+        found = dict(zip(reads, each(list(reads), read, None), strict=True))
+        for other in slots[1:]:  # nobody needs it yet
+            if isinstance(found[other.key], StoreError):
+                del found[other.key]
+        self._ahead |= found
 
     def _read(self, key: str, read: Callable[[], Any]) -> Any:
         """Return what was read ahead at this key, else what `read` does."""

@@ -483,6 +483,24 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
         assert_same_bits(replica.state_dict(), state)
 
 
+def test_what_waits_when_the_process_ends_is_stored(store: FaultyStore) -> None:
+    states = [_weights()]
+    for seed in (1, 2):
+        states.append(_trained(states[-1], seed))
+    publisher = Publisher(store)
+    _publish(publisher, states[0])
+    gate = store.hold_at("create", keys.VERSIONS)
+    running = publisher.publish(states[1].items())
+    assert gate.entered.wait(60)
+    waiting = publisher.publish(states[2].items())
+    threading.Timer(0.2, gate.opened.set).start()
+    publisher._uploader.finish()
+    assert [receipt.wait(0).version for receipt in (running, waiting)] == [2, 3]
+    replica = Replica(store)
+    replica.sync()
+    assert_same_bits(replica.state_dict(), states[2])
+
+
 def test_coalescing_what_cancels_out_gives_a_version_without_changes(store: FaultyStore) -> None:
     publisher = Publisher(store)
     _publish(publisher, _weights())
