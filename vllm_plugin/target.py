@@ -161,13 +161,9 @@ class EngineTarget:
 
     async def _announce(self, version: Version | None) -> None:
         """Tell vLLM which version is live, which labels tokens and keeps the prefix cache apart."""
-        await self._engine.update_weight_version("unknown" if version is None else self._name(version))
+        await self._engine.update_weight_version("unknown" if version is None else unique_name(self._names, version))
         self.version = version
         self.live.note(None if version is None else version.version)
-
-    def _name(self, version: Version) -> str:
-        """Return a version's number, with the start of its digest if another version of that number was served before."""
-        return unique_name(self._names, version)
 
     def stage(self, chain: Sequence[Stored]) -> _Staged | None:
         """Have the workers stage a chain. Returns None if one does not know its bits."""

@@ -264,7 +264,7 @@ class Follow:
         if request.version is not None:
             is_there = served.version == request.version if pin.version is not None else served.version >= request.version
             return served.version if is_there else None
-        if self._begun <= request.begun or not self._was_caught_up_since(request.begun):
+        if not self._was_caught_up_since(request.begun):
             return None
         if request.step is None:
             return served.version

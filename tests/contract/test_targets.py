@@ -99,22 +99,24 @@ def _bench(kind: type[Bench], url: str) -> Iterator[Bench]:
         bench.close()
 
 
-class TestHost(TargetContract):
+class InMemoryContract(TargetContract):
+    kind: type[Bench]
+
     @pytest.fixture
     def bench(self, memory_url: str) -> Iterator[Bench]:
-        yield from _bench(Host, memory_url)
+        yield from _bench(self.kind, memory_url)
 
 
-class TestArrays(TargetContract):
-    @pytest.fixture
-    def bench(self, memory_url: str) -> Iterator[Bench]:
-        yield from _bench(Arrays, memory_url)
+class TestHost(InMemoryContract):
+    kind = Host
 
 
-class TestModule(TargetContract):
-    @pytest.fixture
-    def bench(self, memory_url: str) -> Iterator[Bench]:
-        yield from _bench(Module, memory_url)
+class TestArrays(InMemoryContract):
+    kind = Arrays
+
+
+class TestModule(InMemoryContract):
+    kind = Module
 
 
 class TestVllm(TargetContract):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from deltasync.demo.processes import get_json
 from deltasync.demo.run import free_port
-from tests.integration.one_server.test_vllm_prefix_cache import CLOSE, Answer, apart
+from tests.integration.one_server.test_vllm_prefix_cache import CLOSE, Answer, answer, apart, body_of
 from tests.integration.vllm_server import PATIENCE_S, VLLM, Server, save_model, serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -30,25 +30,14 @@ PROMPTS = [[*range(5, 45)] * 8, [7, 8, 9, 10] * 70, [*range(9, 39)]]
 
 def ask(server: Server, prompt: list[int], count: int = 12, **fields: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
     """The choice, and its spans if this vLLM knows them."""
-    body = {
-        "model": server.json("/v1/models")["data"][0]["id"],
-        "prompt": prompt,
-        "max_tokens": count,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "return_token_ids": True,
-        **fields,
-    }
-    with server.open("/v1/completions", body) as reply:
+    with server.open("/v1/completions", body_of(server, prompt, count, **fields)) as reply:
         spans = json.loads(reply.headers["x-deltasync-spans"])[0] if "x-deltasync-spans" in reply.headers else None
         return json.load(reply)["choices"][0], spans
 
 
 def answers(server: Server) -> list[Answer]:
     """Each prompt twice: the second time its prefix is found."""
-    choices = [ask(server, prompt)[0] for prompt in PROMPTS * 2]
-    return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+    return [answer(server, prompt, count=12) for prompt in PROMPTS * 2]
 
 
 def test_the_literal_command_serves_every_version_as_a_fresh_server_does(tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ def model(server: Server) -> str:
     return name
 
 
-def ask(server: Server, prompt: Any, *, headers: dict[str, str] | None = None, count: int = 8, **fields: Any) -> Any:
-    body = {
+def body_of(server: Server, prompt: Any, count: int, **fields: Any) -> dict[str, Any]:
+    """The body of a request whose answers can be compared: greedy, of a fixed length, with tokens and log-probabilities."""
+    return {
         "model": model(server),
         "prompt": prompt,
         "max_tokens": count,
@@ -62,7 +63,10 @@ def ask(server: Server, prompt: Any, *, headers: dict[str, str] | None = None, c
         "return_token_ids": True,
         **fields,
     }
-    return server.json("/v1/completions", body, **(headers or {}))
+
+
+def ask(server: Server, prompt: Any, *, headers: dict[str, str] | None = None, count: int = 8, **fields: Any) -> Any:
+    return server.json("/v1/completions", body_of(server, prompt, count, **fields), **(headers or {}))
 
 
 def answer(server: Server, prompt: list[int], **fields: Any) -> Answer:
