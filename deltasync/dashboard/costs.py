@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from deltasync.channel.documents import Record
 from deltasync.channel.heartbeat import Heartbeat
+from deltasync.housekeeping import quota
 from deltasync.stores.base import ObjectInfo
 
 HEARTBEATS_PER_HOUR = 360
@@ -182,11 +183,11 @@ def estimate(
         stored_bytes=sum(info.bytes for info in held),
         storage_usd=gb_months * S3_GB_MONTH_USD if priced else None,
         traffic_usd=down_gb * S3_TRAFFIC_GB_USD if priced else None,
-        notes=_notes(rates is not _LOCAL, priced, newest - versions),
+        notes=_notes(rates is not _LOCAL, rates is _HUB, priced, newest - versions),
     )
 
 
-def _notes(remote: bool, priced: bool, unseen: int) -> list[str]:
+def _notes(remote: bool, on_hub: bool, priced: bool, unseen: int) -> list[str]:
     notes = ["Each replica is assumed to have fetched every delta up to its version once, and nothing else."]
     if unseen:
         notes.append(f"{unseen:,} more versions, forgotten or older than what was read, are not counted.")
@@ -195,6 +196,8 @@ def _notes(remote: bool, priced: bool, unseen: int) -> list[str]:
             "Requests, and bytes beside payloads, are estimates from benchmarks/cost_sheet.py: "
             "replicas are assumed to have looked and reported since the channel was created."
         )
+    if on_hub:
+        notes += [*quota.sentences(), quota.ADVICE]
     if priced:
         notes.append(
             f"AWS list prices, S3 Standard in us-east-1: ${1000 * S3_PUT_USD:g} for 1,000 uploads, ${1000 * S3_GET_USD:g} "

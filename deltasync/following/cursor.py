@@ -15,7 +15,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from deltasync.channel import keys
@@ -49,10 +50,13 @@ _LIST_EVERY = 12  # one of this many refreshes lists, if head does not name the 
 _CLOCKS_S = 2.0  # most by which our clock may differ from the store's, which may have whole seconds only
 _LISTS_S = 600.0  # how long a replica lists where something remembers that a record was missing
 _SKIP_S = 60.0
-_SEALS = 16  # most that one poll follows
+_SEALS = 16  # most records and seals that one poll follows
 _BATCH = 64  # most records merged into one commit
 _BATCH_BYTES = 1 << 28  # most bytes of their payloads; what they decode to is held in memory
 _IDENTIFY = 8  # how many of the newest versions and anchors are compared with loaded weights
+
+
+NOTHING_KNOWN: Mapping[str, ObjectInfo] = MappingProxyType({})
 
 
 class ChannelCursor:
@@ -108,7 +112,7 @@ class ChannelCursor:
         have: Version | None,
         *,
         pin: Pin = NEWEST,
-        known: ObjectInfo | None = None,
+        known: Mapping[str, ObjectInfo] = NOTHING_KNOWN,
         refresh: bool = False,
         ahead: bool = False,
         pushed: bool = False,
@@ -118,7 +122,7 @@ class ChannelCursor:
         Args:
             have: The version that the replica holds.
             pin: Which versions it takes.
-            known: What an event told of a new record.
+            known: New records that events announced, by key; these are read without a request for the key.
             refresh: Refresh, even if none is due.
             ahead: Read head and the next two records at once; later calls with `ahead`, but without `refresh`, use them too.
             pushed: The store announces new records, so that refreshes can be rare.
@@ -137,7 +141,7 @@ class ChannelCursor:
         self._rest = []
         now_s, forced = time.monotonic(), refresh or self._lost
         refresh = forced or now_s >= self._refresh_due_s
-        if self.failure is not None and not refresh and known is None:
+        if self.failure is not None and not refresh and not known:
             raise self.failure
         try:
             is_outage = isinstance(self.failure, StoreError)
@@ -148,7 +152,8 @@ class ChannelCursor:
             self._failed(error, have)
             raise
         self.failure, self.followed_s, self._failures = None, time.monotonic(), 0
-        self._lags = self._moved and len(chain) == 1  # several versions at once are cheaper
+        # Several versions at once are cheaper. Events tell by themselves how many there are.
+        self._lags = self._moved and len(chain) == 1 and not known
         if self._lags:
             self._refresh_due_s = 0.0
         self._moved = bool(chain)
@@ -175,7 +180,7 @@ class ChannelCursor:
         self.failure, self._lost = error, is_outage and self._lost
 
     def _next(
-        self, have: Version | None, known: ObjectInfo | None, refresh: bool, ahead: bool, pushed: bool
+        self, have: Version | None, known: Mapping[str, ObjectInfo], refresh: bool, ahead: bool, pushed: bool
     ) -> list[Stored]:
         is_there = have is not None and have.version == self._pin.version
         if not refresh and is_there:
@@ -193,7 +198,7 @@ class ChannelCursor:
         joins = have is None and 0 < self._pin.of(newest) <= newest
         waits = (self._pin.version or 0) > newest
         try:
-            if not is_there and not joins and (not refresh or is_exact or waits or known is not None):
+            if not is_there and not joins and (not refresh or is_exact or waits or known):
                 found = self._poll(known)
             if ahead and refresh:
                 self._refresh(False, _REFRESH_PUSHED_S if pushed else REFRESH_S)
@@ -337,8 +342,10 @@ class ChannelCursor:
             raise found
         return found
 
-    def _poll(self, known: ObjectInfo | None) -> list[Stored]:
-        """Read the record after the newest version, and those that were read ahead after it. Returns those that are there.
+    def _poll(self, known: Mapping[str, ObjectInfo]) -> list[Stored]:
+        """Read the record after the newest version, and those after it that were read ahead or announced.
+
+        Returns those that are there.
 
         Raises:
             FormatError: the next record cannot be used.
@@ -346,7 +353,7 @@ class ChannelCursor:
         found: list[Stored] = []
         for _ in range(_SEALS):
             slot = self._next_slot()
-            if found and slot.key not in self._ahead:
+            if found and slot.key not in self._ahead and slot.key not in known:
                 break
             if slot.key in self._skipped:
                 raise CorruptDataError(self._skipped[slot.key][1])
@@ -382,9 +389,9 @@ class ChannelCursor:
         number = 1 if self.newest is None else self.newest.version + 1
         return Slot(max(number, self._pin.version or 0), self.epoch or self.reader.channel().epoch)
 
-    def _ask(self, slot: Slot, known: ObjectInfo | None = None) -> Stored | None:
+    def _ask(self, slot: Slot, known: Mapping[str, ObjectInfo] = NOTHING_KNOWN) -> Stored | None:
         """Return the record in a slot, if there is one."""
-        info = known if known is not None and known.key == slot.key else None
+        info = known.get(slot.key)
         if info is None and time.monotonic() < self._lists_until_s:
             info = dict(self.reader.slots(keys.folder(slot.version))).get(slot)
             if info is None:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from deltasync.channel import heartbeat
+from deltasync.channel import heartbeat, keys
 from deltasync.channel.documents import Version
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
@@ -51,6 +51,7 @@ logger = get_logger(__name__)
 STALE_S, STALE_POLLS = 60.0, 20
 """A replica is stale when it could last follow longer ago than so many seconds, and than so many poll intervals."""
 
+_MOST_KNOWN = 64  # events that wait for a step
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
@@ -120,7 +121,8 @@ class Follow:
         self._begun = 0  # number of steps
         self._caught_up = -1  # number of the last step that found nothing to take
         self._asked = False  # somebody waits: refresh, and retry what was skipped
-        self._known: ObjectInfo | None = None
+        self._known: dict[str, ObjectInfo] = {}  # announced by events, by key
+        self._is_at_announced = False  # the last step took the newest of them, and nothing is left to take
         self._stepping = threading.RLock()
         self._changed = threading.Condition()
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -333,11 +335,19 @@ class Follow:
                     failure = error if self._state != "waiting" else None
                 if self._heartbeats is not None:
                     self._heartbeats.tell(self.status(0))
-                self._wake.wait(self._poll.delay_s(self.identity != before, failure))
+                if self._ended.is_set():
+                    return
+                self._wake.wait(self._poll.delay_s(self.identity != before, failure, self._is_at_announced))
 
     def _on_change(self, info: ObjectInfo | None) -> None:
         """Poll now: the store announced a record, or may have missed one (None)."""
-        self._known = info
+        newest = self.cursor.newest
+        if info is not None and newest is not None and info.key == newest.key:
+            return  # a poll was faster
+        if len(self._known) >= _MOST_KNOWN:
+            self._known = {}
+        if info is not None:
+            self._known[info.key] = info
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
@@ -396,7 +406,9 @@ class Follow:
             self._begun += 1
             begun, self._goes_around = self._begun, False
             try:
-                if is_done := self._step(pin or self._pin, known, ahead, audits):
+                if known is not None:
+                    self._known[known.key] = known
+                if is_done := self._step(pin or self._pin, ahead, audits):
                     self._caught_up = begun
                 self._report(None)
                 return is_done
@@ -415,10 +427,13 @@ class Follow:
         with self._changed:
             self._changed.notify_all()
 
-    def _step(self, pin: Pin, known: ObjectInfo | None, ahead: bool, audits: bool) -> bool:
+    def _step(self, pin: Pin, ahead: bool, audits: bool) -> bool:
         target, cursor = self.target, self.cursor
+        if audits:
+            self._wake.clear()  # what woke the loop until now, this step takes
         asked, self._asked = self._asked, False
-        known, self._known = known or self._known, None
+        known, self._known = self._known, {}
+        self._is_at_announced = False
         if asked:
             cursor.retry_bad()
         if not self._opened:
@@ -451,7 +466,15 @@ class Follow:
                 self._mark_bad(chain, error.key, error)
             raise
         self._committed(commit, chain)
+        later = {key: info for key, info in known.items() if self._is_later(key)}
+        self._known = later | self._known
+        self._is_at_announced = not later and chain[-1].key in known and chain[-1].version == cursor.newest
         return False
+
+    def _is_later(self, key: str) -> bool:
+        """Whether a record lies after the newest version."""
+        slot, newest = keys.slot_of(key), self.cursor.newest
+        return slot is not None and (newest is None or slot.newness > newest.slot.newness)
 
     def _identify(self, total: int) -> Stored | None:
         """Find the version whose model has this fingerprint; its step counts as served."""

@@ -18,6 +18,7 @@ from deltasync.stores.base import ObjectInfo, Store, Watch
 _FIRST_S = 0.02
 _GROWTH = 1.5
 _LIVE_S = 30.0
+_SCARCE_S = 10.0  # least wait while little is left of a quota
 _OUTAGE_S = 5.0  # longest wait between two attempts while the store fails
 # The next version is expected between these multiples of the shortest and the longest of the last times between two. Then
 # the waits are this fraction of the longest, or this fraction of the time until or since the mean, whichever is less.
@@ -31,7 +32,7 @@ class Poll:
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
     time between two versions, and shorter near that time. A store that announces new objects is only asked rarely while that
-    works.
+    works; one that says that little is left of a quota (`Store.is_scarce`) every 10 s.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -40,11 +41,12 @@ class Poll:
         self._moved_s: float | None = None
         self._between_s: deque[float] = deque(maxlen=4)
         self._watch: Watch | None = None
+        self._store: Store | None = None
 
     @contextlib.contextmanager
     def watching(self, store: Store, on_change: Callable[[ObjectInfo | None], None]) -> Iterator[Self]:
         """Return a context in which the store may announce records: `on_change` is called from another thread."""
-        self._watch = store.watch(keys.VERSIONS, on_change)
+        self._store, self._watch = store, store.watch(keys.VERSIONS, on_change)
         try:
             yield self
         finally:
@@ -57,8 +59,14 @@ class Poll:
         """Whether the store announces new records at present."""
         return self._watch is not None and self._watch.live
 
-    def delay_s(self, moved: bool, failure: BaseException | None = None) -> float:
-        """Return the seconds to wait; `moved` if the last request gave a new version, `failure` if it failed."""
+    def delay_s(self, moved: bool, failure: BaseException | None = None, announced: bool = False) -> float:
+        """Return the seconds to wait.
+
+        Args:
+            moved: The last request gave a new version.
+            failure: Why it failed.
+            announced: The new version is the newest that the store announced: the next one will be announced, too.
+        """
         now_s = time.monotonic()
         if moved:
             if self._moved_s is not None:
@@ -68,8 +76,10 @@ class Poll:
         longest_s = max(_OUTAGE_S, self._interval_s) if is_outage else self._interval_s
         delay_s = min(self._delay_s, longest_s, math.inf if is_outage else self._due_s(now_s))
         self._delay_s = min(_GROWTH * self._delay_s, longest_s)
-        if failure is None and not moved and self.is_pushed:
+        if failure is None and (announced or not moved) and self.is_pushed:
             return max(_LIVE_S, self._interval_s)
+        if self._store is not None and self._store.is_scarce:
+            delay_s = max(delay_s, _SCARCE_S)
         # Random, so that many replicas do not keep asking at the same moment.
         return max(delay_s * random.uniform(0.9, 1.0), getattr(failure, "wait_s", None) or 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -17,6 +18,7 @@ logger = get_logger(__name__)
 HISTORY = 4096
 """How many commits a status keeps."""
 
+_SCARCE_S = 45.0  # less than `heartbeat.LIVE_S`
 _LAST_S = 5.0  # how long the last heartbeat may delay the end of a process
 
 
@@ -81,7 +83,8 @@ describe(Commit, Status)
 class HeartbeatWriter:
     """Writes a replica's heartbeats in a daemon thread, at least every `interval_s`; a hung store stops nothing else.
 
-    A channel that is gone gets none, because writing one would make its folder again.
+    A channel that is gone gets none, because writing one would make its folder again. While little is left of a quota that
+    the trainer shares (`Store.is_scarce`), there is one every `_SCARCE_S`, whatever changes.
     """
 
     def __init__(self, store: Store, interval_s: float) -> None:
@@ -90,7 +93,7 @@ class HeartbeatWriter:
         self._changed = threading.Condition()
         self._next: Heartbeat | None = None
         self._last: tuple[object, ...] = ()
-        self._last_s = -interval_s
+        self._last_s = -math.inf
         self._thread: threading.Thread | None = None
 
     @property
@@ -102,7 +105,10 @@ class HeartbeatWriter:
         """Have a heartbeat written if the status changed or the last one is old. An unwritten earlier one is dropped."""
         error = None if status.state == "stale" else status.error  # which says for how long
         content, now_s = (status.epoch, status.sha256, status.state, error), time.monotonic()
-        if content != self._last or now_s - self._last_s >= self._interval_s:
+        since_s = now_s - self._last_s
+        if since_s < _SCARCE_S and self._store.is_scarce:
+            return
+        if content != self._last or since_s >= self._interval_s:
             self._last, self._last_s = content, now_s
             self._submit(status)
 

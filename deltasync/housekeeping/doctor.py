@@ -16,6 +16,7 @@ from typing import Literal
 from deltasync.channel import heartbeat, keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError, NotPublishedError, StoreError
+from deltasync.housekeeping import quota
 from deltasync.stores.base import Store
 from deltasync.stores.probe import decides
 
@@ -27,11 +28,6 @@ _BLOB_BYTES = 8 << 20
 _READS = 7
 _LATE_S = 0.3
 _CLOCK_S = 5.0
-
-# Requests to the Hub's interface: limits of 2025's plans in a window; what was counted for a version and an idle minute.
-_HUB_LIMITS = {"free": 1000, "PRO": 2500, "Team": 3000, "Enterprise": 6000}
-_HUB_WINDOW_S, _HUB_EVERY_S = 300.0, 10.0
-_HUB_PUBLISHER, _HUB_REPLICA, _HUB_IDLE = 3.1, 1.0, 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +76,7 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
     if check != "list":  # it can be listed
         yield from _channel(reader)
     if reader.store.url.startswith("hf:"):
-        yield _quota()
+        yield from _quotas()
     yield from _installed()
     yield _kernels()
     yield _gpu()
@@ -174,18 +170,12 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
             yield Finding("replicas", "warning", f"{beat.replica_id}: {beat.error}")
 
 
-def _quota() -> Finding:
-    """How many replicas one token of the Hub serves beside a trainer; docs/operations.md has the whole table."""
-    versions = _HUB_WINDOW_S / _HUB_EVERY_S
-    replica = versions * _HUB_REPLICA + _HUB_WINDOW_S / 60 * _HUB_IDLE
-    served = {plan: int((limit - versions * _HUB_PUBLISHER) / replica) for plan, limit in _HUB_LIMITS.items()}
-    found = ", ".join(f"{plan} {count}" for plan, count in served.items())
-    return Finding(
-        "quota",
-        "ok",
-        f"With a version every {_HUB_EVERY_S:g} s, one token serves this many replicas: {found}. Give servers a token of "
-        "their own, so that they do not use up the trainer's quota.",
-    )
+def _quotas() -> Iterator[Finding]:
+    """How many replicas one account of the Hub serves beside a trainer."""
+    *rows, last = quota.sentences()
+    for row in rows:
+        yield Finding("quota", "ok", row)
+    yield Finding("quota", "ok", last, quota.ADVICE)
 
 
 def _installed() -> Iterator[Finding]:

@@ -64,6 +64,11 @@ class Store(Protocol):
         """Whether the store claims that of two writers only one can `create` a key. `probe.decides` tests the claim."""
         ...
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether little is left of a quota of requests that others share, so that whatever can wait should."""
+        ...
+
     def create(self, key: str, data: bytes) -> None:
         """Store a new object atomically. Requires `can_create`.
 

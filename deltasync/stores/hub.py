@@ -85,6 +85,11 @@ class HubStore:
         # they change.
         self._small: dict[str, tuple[str | None, bytes, bool]] = {}
 
+    @property
+    def is_scarce(self) -> bool:
+        """See `Store.is_scarce`: the Hub says with each reply how much of the quota of this token's account is left."""
+        return self._api.is_scarce
+
     def create(self, key: str, data: bytes) -> None:
         """Raise StoreError: the Hub cannot create an object only if it is absent."""
         raise StoreError(f"{self.url}/{check_key(key)} cannot be created only if it is absent: the Hub has no such request.")

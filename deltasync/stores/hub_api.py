@@ -95,6 +95,11 @@ class BucketApi:
         self._pauses = {"api": Pause(), "resolvers": Pause()}  # each has a quota of its own
         self.address = f"{self._endpoint}/api/buckets/{bucket}"
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether less than a quarter of a quota is left in this window."""
+        return any(pause.is_scarce for pause in self._pauses.values())
+
     def token(self, scope: str) -> Token:
         """Return a token to `read` or to `write` in the content-addressed store."""
         return self._decoded(self._send("GET", f"{self.address}/xet-{scope}-token"), Token)
@@ -192,6 +197,9 @@ class BucketApi:
             raise pause.failed(f"{self._url}: no answer from the Hub: {one_line(error)}.") from error
         except (ImportError, ValueError) as error:  # raised before anything is sent, about a proxy or a certificate's file
             raise ConfigError(f"{self._url}: requests to the Hub cannot be made: {one_line(error)}.") from None
+        limit = parse_ratelimit_headers(response.headers)
+        if limit is not None and limit.limit is not None:
+            pause.left(limit.remaining / max(1, limit.limit), limit.reset_in_seconds)
         if response.status_code >= 400 and response.status_code != accepted:
             raise self._refused(response, path, "authorization" in headers, pause)
         pause.answered()

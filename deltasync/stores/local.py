@@ -33,6 +33,7 @@ class LocalStore:
     """A directory whose files are the objects. See `Store`."""
 
     can_create = True
+    is_scarce = False
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)

@@ -35,6 +35,7 @@ class ObstoreStore:
     """A store whose client is one of obstore's. See `Store`."""
 
     can_create = True
+    is_scarce = False
     _answered = False
 
     def __init__(self, url: str, client: ObjectStore) -> None:

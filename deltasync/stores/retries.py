@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 30.0
 _TRUSTED_FAILURES = 3
+_RESERVE = 0.25  # fraction of a quota
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 _Result = TypeVar("_Result")
@@ -66,7 +67,7 @@ class Pause:
     """
 
     def __init__(self) -> None:
-        self._until_s = self._pause_s = 0.0
+        self._until_s = self._pause_s = self._scarce_until_s = 0.0
         self._failures = 0
         self._why = ""
 
@@ -75,6 +76,15 @@ class Pause:
         left_s = self._until_s - time.monotonic()
         if left_s > 0:
             raise TransientStoreError(self._why, left_s)
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether so little of the quota is left that it is for those who cannot wait."""
+        return time.monotonic() < self._scarce_until_s
+
+    def left(self, fraction: float, resets_s: float) -> None:
+        """Note which fraction of the quota is left, and after how many seconds it is whole again."""
+        self._scarce_until_s = time.monotonic() + resets_s if fraction < _RESERVE else 0.0
 
     def answered(self) -> None:
         """Note that the service works."""

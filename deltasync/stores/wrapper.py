@@ -28,6 +28,10 @@ class WrappedStore:
     def can_create(self) -> bool:
         return self.inner.can_create
 
+    @property
+    def is_scarce(self) -> bool:
+        return self.inner.is_scarce
+
     def create(self, key: str, data: bytes) -> None:
         self.ask("create", key, lambda: self.inner.create(key, data))
 

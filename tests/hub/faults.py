@@ -115,6 +115,8 @@ class Steps:
             response = await (handler(request) if fault is NO_FAULT else self._fail(fault, request, handler))
             if step == "resolve" and response.status == 404:
                 self._negative[request.path] = time.time() + self.conditions.negative_s
+            if not response.prepared:
+                response.headers.update(self._quota(step, request))
             return response
 
         return handle
@@ -132,7 +134,7 @@ class Steps:
     def _limited(self, step: str, request: web.Request) -> web.Response | None:
         """A 429 where the quota of the window is used up, as the Hub words it."""
         limits, window_s = self.conditions.limits, self.conditions.window_s
-        kind = "resolvers" if step == "resolve" else "api"
+        kind = _quota_of(step)
         if limits is None or not request.path.startswith(("/api/", "/buckets/")):
             return None
         now = time.time()
@@ -141,10 +143,19 @@ class Steps:
         self._windows[kind] = began, used
         if used <= limits[kind]:
             return None
-        left_s = int(began + window_s - now) + 1
         message = f"We had to rate limit you, you hit the quota of {limits[kind]} {kind} requests per 5 minutes period."
+        return problem(429, message, **self._quota(step, request))
+
+    def _quota(self, step: str, request: web.Request) -> dict[str, str]:
+        """The headers that say how much of the quota is left, in each reply of the Hub that counts."""
+        limits, window_s = self.conditions.limits, self.conditions.window_s
+        kind = _quota_of(step)
+        if limits is None or kind not in self._windows or not request.path.startswith(("/api/", "/buckets/")):
+            return {}
+        began, used = self._windows[kind]
+        left_s = int(began + window_s - time.time()) + 1
         policy = f'"fixed window";"{kind}";q={limits[kind]};w={window_s:.0f}'
-        return problem(429, message, RateLimit=f'"{kind}";r=0;t={left_s}', **{"RateLimit-Policy": policy})
+        return {"RateLimit": f'"{kind}";r={max(0, limits[kind] - used)};t={left_s}', "RateLimit-Policy": policy}
 
     def _remembered(self, step: str, request: web.Request) -> web.Response | None:
         if step != "resolve" or time.time() >= self._negative.get(request.path, 0.0):
@@ -179,6 +190,10 @@ class Steps:
             _broken_off(request)
             return partial
         return response
+
+
+def _quota_of(step: str) -> str:
+    return "resolvers" if step == "resolve" else "api"
 
 
 def problem(status: int, message: str, code: str = "", **headers: str) -> web.Response:

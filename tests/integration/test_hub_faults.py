@@ -6,15 +6,18 @@ import hashlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 
-from deltasync import Publisher, Replica
-from deltasync.channel import keys
+from deltasync import Publisher, Replica, follow
+from deltasync.channel import heartbeat, keys
 from deltasync.errors import DeltaSyncError, NotPublishedError, TransientStoreError
+from deltasync.following import Poll
+from deltasync.following.status import HeartbeatWriter, Status
 from deltasync.stores.hub import HubStore
 from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch
@@ -151,3 +154,63 @@ with mock.patch("deltasync.publish.opening.Lease", lambda _: LEASE), Publisher(H
         time.sleep(0.03)
 print(hashlib.sha256(b"".join(t.view(torch.uint8).numpy().tobytes() for t in weights_of(12).values())).hexdigest())
 """
+
+
+class Module(torch.nn.Module):
+    """The model of `weights_of`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, weight in weights_of(1).items():
+            setattr(self, name, torch.nn.Parameter(weight, requires_grad=False))
+
+
+class TestQuota:
+    def test_a_replica_that_is_told_of_versions_asks_for_one_and_a_half_paths_a_version_at_most(
+        self, hub_channel: HubStore, hub_url: str, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DELTASYNC_REPLICA_ID", "r")
+        versions = 8
+        with Publisher(hub_channel) as publisher:
+            publisher.publish(weights_of(1).items()).wait(60)
+            with follow(Module(), hub_url) as following:
+                following.wait(1)
+                wait_until(lambda: following._follow._poll.is_pushed)
+                time.sleep(1.0)  # what connecting and the first heartbeat take
+                hub.reset()
+                hub.set(log=True)
+                for version in range(2, versions + 2):
+                    publisher.publish(weights_of(version).items()).wait(60)
+                    wait_until(lambda: following.version == version)  # noqa: B023
+                    time.sleep(0.3)  # until its heartbeat is there
+                asked = [entry[3] for entry in hub.ask("GET", "/_log") if entry[1] == "resolve"]
+        # The publisher reads head, which replicas read only now and then.
+        resolved = sum("channel.json" in path or "versions" in path for path in asked)
+        assert versions <= resolved <= 1.5 * versions, asked
+
+    def test_little_is_left_for_what_can_wait(self, hub_channel: HubStore, hub: HubServer) -> None:
+        hub_channel.put(keys.CHANNEL, b"{}")
+        assert not hub_channel.is_scarce
+        hub.set(limits={"api": 12, "resolvers": 100}, window_s=3.0)
+        writer = HeartbeatWriter(hub_channel, 0.01)
+        began = time.monotonic()
+        sent = 0
+        while not hub_channel.is_scarce:
+            writer.tell(Status(replica_id="r", channel=hub_channel.url, state="serving", version=sent + 1))
+            sent += 1
+            time.sleep(0.05)
+            assert time.monotonic() < began + 20
+        left = [beat for beat in range(20) if hub_channel.is_scarce and _told(writer, hub_channel, beat)]
+        with Poll(0.05).watching(hub_channel, lambda _: None) as poll:
+            assert not left and poll.delay_s(moved=False) >= 9.0
+        hub_channel.put("head.json", b"1")  # what cannot wait has a quarter of the quota
+        wait_until(lambda: not hub_channel.is_scarce)
+        assert _told(writer, hub_channel, 30)
+        writer.stop(Status(replica_id="r", channel=hub_channel.url, state=heartbeat.STOPPED))
+
+
+def _told(writer: HeartbeatWriter, store: HubStore, state: int) -> bool:
+    """Whether a heartbeat of a new state is written."""
+    before = writer._last
+    writer.tell(Status(replica_id="r", channel=store.url, state=f"state {state}"))
+    return writer._last != before

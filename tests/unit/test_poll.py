@@ -3,12 +3,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, open_store
+from deltasync import Publisher, Replica, follow, open_store
 from deltasync.errors import NotPublishedError, StoreError
 from deltasync.following import Poll
 from deltasync.stores import ObjectInfo, Store
@@ -88,6 +89,7 @@ def test_a_store_that_tells_of_changes_is_hardly_looked_at(store: Store) -> None
         assert watched.bell is not None
         assert poll.delay_s(moved=False) == 30.0
         assert poll.delay_s(moved=True) <= 0.02  # the next version may be there already
+        assert poll.delay_s(moved=True, announced=True) == 30.0  # it would have been told
         assert poll.delay_s(moved=False, failure=StoreError("away")) < 0.1  # what failed is tried again
         watched.bell.live = False
         assert poll.delay_s(moved=False) <= 1.0
@@ -107,3 +109,41 @@ def test_a_replica_waits_for_a_version_without_asking_all_the_time(store: Store)
         timer.start()
         assert replica.sync(1, timeout_s=60) == 1  # told by the store: the next look would be in 30 s
         timer.join()
+
+
+def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(store: Store) -> None:
+    watched = WatchedStore(store)
+    weights = {"w": torch.zeros(64)}
+    with Publisher(store, dtype="keep") as publisher:
+        publisher.publish(weights.items()).wait(60)
+        with follow(_module(), watched) as following:
+            following.wait(1)
+            assert watched.bell is not None
+            time.sleep(0.2)
+            watched.calls.clear()
+            for newest, count in ((2, 1), (3, 1), (6, 3)):
+                with following._follow.between_steps():  # the loop waits until all are told
+                    for _ in range(count):
+                        weights["w"][:2] += 1
+                        receipt = publisher.publish(weights.items()).wait(60)
+                        tip = publisher._log.tip  # type: ignore[union-attr]
+                        assert tip is not None and tip.version == receipt.version
+                        watched.bell.ring(ObjectInfo(tip.key, receipt.payload_bytes))
+                _until(lambda: following.version == newest)  # noqa: B023
+            assert [commit.version for commit in following._follow.commits] == [2, 3, 6]
+            time.sleep(0.2)
+            asked = [key for verb, key in watched.calls if verb == "read" and key.startswith("versions/")]
+            assert len(asked) == 5  # nothing was asked for that was not told
+
+
+def _module() -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
+    return module
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
