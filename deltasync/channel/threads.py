@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+
+from deltasync.errors import ConfigError
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -21,6 +25,58 @@ def let_go(lock: Any) -> None:
     """Release an `RLock` that an interrupt has left this thread holding."""
     while lock._is_owned():
         lock.release()
+
+
+_first: int | None = None
+"""The process that computed first. A forked child lacks the threads of its kernels, and OpenMP would end it."""
+
+_CURE = "Start processes by 'spawn' or 'forkserver'"
+
+
+class Home:
+    """The process that an object belongs to.
+
+    Args:
+        what: The object's name in a message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._process = os.getpid()
+        self.check()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process, and not a fork of it."""
+        return os.getpid() == self._process
+
+    def check(self) -> None:
+        """Call this before whatever computes.
+
+        Raises:
+            ConfigError: this process is a fork of the object's, or of one whose kernels have threads.
+        """
+        global _first
+        if not self.is_here:
+            raise ConfigError(
+                f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and make "
+                "another one there, or use it in its own process."
+            )
+        if _first is None:
+            _first = self._process
+        elif _first != self._process and _has_openmp():
+            raise ConfigError(
+                f"Process {_first}, of which this one is a fork, has used deltasync, and its kernels cannot run in a fork. "
+                f"{_CURE}, or use deltasync only after forking."
+            )
+
+
+def _has_openmp() -> bool:
+    """Whether numba has started threads of OpenMP, here or in the process that this is a fork of."""
+    numba = sys.modules.get("numba")
+    with contextlib.suppress(ValueError):  # none were started
+        return numba is not None and bool(numba.threading_layer() == "omp")
+    return False
 
 
 class Workers:

@@ -24,6 +24,7 @@ from deltasync.channel.documents import Version
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import Stored
+from deltasync.channel.threads import Home
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     AckTimeoutError,
@@ -106,6 +107,7 @@ class Follow:
         heartbeats: bool = True,
         log: logging.Logger = logger,
     ) -> None:
+        self._home = Home("replica")
         self.reader, self.target, self.settings = reader, target, settings
         self.cursor = ChannelCursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=HISTORY)
@@ -235,7 +237,12 @@ class Follow:
         self.poke()
 
     def poke(self) -> None:
-        """Make the loop refresh now, because somebody waits."""
+        """Make the loop refresh now, because somebody waits.
+
+        Raises:
+            ConfigError: this process is a fork of the replica's, in which nothing follows.
+        """
+        self._home.check()
         self._asked = True
         self._wake.set()
 
@@ -248,6 +255,9 @@ class Follow:
 
         With neither, the check waits for what the pin points to now. It raises PinnedError if a pin, now or after a change,
         keeps the replica from there.
+
+        Raises:
+            ConfigError: as `poke`.
         """
         request = _Request(version, step, self._begun, self._pins)
         self.poke()
@@ -312,7 +322,12 @@ class Follow:
         self._wake.set()
 
     def stop(self) -> None:
-        """Stop following, and write the last heartbeat; for a bounded time, whatever the store does."""
+        """Stop following, and write the last heartbeat; for a bounded time, whatever the store does.
+
+        In a fork of the replica's process nothing is done: the replica goes on there.
+        """
+        if not self._home.is_here:
+            return
         self.end()
         self.target.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -400,6 +415,7 @@ class Follow:
             TransientStoreError: another thread's step has not ended for a minute.
             DeltaSyncError: the step failed. The version before stays live, and `error` says why.
         """
+        self._home.check()
         if not self._stepping.acquire(timeout=_STEP_S):
             raise TransientStoreError(f"{self.reader.store.url} has not answered for {_STEP_S:g} s.")
         try:
@@ -503,6 +519,7 @@ class Follow:
 
     def audit(self) -> bool:
         """Check every live bit, against faults that no commit notices; return whether all are those of `version`."""
+        self._home.check()
         with self._stepping:
             self._settle()
         return self.identity is not None
@@ -510,6 +527,7 @@ class Follow:
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[Target]:
         """Return a context in which the target is not used by the loop."""
+        self._home.check()
         with self._stepping:
             yield self.target
 

@@ -215,13 +215,14 @@ class Replica:
             ConfigError, FormatError, ChainError, ModelMismatchError: it is no checkpoint of this model; nothing changed.
         """
         cursor, reader = self._follow.cursor, self._target.reader
-        found = dataclasses.replace(checkpoint.find(Path(directory)), tied=cursor.tied())
-        memory, tensors = LiveMemory.on_host(reader.specs)
-        for name, bits_N in checkpoint.load(found).read(reader.specs):
-            bits_of(tensors[name])[:] = bits_N
-        memory.audit()
-        self._target.follower, self._target.tensors = Follower(reader, memory), tensors
-        self._target.follower.identified(cursor.identify(model_fingerprint(memory.fingerprints)))
+        with self._follow.between_steps():
+            found = dataclasses.replace(checkpoint.find(Path(directory)), tied=cursor.tied())
+            memory, tensors = LiveMemory.on_host(reader.specs)
+            for name, bits_N in checkpoint.load(found).read(reader.specs):
+                bits_of(tensors[name])[:] = bits_N
+            memory.audit()
+            self._target.follower, self._target.tensors = Follower(reader, memory), tensors
+            self._target.follower.identified(cursor.identify(model_fingerprint(memory.fingerprints)))
         return self.version
 
     def audit(self) -> bool:

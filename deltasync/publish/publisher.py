@@ -23,7 +23,7 @@ from deltasync.channel import anchors
 from deltasync.channel.documents import Reference, TokenLag
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
-from deltasync.channel.threads import let_go
+from deltasync.channel.threads import Home, let_go
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.errors import ConfigError, get_logger
 from deltasync.publish.collect import Weights, collect_weights
@@ -100,6 +100,7 @@ class Publisher:
         group: dist.ProcessGroup | None = None,
         **options: Unpack[PublisherOptions],
     ) -> None:
+        self._home = Home("publisher")
         given = PublisherSettings.from_env(**options)
         retention = Retention.from_env() if retention is None else retention
         if not isinstance(retention, Retention):
@@ -125,7 +126,7 @@ class Publisher:
         self._last: Receipt | None = None
         self._live: Job | None = None  # the newest job whose changes came while its stream was read
         self._interrupted = self._starts_over = False  # whether a publish was, and the next version starts from new bits
-        self._serial, self._closed, self._process = 0, False, os.getpid()
+        self._serial, self._closed = 0, False
         self._uploader: Uploader | PartUploader
         if self._log is not None:
             keeper = Keeper(reader, self._log, retention, files)
@@ -192,7 +193,7 @@ class Publisher:
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
         """
-        self._check_process()
+        self._home.check()
         if self._closed:
             raise ConfigError("This publisher is closed.")
         step = None if step is None else whole_number("step", step)
@@ -261,7 +262,7 @@ class Publisher:
         Raises:
             PublishError: as `Receipt.wait` of the last publish.
         """
-        self._check_process()
+        self._home.check()
         if self._last is not None:
             try:
                 self._last.wait(timeout_s)
@@ -277,7 +278,7 @@ class Publisher:
         Raises:
             PublishError: the last version did not become visible.
         """
-        self._check_process()
+        self._home.check()
         if not self._closed:
             self._closed = True
             if self._interrupted:
@@ -437,13 +438,6 @@ class Publisher:
                 self._uploader.withdraw(self._live)
             self._uploader.release()
             self._starts_over, self._shadow = self._channel is not None, None
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise ConfigError(
-                f"This publisher belongs to process {self._process}, of which this one is a fork. Make another one here, or "
-                "publish there."
-            )
 
     @property
     def _weight_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import torch
 
 import deltasync
 from deltasync import Publisher, Replica
-from deltasync.errors import ConfigError
 from tests.conftest import assert_same_bits
 
 ROOT = str(Path(deltasync.__file__).parent)
@@ -93,22 +93,65 @@ def test_what_was_accepted_before_an_interrupt_becomes_visible(memory_url: str) 
     assert_same_bits(replica.state_dict(), weights(1))
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_told_to_make_its_own(memory_url: str) -> None:
-    publisher = Publisher(memory_url)
-    publisher.publish(weights(0)).wait(PATIENCE_S)
-    read, write = os.pipe()
+_FORKS = """
+import os, sys, traceback
+import torch
+import deltasync
+from deltasync import Publisher, Replica, follow
+
+torch.set_num_threads(1)
+weights = {"w": torch.zeros(2000, 1000, dtype=torch.bfloat16)}
+module = torch.nn.Module()
+module.w = torch.nn.Parameter(weights["w"].clone(), requires_grad=False)
+publisher = Publisher(sys.argv[1])
+
+def publish():
+    weights["w"][0] += 1
+    return publisher.publish(weights.items()).wait(60).version
+
+publish()
+replica, following = Replica(sys.argv[1]), follow(module, sys.argv[1], replica_id="r")
+replica.sync()
+publish()
+replica.sync()
+following.wait(2)
+publish()
+uses = {
+    "publish": publish, "flush": publisher.flush, "close": publisher.close,
+    "sync": replica.sync, "poll": replica.poll, "audit": replica.audit, "load": lambda: replica.load("/nowhere"),
+    "followed sync": following.sync, "wait": lambda: following.wait(9, timeout_s=9),
+    "pin": lambda: setattr(following, "pin", 1),
+    "new replica": lambda: Replica(sys.argv[1]), "new publisher": lambda: Publisher(sys.argv[1], resume=True),
+    "new follow": lambda: follow(torch.nn.Module(), sys.argv[1]),
+}
+for name, use in uses.items():
+    sys.stdout.flush()
     child = os.fork()
     if not child:
         try:
-            publisher.publish(weights(1))
-        except ConfigError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert (
-        os.read(read, 1000).decode().startswith(f"This publisher belongs to process {os.getpid()}, of which this one is a")
-    )
-    publisher.publish(weights(1)).wait(PATIENCE_S)
-    publisher.close()
+            use()
+            print(name, "did it")
+        except BaseException as error:
+            print(name, type(error).__name__, error)
+        following.close()
+        sys.stdout.flush()
+        os._exit(0)
+    print("ended", os.waitpid(child, 0)[1], flush=True)
+assert replica.sync() == 3 and following.wait(3) == 3 and publish() == 4
+assert deltasync.channel.heartbeat.read_all(publisher.store, publisher.run_id)[0].state != "stopped"
+following.close()
+publisher.close()
+"""
+
+
+def test_a_forked_child_is_told_what_to_do_in_one_sentence(tmp_path: Path) -> None:
+    """OpenMP would end it, without an exception."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORKS, f"file://{tmp_path}/channel"]
+    environ = {**os.environ, "NUMBA_THREADING_LAYER": "omp", "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    said, ended = lines[::2], lines[1::2]
+    assert len(said) == 13 and set(ended) == {"ended 0"}, done.stdout
+    assert all("ConfigError" in line and "of which this one is a fork" in line and "'spawn'" in line for line in said), said
+    assert "Terminating" not in done.stderr
